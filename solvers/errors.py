@@ -1,0 +1,19 @@
+"""What a solver raises; `planner` re-raises with what the bytes stand for."""
+
+from __future__ import annotations
+
+
+class InfeasibleBudget(ValueError):
+    """No schedule within the budget was found, or none can exist."""
+
+    def __init__(self, budget_bytes: int, minimum_bytes: int, message: str | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        """The budget that was asked for."""
+        self.minimum_bytes = minimum_bytes
+        """The smallest budget that this package can meet; solving with it succeeds."""
+        super().__init__(message or (
+            f"no schedule fits in {budget_bytes} bytes; the smallest budget that works is "
+            f"{minimum_bytes} bytes"))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.budget_bytes, self.minimum_bytes, str(self)))

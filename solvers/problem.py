@@ -1,0 +1,161 @@
+"""The scheduling problem that every solver here solves.
+
+The model of the world: a fixed sequence of ops, each of which reads storages, writes storages and
+costs something.  A *schedule* is the sequence of runs; its first runs come in the order of the ops,
+and an op may run again later (rematerialization), which costs again and brings its outputs back.
+Memory is what is alive (see `solvers.simulator` for the exact rule); resident memory that no
+schedule can change (parameters, inputs) is not part of a problem: subtract it from the budget.
+
+Blind spots: the order of first runs is fixed, the cost of an op does not depend on when it runs,
+and memory fragmentation does not exist.
+
+Two readings share this type: a captured training step (several segments, in-place candidates,
+outputs kept to the end), and published instances (one storage per op, every op recomputable
+anywhere, see `solvers.instances`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+Schedule = tuple[int, ...]
+"""Indices of ops in the order in which they run; an op that occurs again is recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A buffer that one op allocates; views of it are the same storage."""
+
+    size_bytes: int
+    producer: int
+    """Index of the op whose run makes it."""
+    kept_to_end: bool = False
+    """Alive from its first run to the end of the schedule: a gradient, an output the caller holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step of the computation, in the order of first runs."""
+
+    name: str
+    cost: float
+    """Cost of one run, in any unit that adds up (seconds, FLOPs)."""
+    inputs: tuple[int, ...]
+    """Storages that must be alive when it runs, without repetition."""
+    outputs: tuple[int, ...]
+    """Storages that it makes; those without a later use live only while it runs."""
+    workspace_bytes: int = 0
+    """Held while it runs, and only then."""
+    recomputable: bool = True
+    """May run more than once."""
+    inplace: tuple[int, ...] = ()
+    """Inputs whose buffer its (only) output may take over if they die in this run; all of the
+    output's size, in order of preference."""
+    replay_state_bytes: int = 0
+    """What must be held from its first to its last run so that a second run gives the same result
+    (a random generator's state, copies of inputs that are mutated later); 0 if it runs once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A contiguous stretch of ops that executes as one unit, such as the forward or the backward.
+
+    A recomputation belongs to the segment of the next first run that follows it (after the last
+    first run: to the last segment).
+    """
+
+    start: int
+    """Index of its first op; it ends where the next segment starts."""
+    replays: tuple[int, ...]
+    """The segments whose ops may be recomputed within this one."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Ops in the fixed order of first runs, the storages they exchange, and the segments."""
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    segments: tuple[Segment, ...] = field(default=(Segment(0, (0,)),))
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    @cached_property
+    def plain_schedule(self) -> Schedule:
+        """Every op once: nothing is recomputed."""
+        return tuple(range(len(self.ops)))
+
+    @cached_property
+    def plain_cost(self) -> float:
+        """Cost of running every op once."""
+        return float(sum(op.cost for op in self.ops))
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each storage, the ops that read it, ascending."""
+        readers: list[list[int]] = [[] for _ in self.storages]
+        for index, op in enumerate(self.ops):
+            for storage in op.inputs:
+                readers[storage].append(index)
+        return tuple(tuple(indices) for indices in readers)
+
+    @cached_property
+    def segment_of(self) -> tuple[int, ...]:
+        """For each op, the index of its segment."""
+        homes: list[int] = []
+        bounds = [segment.start for segment in self.segments[1:]] + [len(self.ops)]
+        for index, end in enumerate(bounds):
+            homes.extend([index] * (end - len(homes)))
+        return tuple(homes)
+
+    def may_replay(self, op: int, next_first_run: int) -> bool:
+        """Whether `op` may be recomputed just before the first run of `next_first_run`
+        (`len(problem)`: after the last first run)."""
+        if not self.ops[op].recomputable or op >= next_first_run:
+            return False
+        home = self.segment_of[op]
+        here = self.segment_of[min(next_first_run, len(self.ops) - 1)]
+        return home in self.segments[here].replays
+
+
+def _check(problem: Problem) -> None:
+    """Raise `ValueError` where a problem is not well formed."""
+    ops, storages = problem.ops, problem.storages
+    if not ops:
+        raise ValueError("a problem needs at least one op, got none")
+    starts: Sequence[int] = [segment.start for segment in problem.segments]
+    if not starts or starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
+        raise ValueError(f"segments must start at 0 and ascend, got starts {list(starts)}")
+    for index, storage in enumerate(storages):
+        if storage.size_bytes < 0:
+            raise ValueError(f"storage {index} has a negative size: {storage.size_bytes}")
+        if not 0 <= storage.producer < len(ops) or index not in ops[storage.producer].outputs:
+            raise ValueError(f"storage {index} names op {storage.producer} as its producer, "
+                             "which does not list it among its outputs")
+    for index, op in enumerate(ops):
+        if not (op.cost >= 0) or op.cost == float("inf"):
+            raise ValueError(f"op {index} ({op.name}) must have a finite cost >= 0, got {op.cost}")
+        if op.workspace_bytes < 0 or op.replay_state_bytes < 0:
+            raise ValueError(f"op {index} ({op.name}) has a negative workspace or replay state")
+        if len(set(op.inputs)) != len(op.inputs):
+            raise ValueError(f"op {index} ({op.name}) lists an input twice")
+        for storage in op.inputs:
+            if not 0 <= storage < len(storages) or storages[storage].producer >= index:
+                raise ValueError(f"op {index} ({op.name}) reads storage {storage}, "
+                                 "which no earlier op makes: ops must be in a topological order")
+        for storage in op.outputs:
+            if not 0 <= storage < len(storages) or storages[storage].producer != index:
+                raise ValueError(f"op {index} ({op.name}) lists output {storage}, made elsewhere")
+        for storage in op.inplace:
+            if storage not in op.inputs or len(op.outputs) != 1 or (
+                storages[storage].size_bytes != storages[op.outputs[0]].size_bytes
+            ):
+                raise ValueError(f"op {index} ({op.name}) may take over only an input of the size "
+                                 f"of its single output, got storage {storage}")

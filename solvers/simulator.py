@@ -1,0 +1,189 @@
+"""The one memory model: what a schedule costs and how much memory it holds at each run.
+
+Every solver, every plan and every test judges a schedule by this file.
+
+The rule.  A run of an op makes a new *instance* of each of its outputs.  A reader uses the latest
+instance (of a storage kept to the end: the first one, which is alive anyway).  An instance lives
+from the run that makes it to its last read, at least during the run that makes it; the first
+instance of a storage kept to the end lives to the end.  Memory at a run is the sum of the instances
+alive there, plus the op's workspace, plus the replay state of every op between its first and its
+last run.  If the op names an in-place candidate whose instance dies in this very run and was made
+in the same segment, the output takes over its buffer and the two count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from solvers.problem import Problem
+
+
+class Simulation(NamedTuple):
+    """Peak and cost of a schedule."""
+
+    peak_bytes: int
+    cost: float
+
+
+class IllegalSchedule(ValueError):
+    """A schedule that breaks a rule of `solvers.problem`: the message names the run and the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One life of a storage."""
+
+    storage: int
+    birth: int
+    """Position of the run that makes it."""
+    death: int
+    """Last position at which it is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A schedule, unrolled in time; positions count runs from 0."""
+
+    schedule: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+    """Memory at each position."""
+    cost: float
+    instances: tuple[Instance, ...]
+    """Every life of every storage, by birth."""
+    inplace_of: tuple[int | None, ...]
+    """For each position, the storage whose buffer the output takes over there."""
+    segments: tuple[int, ...]
+    """For each position, the segment in which the run executes."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest memory over all positions."""
+        return max(self.memory_bytes)
+
+    @property
+    def peak_position(self) -> int:
+        """The first position at which memory is at its peak."""
+        return self.memory_bytes.index(self.peak_bytes)
+
+
+def simulate(problem: Problem, schedule: Sequence[int]) -> Simulation:
+    """Peak bytes and cost of `schedule`; raises `IllegalSchedule` where it breaks a rule."""
+    timeline = unroll(problem, schedule)
+    return Simulation(timeline.peak_bytes, timeline.cost)
+
+
+def unroll(problem: Problem, schedule: Sequence[int]) -> Timeline:
+    """The whole life of every storage under `schedule`; raises `IllegalSchedule`.
+
+    O(runs + reads).
+    """
+    ops, storages = problem.ops, problem.storages
+    runs = tuple(int(op) for op in schedule)
+    where = _segments_of_runs(problem, runs)
+    births: list[int] = []  # parallel lists, one entry per instance
+    deaths: list[int] = []
+    owner: list[int] = []
+    current = [-1] * len(storages)  # the instance that a reader would use
+    first_run = [-1] * len(ops)
+    last_run = [-1] * len(ops)
+    reads: list[tuple[int, ...]] = []  # instances read at each position
+
+    for position, index in enumerate(runs):
+        op = ops[index]
+        read = []
+        for storage in op.inputs:
+            instance = current[storage]
+            if instance < 0:  # pragma: no cover - excluded by the order of first runs
+                raise IllegalSchedule(f"run {position} ({op.name}) reads storage {storage} "
+                                      "before it exists")
+            deaths[instance] = position
+            read.append(instance)
+        reads.append(tuple(read))
+        if first_run[index] < 0:
+            first_run[index] = position
+        last_run[index] = position
+        for storage in op.outputs:
+            births.append(position)
+            deaths.append(position)
+            owner.append(storage)
+            if current[storage] < 0 or not storages[storage].kept_to_end:
+                current[storage] = len(births) - 1
+
+    end = len(runs) - 1
+    kept_seen: set[int] = set()
+    for instance, storage in enumerate(owner):
+        if storages[storage].kept_to_end and storage not in kept_seen:
+            kept_seen.add(storage)
+            deaths[instance] = end
+
+    delta = [0] * (len(runs) + 1)
+    for birth, death, storage in zip(births, deaths, owner, strict=True):
+        delta[birth] += storages[storage].size_bytes
+        delta[death + 1] -= storages[storage].size_bytes
+    for index, op in enumerate(ops):
+        if op.replay_state_bytes and last_run[index] > first_run[index]:
+            delta[first_run[index]] += op.replay_state_bytes
+            delta[last_run[index] + 1] -= op.replay_state_bytes
+    memory = list(accumulate(delta[:-1]))
+
+    taken: list[int | None] = [None] * len(runs)
+    for position, index in enumerate(runs):
+        op = ops[index]
+        memory[position] += op.workspace_bytes
+        if op.inplace:
+            read_here = dict(zip(op.inputs, reads[position], strict=True))
+            for storage in op.inplace:
+                instance = read_here[storage]
+                if (deaths[instance] == position and not (storages[storage].kept_to_end)
+                        and where[births[instance]] == where[position]):
+                    taken[position] = storage
+                    memory[position] -= storages[storage].size_bytes
+                    break
+
+    instances = tuple(Instance(s, b, d) for s, b, d in zip(owner, births, deaths, strict=True))
+    cost = float(sum(ops[index].cost for index in runs))
+    return Timeline(runs, tuple(memory), cost, instances, tuple(taken), where)
+
+
+def _segments_of_runs(problem: Problem, runs: tuple[int, ...]) -> tuple[int, ...]:
+    """The segment of each run; raises `IllegalSchedule` unless first runs come in order, every op
+    runs, and each recomputation is allowed where it stands."""
+    ops = problem.ops
+    expected = 0
+    for position, index in enumerate(runs):
+        if not 0 <= index < len(ops):
+            raise IllegalSchedule(f"run {position} names op {index}; "
+                                  f"the problem has ops 0 to {len(ops) - 1}")
+        if index == expected:
+            expected += 1
+        elif index > expected:
+            raise IllegalSchedule(f"run {position} is op {index} ({ops[index].name}) before op "
+                                  f"{expected} ({ops[expected].name}) has run: "
+                                  "first runs must come in order")
+    if expected < len(ops):
+        raise IllegalSchedule(f"op {expected} ({ops[expected].name}) never runs")
+
+    where = [0] * len(runs)
+    first_seen = [False] * len(ops)
+    is_first = []
+    for index in runs:
+        is_first.append(not first_seen[index])
+        first_seen[index] = True
+    following = len(ops)
+    for position in range(len(runs) - 1, -1, -1):
+        index = runs[position]
+        if is_first[position]:
+            following = index
+            where[position] = problem.segment_of[index]
+            continue
+        if not ops[index].recomputable:
+            raise IllegalSchedule(f"run {position} recomputes op {index} ({ops[index].name}), "
+                                  "which may run only once")
+        if not problem.may_replay(index, following):
+            raise IllegalSchedule(f"run {position} recomputes op {index} ({ops[index].name}) "
+                                  "in a segment that must not recompute it")
+        where[position] = problem.segment_of[min(following, len(ops) - 1)]
+    return tuple(where)
