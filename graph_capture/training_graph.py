@@ -1,0 +1,150 @@
+"""The annotated graph of one training step: what `graph_capture` makes and everything else reads.
+
+The model of the world: the step is a fixed sequence of *ops* - the forward, then the loss, then the
+backward - that exchange *buffers*.  A buffer is a storage that an op allocates; views, `detach` and
+tuple elements of it are the same buffer and are not ops.  Parameters, model buffers and inputs are
+*resident*: alive the whole step, whatever the schedule, and so not buffers of the graph.
+
+A step captured in several pieces (graph breaks) is a chain of *regions*, each with a forward and a
+backward of its own: forwards in order, the loss, backwards in reverse.
+
+Blind spots: control flow that depends on data is not in a graph; what the user's own code
+allocates between two regions or outside the model is not seen.
+
+`graph_capture.specification.check` enforces the rules that the fields below state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class Phase(StrEnum):
+    """The part of the step in which an op runs first."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+
+
+class BufferKind(StrEnum):
+    """What the bytes of a buffer are to the user."""
+
+    ACTIVATION = "activations"
+    """Made by the forward (or the loss): saved tensors, outputs, and what lives only briefly."""
+    GRADIENT = "gradients"
+    """Gradient of a parameter; stays to the end of the step."""
+    TEMPORARY = "temporaries"
+    """Made by the backward and gone before its end: gradients of activations, cotangents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A storage made by an op of the graph."""
+
+    size_bytes: int
+    producer: int
+    """Index of the op that makes it."""
+    kind: BufferKind
+    kept_to_end: bool = False
+    """Held by the user to the end of the step: the model's output, a parameter's gradient."""
+    label: str = ""
+    """For a gradient, the parameter's name; otherwise empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOp:
+    """One op of the step, in the order of execution."""
+
+    name: str
+    """Stable across processes and machines: module path, op and occurrence,
+    e.g. `transformer.h.0.attn/aten.bmm#1` (`~` in front of the op in the backward)."""
+    target: str
+    """The op itself, e.g. `aten.bmm.default`."""
+    module: str
+    """Qualified name of the module that called it (in the backward: the one whose forward it
+    differentiates); empty for the root."""
+    source: str
+    """`file:line` of the model's code, empty where unknown."""
+    phase: Phase
+    region: int
+    """Index of the region it belongs to; -1 for the loss."""
+    inputs: tuple[int, ...]
+    """Buffers that it reads, without repetition."""
+    outputs: tuple[int, ...]
+    """Buffers that it makes."""
+    flops: int = 0
+    bytes_moved: int = 0
+    """Bytes of the tensors that it reads and writes."""
+    seconds: float = 0.0
+    """Estimated or measured duration of one run."""
+    workspace_bytes: int = 0
+    """What its kernel allocates for itself, and frees, while it runs."""
+    pinned: str = ""
+    """Why it may not be replayed; empty if it may."""
+    inplace: tuple[int, ...] = ()
+    """Inputs whose storage its only output may take over when they die in this op, in order of
+    preference: same size, and the kernel reads each element before it writes it."""
+    replay_state_bytes: int = 0
+    """What a replay needs from the first run: the random generator's state, copies of inputs that
+    the step mutates later."""
+    digest: str = ""
+    """Hash of op, arguments, shapes and dtypes: equal for equal ops, in any process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of the model that was captured as one joint graph."""
+
+    forward: range
+    """Indices of its forward ops."""
+    backward: range
+    """Indices of its backward ops."""
+    cotangents: tuple[bool, ...]
+    """For each differentiable output of the joint graph, whether a gradient flows into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentMemory:
+    """Bytes held before the step begins and throughout it."""
+
+    parameters_bytes: int
+    buffers_bytes: int
+    inputs_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Their sum."""
+        return self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """One training step: forward, loss and backward, without any recomputation."""
+
+    ops: tuple[TrainingOp, ...]
+    """In the order of execution: forward regions, loss, backward regions in reverse."""
+    buffers: tuple[Buffer, ...]
+    regions: tuple[Region, ...]
+    resident: ResidentMemory
+    device: str
+    """The device planned for, e.g. `cpu` or `cuda:0`."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about this capture (a cache that was switched off, a graph break)."""
+
+    @cached_property
+    def step_flops(self) -> int:
+        """FLOPs of the step without recomputation."""
+        return sum(op.flops for op in self.ops)
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Estimated duration of the step without recomputation."""
+        return sum(op.seconds for op in self.ops)
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Op name to index."""
+        return {op.name: index for index, op in enumerate(self.ops)}
