@@ -1,0 +1,64 @@
+"""What the applier needs of a plan, and nothing else: plain data, so that a file can hold it.
+
+A recipe names the ops that the training graph must have (in order, each with its digest) and the
+recomputations to insert.  It knows no costs and no budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class OpKey:
+    """One op of the graph that a plan was made for."""
+
+    name: str
+    """Stable name, see `graph_capture.training_graph.TrainingOp.name`."""
+    digest: str
+    """Hash of op, arguments, shapes and dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """Ops that run again, in this order, just before an op runs for the first time."""
+
+    before: str
+    """Name of the op whose first run follows."""
+    ops: tuple[str, ...]
+    """Names of the recomputed ops, in the order in which they run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRecipe:
+    """One captured region: its ops and what is recomputed in its forward and backward."""
+
+    forward: tuple[OpKey, ...]
+    backward: tuple[OpKey, ...]
+    cotangents: tuple[bool, ...]
+    """For each differentiable output of the joint graph, whether a gradient flows into it."""
+    recomputations: tuple[Recomputation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterKey:
+    """A parameter or buffer of the model that a plan was made for."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A plan as the applier sees it."""
+
+    tensors: tuple[ParameterKey, ...]
+    """Every parameter and buffer, in the order of `named_parameters()`, then `named_buffers()`."""
+    regions: tuple[RegionRecipe, ...]
+    """In the order of their forwards."""
+    training: bool
+    """Whether the model was in training mode when it was captured."""
+    overrides: tuple[tuple[str, object], ...] = ()
+    """Keyword arguments that capture forced (`use_cache=False`) and the applied model repeats."""
