@@ -1,0 +1,289 @@
+"""Lazy rematerialization: walk the ops in order, drop storages when room is needed, remake them
+when they are read.
+
+The eviction score is that of Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021): drop
+what is cheap to remake, large, and not needed for long.  Unlike an online algorithm this one knows
+the whole future, so "not needed for long" is the distance to the next read instead of the time
+since the last one, and what will never be read again goes first.
+
+The model of the world is `solvers.simulator`'s, seen from the safe side: the walk holds a storage
+until it drops it, while the simulator ends its life with its last read.  Replay state is the
+exception (`Op.replay_state_bytes` is not counted here), so callers judge the result by the
+simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.problem import Problem, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionTaste:
+    """Exponents of the score cost^a / (size^b * distance^c); the lowest score is evicted."""
+
+    cost: float = 1.0
+    size: float = 1.0
+    distance: float = 1.0
+    noise: float = 0.0
+    """Standard deviation of the log-normal factor on each score."""
+
+
+class _NoRoom(Exception):
+    """The walk cannot go on within its budget."""
+
+
+def lazy_schedule(
+    problem: Problem, budget_bytes: int, *, taste: EvictionTaste = EvictionTaste(),
+    max_runs: int | None = None, seed: int = 0,
+) -> Schedule | None:
+    """A legal schedule that aims at `budget_bytes`, or None where the walk runs out of room.
+
+    `max_runs` bounds the length of the schedule (default: 60 runs per op and 2,000 more).
+    """
+    limit = max_runs if max_runs is not None else 60 * len(problem) + 2000
+    walk = _Walk(problem, budget_bytes, taste, limit, seed)
+    try:
+        for op in range(len(problem)):
+            walk.first_run(op)
+    except (_NoRoom, RecursionError):
+        return None
+    return tuple(walk.schedule)
+
+
+class _Walk:
+    def __init__(self, problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int,
+                 seed: int) -> None:
+        self.problem = problem
+        self.budget = budget_bytes
+        self.max_runs = max_runs
+        self.taste = taste
+        self.noise = np.random.default_rng(seed)
+        self.schedule: list[int] = []
+        self.used = 0  # bytes held
+        count = len(problem.storages)
+        self.size = [storage.size_bytes for storage in problem.storages]
+        self.producer = [storage.producer for storage in problem.storages]
+        self.held = np.zeros(count, dtype=bool)
+        self.locks = np.zeros(count, dtype=np.int64)
+        self.born_in = [-1] * count  # segment in which the held instance was made
+        self.stage = 0  # the op whose first run comes next
+        self.never = len(problem) + 1
+        # The next and the last first run that reads a storage, directly or to remake what is gone.
+        self.cursor = [0] * count
+        self.next_read = np.full(count, self.never, dtype=np.int64)
+        self.wanted_next = np.full(count, -1, dtype=np.int64)
+        self.wanted_last = np.full(count, -1, dtype=np.int64)
+        for storage, readers in enumerate(problem.consumers):
+            if readers:
+                self.next_read[storage] = readers[0]
+        self.remake_cost = np.array([problem.ops[p].cost for p in self.producer], dtype=float)
+        self.charged = [0.0] * count  # what a missing storage adds to its dependents' cost
+        self.base = np.array([float(max(s, 1)) ** taste.size for s in self.size])
+        self.evictable = np.array([not s.kept_to_end and s.size_bytes > 0
+                                   for s in problem.storages], dtype=bool)
+        self.free_replay = _replayable_from_nothing(problem)
+
+    def first_run(self, op: int) -> None:
+        self.stage = op
+        self._run(op, again=False)
+        for storage in self.problem.ops[op].inputs:
+            readers = self.problem.consumers[storage]
+            cursor = self.cursor[storage]
+            while cursor < len(readers) and readers[cursor] <= op:
+                cursor += 1
+            self.cursor[storage] = cursor
+            self.next_read[storage] = readers[cursor] if cursor < len(readers) else self.never
+        for storage in (*self.problem.ops[op].inputs, *self.problem.ops[op].outputs):
+            if self.held[storage] and self._next_use(storage, op + 1) == self.never:
+                self._drop_if_dead(storage)
+
+    def _run(self, op: int, again: bool) -> None:
+        """Run `op` now, remaking what it reads; `again`: as a recomputation."""
+        described = self.problem.ops[op]
+        if again and not self.problem.may_replay(op, self.stage):
+            raise _NoRoom
+        locked: list[int] = []
+        try:
+            for storage in described.inputs:
+                if self.held[storage]:
+                    self.locks[storage] += 1
+                    locked.append(storage)
+            for storage in described.inputs:
+                if storage not in locked:
+                    self._run(self.producer[storage], again=True)
+                    if not self.held[storage]:
+                        raise _NoRoom
+                    self.locks[storage] += 1
+                    locked.append(storage)
+            if len(self.schedule) >= self.max_runs:
+                raise _NoRoom
+            self._make_room(op, again)
+            self.schedule.append(op)
+        finally:
+            for storage in locked:
+                self.locks[storage] -= 1
+        here = self.problem.segment_of[min(self.stage, len(self.problem) - 1)]
+        for storage in described.outputs:
+            if not self.held[storage]:
+                self._hold(storage)
+            self.born_in[storage] = here
+        if again:
+            for storage in described.inputs:
+                self._drop_if_dead(storage)
+
+    def _make_room(self, op: int, again: bool) -> None:
+        described = self.problem.ops[op]
+        need = described.workspace_bytes + sum(
+            self.size[s] for s in described.outputs
+            if not self.held[s] or (again and self.problem.storages[s].kept_to_end))
+        here = self.problem.segment_of[min(self.stage, len(self.problem) - 1)]
+        candidate = next((s for s in described.inplace if self.locks[s] == 1 and self.evictable[s]
+                          and self.born_in[s] == here), None)
+        if candidate is not None and self._next_use(candidate, self.stage + (not again)) >= self.never:
+            self._drop(candidate)
+            candidate = None
+        if self.used + need <= self.budget:
+            return
+        # Sibling outputs of a replay stay where they are while their op runs again.
+        barred = [s for s in described.outputs if self.held[s]]
+        for storage in barred:
+            self.locks[storage] += 1
+        try:
+            try:
+                self._evict_until(self.budget - need)
+            except _NoRoom:
+                if candidate is None or not self._may_evict(candidate, self.stage + (not again)):
+                    raise
+                self._evict(candidate, self.stage + (not again))
+                self._evict_until(self.budget - need)
+        finally:
+            for storage in barred:
+                self.locks[storage] -= 1
+
+    def _evict_until(self, limit: int) -> None:
+        if self.used <= limit:
+            return
+        victims = np.flatnonzero(self.held & self.evictable & (self.locks == 0))
+        if not len(victims):
+            raise _NoRoom
+        now = self.stage
+        use = self._next_uses(victims)
+        dead = use >= self.never
+        taste = self.taste
+        scores = (np.maximum(self.remake_cost[victims], 1e-9) ** taste.cost
+                  / (self.base[victims] * (use - now + 1.0) ** taste.distance))
+        if taste.noise:
+            scores *= np.exp(taste.noise * self.noise.standard_normal(len(scores)))
+        scores[dead] = 0.0
+        for index in np.argsort(scores, kind="stable"):
+            storage = int(victims[index])
+            if self._may_evict(storage, now):
+                self._evict(storage, now)
+                if self.used <= limit:
+                    return
+        raise _NoRoom
+
+    def _next_uses(self, storages: np.ndarray) -> np.ndarray:
+        """Like `_next_use`, for an array of storages and from the present stage on."""
+        now = self.stage
+        wanted = self.wanted_next[storages]
+        wanted = np.where(wanted >= now, wanted, self.wanted_last[storages])
+        wanted = np.where(wanted >= now, wanted, self.never)
+        return np.minimum(self.next_read[storages], wanted)
+
+    def _next_use(self, storage: int, start: int) -> int:
+        """The first stage from `start` on that reads the storage, also to remake what is gone."""
+        direct = int(self.next_read[storage])
+        if direct < start:  # read by the run in progress: look behind it
+            readers = self.problem.consumers[storage]
+            later = [r for r in readers[self.cursor[storage]:self.cursor[storage] + 2] if r >= start]
+            direct = later[0] if later else self.never
+        for wanted in (int(self.wanted_next[storage]), int(self.wanted_last[storage])):
+            if wanted >= start:
+                return min(direct, wanted)
+        return direct
+
+    def _may_evict(self, storage: int, start: int) -> bool:
+        """Whether the storage can be remade for each of its uses from `start` on."""
+        uses = {self.problem.segment_of[r]
+                for r in self.problem.consumers[storage][self.cursor[storage]:] if r >= start}
+        if self.wanted_last[storage] >= start:
+            uses.add(self.problem.segment_of[min(self.wanted_last[storage], len(self.problem) - 1)])
+            if self.wanted_next[storage] >= start:
+                uses.add(self.problem.segment_of[self.wanted_next[storage]])
+        return all(self._remakeable(self.producer[storage], segment) for segment in uses)
+
+    def _remakeable(self, op: int, segment: int) -> bool:
+        if self.free_replay[segment][op]:
+            return True
+        problem = self.problem
+        if (not problem.ops[op].recomputable
+                or problem.segment_of[op] not in problem.segments[segment].replays):
+            return False
+        return all(self.held[s] or self._remakeable(self.producer[s], segment)
+                   for s in problem.ops[op].inputs)
+
+    def _hold(self, storage: int) -> None:
+        self.held[storage] = True
+        self.used += self.size[storage]
+        self._charge(storage, 0.0)
+
+    def _drop(self, storage: int) -> None:
+        self.held[storage] = False
+        self.used -= self.size[storage]
+        self._charge(storage, float(self.remake_cost[storage]))
+
+    def _charge(self, storage: int, cost: float) -> None:
+        """What remaking a dependent of the storage costs on top, now that it is held or gone."""
+        change = cost - self.charged[storage]
+        if change:
+            self.charged[storage] = cost
+            for reader in self.problem.consumers[storage]:
+                for output in self.problem.ops[reader].outputs:
+                    self.remake_cost[output] += change
+
+    def _drop_if_dead(self, storage: int) -> None:
+        if (self.held[storage] and self.evictable[storage] and not self.locks[storage]
+                and not self.problem.consumers[storage][self.cursor[storage]:]
+                and self.wanted_last[storage] < self.stage):
+            self._drop(storage)
+
+    def _evict(self, storage: int, start: int) -> None:
+        next_use = self._next_use(storage, start)
+        self._drop(storage)
+        if next_use < self.never:
+            self._want_inputs(storage, next_use, self._last_use(storage))
+
+    def _last_use(self, storage: int) -> int:
+        readers = self.problem.consumers[storage]
+        return max(readers[-1] if readers else -1, int(self.wanted_last[storage]))
+
+    def _want_inputs(self, storage: int, first: int, last: int) -> None:
+        """Note that the inputs of the storage's producer are needed to remake it."""
+        todo = [storage]
+        while todo:
+            for source in self.problem.ops[self.producer[todo.pop()]].inputs:
+                earlier = int(self.wanted_next[source])
+                fresh_next = first if earlier < self.stage else min(earlier, first)
+                fresh_last = max(int(self.wanted_last[source]), last)
+                if (fresh_next, fresh_last) == (earlier, int(self.wanted_last[source])):
+                    continue
+                self.wanted_next[source], self.wanted_last[source] = fresh_next, fresh_last
+                if not self.held[source]:
+                    todo.append(source)
+
+
+def _replayable_from_nothing(problem: Problem) -> list[list[bool]]:
+    """Per segment and op: whether the op can be recomputed there with nothing held."""
+    table = []
+    for segment in problem.segments:
+        row: list[bool] = []
+        for index, op in enumerate(problem.ops):
+            row.append(op.recomputable and problem.segment_of[index] in segment.replays
+                       and all(row[problem.storages[s].producer] for s in op.inputs))
+        table.append(row)
+    return table
