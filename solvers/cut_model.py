@@ -1,0 +1,267 @@
+"""The time-cut MILP: a relaxation of rematerialization that looks at memory at a few moments only.
+
+Choose ops t₁ < … < t_k (the *cuts*).  S[i,u]: storage u is retained past the first run of tᵢ.
+R[i,v]: op v is recomputed in stage i, which lasts from the first run of tᵢ to that of tᵢ₊₁.  What
+the first runs of a stage read, and what its recomputations read, is retained or recomputed; what is
+retained past a cut was retained past the one before, or recomputed, or made in between; and the
+storages retained past tᵢ fit in the budget together with what tᵢ reads and makes.
+
+Every legal schedule within the budget gives such S and R at no more than its own cost, so the
+optimum, and every bound on it, is a lower bound for all of them: memory between the cuts, the order
+within a stage and recomputations before t₁ are left out, and so is whatever an op might not take
+over in place.  Where the output of tᵢ may take over an input's buffer, that counts as done unless
+all such inputs are retained past tᵢ.  With several cuts, Y[i,v] ≤ Σ_{j≥i} R[j,v] says that v is
+recomputed after tᵢ at all, and each cut's own closure over Y tightens the linear relaxation.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ortools.math_opt.python import mathopt
+
+from solvers.floor import fixed_bytes, takeover_candidates
+from solvers.problem import Problem
+
+Engine = Literal["highs", "scip"]
+
+
+@dataclass(frozen=True, slots=True)
+class CutSolution:
+    """What the MILP says."""
+
+    retained: tuple[frozenset[int], ...] | None
+    """Storages to retain past each cut; `None` where no solution was found."""
+    extra_cost: float
+    """Cost of the recomputations in the model's solution (infinite where there is none)."""
+    extra_bound: float
+    """No legal schedule within the budget (and the model's restrictions) recomputes for less;
+    infinite where none exists."""
+    solved: bool
+    """The model was solved to the end, or proven infeasible."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutModel:
+    """The MILP of one problem, its budget and its cuts."""
+
+    problem: Problem
+    budget_bytes: int
+    cuts: tuple[int, ...]
+    """Ops at whose first runs memory is looked at, ascending."""
+    anchors: frozenset[int] = frozenset()
+    """Storages that are retained past every cut after their first run.  A restriction: with
+    anchors, `extra_bound` says nothing about other schedules."""
+    room_bytes: tuple[int, ...] = ()
+    """For each cut the bytes that may be used there; the budget where empty.  Less than the budget
+    is a restriction as well."""
+
+    def solve(self, seconds: float, *, engine: Engine = "highs", seed: int = 0,
+              hint: Sequence[frozenset[int]] | None = None) -> CutSolution:
+        """Solve within a time limit; `hint` is a choice of retained storages to start from."""
+        program = _Program(self)
+        return program.solve(seconds, engine, seed, hint)
+
+
+class _Program:
+    """A `CutModel` written down in MathOpt."""
+
+    def __init__(self, model: CutModel) -> None:
+        self.problem, self.spec = model.problem, model
+        problem = model.problem
+        self.mip = mathopt.Model()
+        self.cuts = model.cuts
+        count = len(self.cuts)
+        self.live = _live_past_cuts(problem, self.cuts)
+        self.retained: list[dict[int, mathopt.Variable]] = [{} for _ in self.cuts]
+        self.again: list[dict[int, mathopt.Variable]] = [{} for _ in self.cuts]
+        costs = [op.cost for op in problem.ops if op.cost > 0]
+        self.cost_unit = max(costs, default=1.0) / 1000.0
+        for stage in range(count):
+            for storage in self.live[stage].storages:
+                self.retained[stage][storage] = self.mip.add_binary_variable()
+            for op in self.live[stage].ops:
+                self.again[stage][op] = self.mip.add_binary_variable()
+        for stage in range(count):
+            self._stage(stage)
+            self._memory(stage)
+        if count > 1:
+            for stage in range(count - 1):
+                self._closure(stage)
+        objective = mathopt.LinearSum(
+            problem.ops[op].cost / self.cost_unit * variable
+            for stage in self.again for op, variable in stage.items())
+        self.mip.minimize(objective)
+
+    def _row(self, terms: Mapping[mathopt.Variable, float], lower: float) -> None:
+        """Require the sum of coefficient times variable to be at least `lower`."""
+        row = self.mip.add_linear_constraint(lb=lower)
+        for variable, coefficient in terms.items():
+            row.set_coefficient(variable, coefficient)
+
+    def _at_hand(self, stage: int, storage: int) -> dict[mathopt.Variable, float]:
+        """Retained into a stage, or recomputed in it."""
+        terms = {}
+        if storage in self.retained[stage]:
+            terms[self.retained[stage][storage]] = 1.0
+        producer = self.problem.storages[storage].producer
+        if producer in self.again[stage]:
+            terms[self.again[stage][producer]] = 1.0
+        return terms
+
+    def _stage(self, stage: int) -> None:
+        live = self.live[stage]
+        for storage in live.demanded:
+            self._row(self._at_hand(stage, storage), 1.0)
+        for op in live.ops:
+            for storage in self.problem.ops[op].inputs:
+                if not self.problem.storages[storage].kept_to_end:
+                    self._row({**self._at_hand(stage, storage), self.again[stage][op]: -1.0}, 0.0)
+        if stage + 1 < len(self.cuts):
+            for storage, variable in self.retained[stage + 1].items():
+                if self.problem.storages[storage].producer <= self.cuts[stage]:
+                    self._row({**self._at_hand(stage, storage), variable: -1.0}, 0.0)
+        for storage in self.spec.anchors:
+            if storage in self.retained[stage]:
+                self.retained[stage][storage].lower_bound = 1.0
+
+    def _memory(self, stage: int) -> None:
+        problem, cut = self.problem, self.cuts[stage]
+        op = problem.ops[cut]
+        room = self.spec.room_bytes[stage] if self.spec.room_bytes else self.spec.budget_bytes
+        room -= fixed_bytes(problem, cut)
+        held = {*op.inputs, *op.outputs}
+        terms: dict[mathopt.Variable, float] = {}
+        for storage, variable in self.retained[stage].items():
+            if storage not in held:
+                terms[variable] = -float(problem.storages[storage].size_bytes)
+        for replayed in sorted({v for later in self.again[stage:] for v in later if v <= cut}):
+            state = problem.ops[replayed].replay_state_bytes
+            if state:
+                once = self.mip.add_variable(lb=0.0, ub=1.0)
+                for later in self.again[stage:]:
+                    if replayed in later:
+                        self._row({once: 1.0, later[replayed]: -1.0}, 0.0)
+                terms[once] = -float(state)
+        candidates = takeover_candidates(problem, cut)
+        if candidates:
+            size = problem.storages[candidates[0]].size_bytes
+            taken = self.mip.add_variable(lb=0.0, ub=1.0)
+            row = {taken: -1.0}
+            for storage in candidates:
+                if storage in self.retained[stage]:
+                    row[self.retained[stage][storage]] = -1.0
+            self._row(row, -float(len(candidates)))
+            terms[taken] = float(size)
+        unit = max(1.0, self.spec.budget_bytes / 1e4)
+        self._row({v: c / unit for v, c in terms.items() if c}, -room / unit)
+
+    def _closure(self, stage: int) -> None:
+        """The single-cut closure after a cut, over whether an op is recomputed at all."""
+        problem, cut = self.problem, self.cuts[stage]
+        total: dict[int, mathopt.Variable] = {}
+        for op in sorted({v for later in self.again[stage:] for v in later if v <= cut}):
+            total[op] = self.mip.add_variable(lb=0.0, ub=1.0)
+            self._row({**{later[op]: 1.0 for later in self.again[stage:] if op in later},
+                       total[op]: -1.0}, 0.0)
+
+        def at_hand(storage: int) -> dict[mathopt.Variable, float]:
+            terms = {}
+            if storage in self.retained[stage]:
+                terms[self.retained[stage][storage]] = 1.0
+            producer = problem.storages[storage].producer
+            if producer in total:
+                terms[total[producer]] = 1.0
+            return terms
+
+        wanted = {s for later in range(stage, len(self.cuts)) for s in self.live[later].demanded
+                  if problem.storages[s].producer <= cut}
+        for storage in sorted(wanted):
+            self._row(at_hand(storage), 1.0)
+        for op, variable in total.items():
+            for storage in problem.ops[op].inputs:
+                if not problem.storages[storage].kept_to_end:
+                    self._row({**at_hand(storage), variable: -1.0}, 0.0)
+
+    def solve(self, seconds: float, engine: Engine, seed: int,
+              hint: Sequence[frozenset[int]] | None) -> CutSolution:
+        if seconds <= 0:
+            return CutSolution(None, float("inf"), 0.0, False)
+        params = mathopt.SolveParameters(
+            time_limit=datetime.timedelta(seconds=seconds), random_seed=seed,
+            relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0)
+        if engine == "highs":
+            params.highs.bool_options["output_flag"] = False
+            params.highs.string_options["parallel"] = "off"
+            params.highs.double_options["mip_feasibility_tolerance"] = 1e-7
+            kind = mathopt.SolverType.HIGHS
+        else:
+            params.threads = 1
+            kind = mathopt.SolverType.GSCIP
+        hints = []
+        if hint is not None:
+            hints.append(mathopt.SolutionHint(variable_values={
+                variable: float(storage in chosen)
+                for variables, chosen in zip(self.retained, hint, strict=True)
+                for storage, variable in variables.items()}))
+        result = mathopt.solve(self.mip, kind, params=params,
+                               model_params=mathopt.ModelSolveParameters(solution_hints=hints))
+        reason = mathopt.TerminationReason
+        if result.termination.reason in (reason.INFEASIBLE, reason.INFEASIBLE_OR_UNBOUNDED):
+            return CutSolution(None, float("inf"), float("inf"), True)
+        solved = result.termination.reason == reason.OPTIMAL
+        bound = max(0.0, result.termination.objective_bounds.dual_bound) * self.cost_unit
+        if not result.has_primal_feasible_solution():
+            return CutSolution(None, float("inf"), bound, solved)
+        values = result.variable_values()
+        retained = tuple(
+            frozenset(storage for storage, variable in stage.items() if values[variable] > 0.5)
+            for stage in self.retained)
+        return CutSolution(retained, result.objective_value() * self.cost_unit, bound, solved)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """What matters in one stage."""
+
+    demanded: tuple[int, ...]
+    """Storages made up to the cut that the stage's first runs read."""
+    storages: tuple[int, ...]
+    """Storages that it may make sense to retain past the cut."""
+    ops: tuple[int, ...]
+    """Ops that it may make sense to recompute in the stage."""
+
+
+def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:
+    """Per stage what first runs demand, and all that may serve them directly or through
+    recomputation; storages kept to the end are always at hand and left out."""
+    ops, storages = problem.ops, problem.storages
+    ends = [*cuts[1:], len(ops)]
+    carried: set[int] = set()
+    lives: list[_Live] = []
+    for cut, end in zip(reversed(cuts), reversed(ends), strict=True):
+        demanded = {s for op in ops[cut + 1:end + 1] for s in op.inputs
+                    if storages[s].producer <= cut and not storages[s].kept_to_end}
+        last = min(end, len(ops) - 1)
+        allowed = {home for segment in problem.segments[
+            problem.segment_of[min(cut + 1, len(ops) - 1)]:problem.segment_of[last] + 1]
+            for home in segment.replays}
+        wanted = demanded | {s for s in carried if storages[s].producer <= cut}
+        again: set[int] = set()
+        stack = list(wanted)
+        while stack:
+            producer = storages[stack.pop()].producer
+            if (producer in again or not ops[producer].recomputable
+                    or problem.segment_of[producer] not in allowed):
+                continue
+            again.add(producer)
+            for source in ops[producer].inputs:
+                if source not in wanted and not storages[source].kept_to_end:
+                    wanted.add(source)
+                    stack.append(source)
+        carried = wanted
+        lives.append(_Live(tuple(sorted(demanded)), tuple(sorted(wanted)), tuple(sorted(again))))
+    return lives[::-1]

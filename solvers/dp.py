@@ -1,0 +1,203 @@
+"""Dynamic programming over the chain of narrow frontiers.
+
+M. Kusumoto et al., "A Graph Theoretic Framework of Recomputation Algorithms for Memory-Efficient
+Backpropagation", NeurIPS 2019 (arXiv:1905.11722): a sequence of lower sets of the graph, whose
+boundaries are retained.  Here the lower sets are those that end at a narrow frontier; a segment
+between two of them is either retained whole or recomputed from its frontier, as in the heterogeneous
+chains of J. Herrmann et al. (arXiv:1911.13214).
+
+The state is the bytes retained so far, in steps of 1/`STEPS` of the budget.  What a segment needs
+while it is recomputed is estimated from above by all it makes, so the program is run for several
+nominal budgets and the simulator picks; dispensable recomputations are dropped afterwards.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.frontiers import Frontier, Region, narrow_frontiers, region_after
+from solvers.polish import drop_recomputes
+from solvers.problem import Problem, Schedule
+from solvers.realise import realise
+from solvers.simulator import simulate, unroll
+from solvers.task import Proposal, Task
+
+STEPS = 500
+"""Resolution of the retained bytes."""
+MOST_FRONTIERS = 128
+ROUNDS = 10
+"""Nominal budgets tried by bisection."""
+
+
+def dp(task: Task) -> Proposal:
+    """The best segmentation for the largest nominal budget that really fits."""
+    problem, budget = task.problem, task.budget_bytes
+    best = problem.plain_schedule
+    best_peak, best_cost = simulate(problem, best)
+    if best_peak <= budget:
+        return Proposal(best)
+    chain = Chain.of(problem)
+    low, high = 0.0, 2.0
+    for _ in range(ROUNDS):
+        factor = (low + high) / 2
+        retained = chain.segmentation(int(budget * factor))
+        schedule = None if retained is None else realise(problem, (chain.pivot,), (retained,))
+        if schedule is None:
+            low = factor
+            continue
+        peak, cost = simulate(problem, schedule)
+        if peak <= budget:
+            schedule = drop_recomputes(problem, budget, schedule)
+            peak, cost = simulate(problem, schedule)
+            low = factor
+        else:
+            high = factor
+        if (peak <= budget and (best_peak > budget or cost < best_cost)) or (
+                peak < best_peak and best_peak > budget):
+            best, best_peak, best_cost = schedule, peak, cost
+        if task.seconds_left <= 0:
+            break
+    return Proposal(best)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Segments between candidate frontiers of the region that may be recomputed after a pivot."""
+
+    pivot: int
+    frontiers: tuple[Frontier, ...]
+    region: Region
+    kept: np.ndarray
+    """kept[a, b]: bytes retained if the segment from boundary a to b is retained whole."""
+    again: np.ndarray
+    """again[a, b]: bytes made if it is recomputed."""
+    cost: np.ndarray
+    """cost[a, b]: cost of recomputing it."""
+    around: np.ndarray
+    """around[a, b]: the most that other values take while its results are read after the pivot."""
+    needed_within: tuple[frozenset[int], ...]
+    """Between each boundary and the next: the storages that are read after the pivot."""
+    fixed_bytes: int
+    """Bytes at the pivot that no choice changes."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> Chain:
+        """The chain of a problem, with the pivot at the peak of the plain order."""
+        timeline = unroll(problem, problem.plain_schedule)
+        pivot = timeline.peak_position
+        region = region_after(problem, pivot)
+        chosen = narrow_frontiers(problem, region, MOST_FRONTIERS)
+        return _measure(problem, region, chosen, np.array(timeline.memory_bytes, dtype=np.float64))
+
+    def segmentation(self, nominal_bytes: int) -> frozenset[int] | None:
+        """The storages to retain at the pivot for the cheapest segmentation within a nominal
+        budget; `None` where there is none."""
+        segments = self._segments(nominal_bytes)
+        if segments is None:
+            return None
+        whole = (self.needed_within[piece] for start, end, kept in segments if kept
+                 for piece in range(start, end))
+        return self._borders(segments).union(self.region.forced, *whole)
+
+    def anchors(self, nominal_bytes: int) -> frozenset[int] | None:
+        """Only the frontiers of the segmentation."""
+        segments = self._segments(nominal_bytes)
+        return None if segments is None else self._borders(segments)
+
+    def _borders(self, segments: list[tuple[int, int, bool]]) -> frozenset[int]:
+        return frozenset().union(*(self.frontiers[start - 1].storages
+                                   for start, _, _ in segments if start > 0))
+
+    def _segments(self, nominal_bytes: int) -> list[tuple[int, int, bool]] | None:
+        """(start, end, retained whole) of each segment, last first."""
+        count = len(self.frontiers) + 1
+        step = max(1.0, nominal_bytes / STEPS)
+        narrow = [0.0, *(float(f.size_bytes) for f in self.frontiers)]
+        best = np.full((count + 1, STEPS + 1), np.inf)
+        best[0, 0] = 0.0
+        origin = np.full((count + 1, STEPS + 1, 3), -1, dtype=np.int32)
+        room = nominal_bytes - self.fixed_bytes
+        for end in range(1, count + 1):
+            for start in range(end):
+                into = narrow[end] if end < count else 0.0
+                for whole in (True, False):
+                    if whole and start != end - 1:
+                        continue  # a longer stretch is retained whole piece by piece
+                    held = self.kept[start, end] if whole else self.again[start, end]
+                    stays = (self.kept[start, end] if whole else 0.0) + into
+                    limit = min(room - stays, nominal_bytes - self.around[start, end] - held)
+                    if limit < 0:
+                        continue
+                    shift = int(np.ceil(stays / step))
+                    last = min(STEPS - shift, int(limit / step))
+                    if last < 0:
+                        continue
+                    price = 0.0 if whole else self.cost[start, end]
+                    offer = best[start, :last + 1] + price
+                    target = best[end, shift:shift + last + 1]
+                    better = offer < target
+                    if better.any():
+                        target[better] = offer[better]
+                        where = np.nonzero(better)[0]
+                        origin[end, where + shift, 0] = start
+                        origin[end, where + shift, 1] = where
+                        origin[end, where + shift, 2] = whole
+        if not np.isfinite(best[count]).any():
+            return None
+        segments = []
+        end, at = count, int(np.argmin(best[count]))
+        while end > 0:
+            start, before, whole = (int(x) for x in origin[end, at])
+            segments.append((start, end, bool(whole)))
+            end, at = start, before
+        return segments
+
+
+def _measure(problem: Problem, region: Region, chosen: tuple[Frontier, ...],
+             plain_memory: np.ndarray) -> Chain:
+    """Fill the tables of a chain; O(frontiers * (ops + reads))."""
+    ops, storages = problem.ops, problem.storages
+    bounds = [0, *(f.position for f in chosen), region.pivot + 1]
+    count = len(bounds) - 1
+    free = [s for s in region.needed if s not in region.forced]
+    reads = {s: [r for r in problem.consumers[s] if r > region.pivot] for s in free}
+    piece_of = {index: bisect_right(bounds, index) - 1 for index in region.ops}
+    piece_ops: list[list[int]] = [[] for _ in range(count)]
+    for index, piece in piece_of.items():
+        piece_ops[piece].append(index)
+    within: list[set[int]] = [set() for _ in range(count)]
+    for storage in free:
+        within[piece_of[storages[storage].producer]].add(storage)
+
+    # What is in memory besides the choice, at each op after the pivot.
+    others = plain_memory.copy()
+    for storage in free:
+        others[region.pivot:max(reads[storage]) + 1] -= storages[storage].size_bytes
+    piece_around = np.zeros(count)
+    for piece, needed in enumerate(within):
+        times = [t for s in needed for t in reads[s]]
+        piece_around[piece] = max((others[t] for t in times), default=0.0)
+    piece_kept = np.array([float(sum(storages[s].size_bytes for s in group)) for group in within])
+
+    kept, again, cost, around = (np.zeros((count + 1, count + 1)) for _ in range(4))
+    for end in range(1, count + 1):
+        border = chosen[end - 1].storages if end < count else frozenset()
+        wanted = set()
+        made = spent = held = most = 0.0
+        for start in range(end - 1, -1, -1):
+            held += piece_kept[start]
+            most = max(most, piece_around[start])
+            wanted |= within[start] - border
+            for index in reversed(piece_ops[start]):
+                if wanted.intersection(ops[index].outputs):
+                    spent += ops[index].cost
+                    made += sum(storages[s].size_bytes for s in ops[index].outputs)
+                    wanted.update(s for s in ops[index].inputs
+                                  if s not in region.forced and s not in border)
+            kept[start, end], again[start, end] = held, made
+            cost[start, end], around[start, end] = spent, most
+    return Chain(region.pivot, chosen, region, kept, again, cost, around,
+                 tuple(frozenset(group) for group in within), int(others[region.pivot]))

@@ -1,0 +1,108 @@
+"""The chain of narrow frontiers of a computation: where little has to cross.
+
+Cut the part of the computation that may be recomputed after some op `pivot` between two
+consecutive ops: what crosses, made before and read after by ops that may be recomputed, is the
+*frontier* there.  Whoever retains a frontier never has to recompute from before it.  Storages that
+can never be recomputed are retained anyway and count as free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from solvers.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The ops up to `pivot` that may have to run again after it."""
+
+    pivot: int
+    ops: tuple[int, ...]
+    """Recomputable ops with something needed after the pivot, or needed to recompute such; in
+    order."""
+    needed: tuple[int, ...]
+    """Storages made up to the pivot which first runs after the pivot read, ascending."""
+    forced: frozenset[int]
+    """Storages that must be retained past the pivot because nothing may bring them back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """A place between two ops, and what crosses it."""
+
+    position: int
+    """The first op after it."""
+    storages: frozenset[int]
+    size_bytes: int
+
+
+def region_after(problem: Problem, pivot: int) -> Region:
+    """What may be recomputed after the first run of op `pivot`; O(ops + reads)."""
+    ops, storages = problem.ops, problem.storages
+    here = problem.segment_of[min(pivot + 1, len(ops) - 1)]
+    allowed = {home for segment in problem.segments[here:] for home in segment.replays}
+    needed = sorted({s for op in ops[pivot + 1:] for s in op.inputs
+                     if storages[s].producer <= pivot and not storages[s].kept_to_end})
+    again: set[int] = set()
+    forced: set[int] = set()
+    stack = list(needed)
+    seen = set(needed)
+    while stack:
+        storage = stack.pop()
+        producer = storages[storage].producer
+        if not ops[producer].recomputable or problem.segment_of[producer] not in allowed:
+            forced.add(storage)
+            continue
+        again.add(producer)
+        for source in ops[producer].inputs:
+            if source not in seen and not storages[source].kept_to_end:
+                seen.add(source)
+                stack.append(source)
+    return Region(pivot, tuple(sorted(again)), tuple(needed), frozenset(forced))
+
+
+def frontiers(problem: Problem, region: Region) -> tuple[Frontier, ...]:
+    """The frontier before each op of the region but its first, in order."""
+    members = set(region.ops)
+    last_read = {}
+    for index in region.ops:
+        for storage in problem.ops[index].inputs:
+            if problem.storages[storage].producer in members and storage not in region.forced:
+                last_read[storage] = index
+    crossing: set[int] = set()
+    result = []
+    for before, index in zip(region.ops, region.ops[1:], strict=False):
+        crossing.update(s for s in problem.ops[before].outputs if last_read.get(s, -1) >= index)
+        crossing = {s for s in crossing if last_read[s] >= index}
+        size = sum(problem.storages[s].size_bytes for s in crossing)
+        result.append(Frontier(index, frozenset(crossing), size))
+    return tuple(result)
+
+
+def narrow_frontiers(problem: Problem, region: Region, limit: int) -> tuple[Frontier, ...]:
+    """At most `limit` frontiers, those that are locally narrowest, in order.
+
+    A frontier is a candidate where neither neighbour is narrower; of too many, the narrowest in
+    each of `limit` stretches of equal cost stay.
+    """
+    chain = frontiers(problem, region)
+    sizes = [f.size_bytes for f in chain]
+    local = [f for i, f in enumerate(chain)
+             if (i == 0 or sizes[i - 1] > sizes[i])
+             and (i + 1 == len(chain) or sizes[i + 1] >= sizes[i])]
+    if len(local) <= limit:
+        return tuple(local)
+    total = sum(problem.ops[i].cost for i in region.ops) or 1.0
+    done, stretch_of, costs = 0.0, {}, iter(region.ops)
+    wanted = {f.position for f in local}
+    for index in costs:
+        if index in wanted:
+            stretch_of[index] = min(limit - 1, int(limit * done / total))
+        done += problem.ops[index].cost
+    best: dict[int, Frontier] = {}
+    for frontier in local:
+        stretch = stretch_of[frontier.position]
+        if stretch not in best or frontier.size_bytes < best[stretch].size_bytes:
+            best[stretch] = frontier
+    return tuple(best[stretch] for stretch in sorted(best))

@@ -1,0 +1,67 @@
+"""The best schedule and the best bound found so far."""
+
+from __future__ import annotations
+
+from solvers.polish import drop_recomputes
+from solvers.problem import Schedule
+from solvers.simulator import simulate
+from solvers.task import Proposal, Task
+
+PROOF_TOLERANCE = 1e-8
+"""Cost and bound that differ by less than this fraction of the plain cost are equal."""
+
+
+class Incumbent:
+    """Collects schedules and bounds from whatever finds them; mutable."""
+
+    def __init__(self, task: Task) -> None:
+        problem = task.problem
+        self._task = task
+        self.schedule = problem.plain_schedule
+        self.peak_bytes, self.cost = simulate(problem, self.schedule)
+        self.lower_bound = problem.plain_cost
+        if task.warm_start is not None:
+            self.offer(task.warm_start)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a schedule within the budget is known."""
+        return self.peak_bytes <= self._task.budget_bytes
+
+    @property
+    def proven(self) -> bool:
+        """Whether no schedule within the budget can cost less."""
+        tolerance = PROOF_TOLERANCE * self._task.problem.plain_cost
+        return self.fits and self.cost <= self.lower_bound + tolerance
+
+    def offer(self, schedule: Schedule, *, polish: bool = True) -> int:
+        """Take a legal schedule if it is better; its peak."""
+        problem, budget = self._task.problem, self._task.budget_bytes
+        if polish:
+            schedule = drop_recomputes(problem, budget, schedule)
+        peak, cost = simulate(problem, schedule)
+        if peak <= budget:
+            better = not self.fits or (cost, peak) < (self.cost, self.peak_bytes)
+        else:
+            better = not self.fits and (peak, cost) < (self.peak_bytes, self.cost)
+        if better:
+            self.schedule, self.peak_bytes, self.cost = schedule, peak, cost
+        return peak
+
+    def raise_bound(self, extra_cost: float) -> None:
+        """Note that every schedule within the budget recomputes for at least `extra_cost`."""
+        self.lower_bound = max(self.lower_bound, self._task.problem.plain_cost + extra_cost)
+
+    def report(self, stage: str) -> None:
+        """Tell where the search stands."""
+        plain = self._task.problem.plain_cost or 1.0
+        bound = f"bound {self.lower_bound / plain - 1:.3%}"
+        if self.fits:
+            self._task.report(f"{stage}: overhead {self.cost / plain - 1:.3%}, {bound}")
+        else:
+            self._task.report(f"{stage}: no schedule within the budget yet, {bound}")
+
+    def proposal(self) -> Proposal:
+        """What was found."""
+        bound = min(self.lower_bound, self.cost) if self.fits else self.lower_bound
+        return Proposal(self.schedule, bound)

@@ -1,0 +1,73 @@
+"""From what is retained at a few moments to a whole schedule: recompute just in time.
+
+A *cut* is the first run of an op; *retained* at a cut are the storages kept past it.  Whatever a
+later op needs and is not at hand is recomputed right before that op runs, with all that it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from solvers.problem import Problem, Schedule
+
+
+def realise(problem: Problem, cuts: Sequence[int],
+            retained: Sequence[Collection[int]]) -> Schedule:
+    """The schedule that retains `retained[i]` past the first run of op `cuts[i]` (ascending).
+
+    Storages that are needed later and that no recomputation may bring back are retained as well.
+    Always a legal schedule; nothing is said about its peak.
+    """
+    kept = [set(storages) for storages in retained]
+    while True:
+        schedule, missing = _walk(problem, cuts, kept)
+        if not missing:
+            return schedule
+        for index, storage in missing:
+            producer = problem.storages[storage].producer
+            for earlier in range(index + 1):
+                if cuts[earlier] >= producer:
+                    kept[earlier].add(storage)
+
+
+def _walk(problem: Problem, cuts: Sequence[int],
+          kept: Sequence[set[int]]) -> tuple[Schedule, list[tuple[int, int]]]:
+    """One pass over the first runs; also the (cut, storage) pairs that must be retained because a
+    recomputation is not allowed where it would be needed."""
+    ops, storages = problem.ops, problem.storages
+    at_hand = [False] * len(storages)
+    missing: list[tuple[int, int]] = []
+    schedule: list[int] = []
+    upcoming = 0  # index of the next cut
+
+    def run(index: int) -> None:
+        schedule.append(index)
+        for output in ops[index].outputs:
+            at_hand[output] = True
+
+    for first in range(len(ops)):
+        stack = [first]
+        while stack:
+            index = stack[-1]
+            lacking = []
+            for storage in ops[index].inputs:
+                if not at_hand[storage]:
+                    producer = storages[storage].producer
+                    if problem.may_replay(producer, first):
+                        lacking.append(producer)
+                    else:
+                        missing.append((upcoming - 1, storage))
+                        at_hand[storage] = True
+            if lacking:
+                stack.extend(dict.fromkeys(reversed(lacking)))
+                continue
+            stack.pop()
+            if index == first or not all(at_hand[output] for output in ops[index].outputs):
+                run(index)
+        if upcoming < len(cuts) and cuts[upcoming] == first:
+            keep = kept[upcoming]
+            upcoming += 1
+            for storage in range(len(storages)):
+                if at_hand[storage] and storage not in keep and not storages[storage].kept_to_end:
+                    at_hand[storage] = False
+    return tuple(schedule), missing

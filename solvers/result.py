@@ -1,0 +1,55 @@
+"""What a solver returns: a schedule, what it costs, and what is proven about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from solvers.problem import Schedule
+
+Status = Literal["optimal", "feasible"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A schedule within its budget, judged by `solvers.simulate`."""
+
+    schedule: Schedule
+    peak_bytes: int
+    """Peak of the schedule, never above the budget."""
+    cost: float
+    """Cost of all runs, in the unit of the problem."""
+    plain_cost: float
+    """Cost of running every op once."""
+    lower_bound: float
+    """No legal schedule within the budget costs less, in the unit of `cost`."""
+    status: Status
+    """"optimal" where cost and bound meet, "feasible" otherwise."""
+    seconds: float
+    """Wall time of the solver."""
+    solver: str
+    """Name of the solver that was asked for."""
+
+    @property
+    def overhead(self) -> float:
+        """Cost of the recomputations, as a fraction of the plain cost."""
+        return _fraction(self.cost - self.plain_cost, self.plain_cost)
+
+    @property
+    def overhead_bound(self) -> float:
+        """Proven lower bound on `overhead`."""
+        return _fraction(self.lower_bound - self.plain_cost, self.plain_cost)
+
+    @property
+    def gap(self) -> float:
+        """What is not proven: `overhead - overhead_bound`, in units of the plain cost."""
+        return _fraction(self.cost - self.lower_bound, self.plain_cost)
+
+    def __str__(self) -> str:
+        return (f"{self.solver}: {self.status}, overhead {self.overhead:.3%} "
+                f"(bound {self.overhead_bound:.3%}), peak {self.peak_bytes} bytes, "
+                f"{self.seconds:.1f} s")
+
+
+def _fraction(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

@@ -1,0 +1,75 @@
+"""One face for every algorithm; the simulator has the last word."""
+
+from __future__ import annotations
+
+import time
+from types import MappingProxyType
+
+from solvers.auto import auto
+from solvers.dp import dp
+from solvers.errors import InfeasibleBudget
+from solvers.ilp import ilp
+from solvers.incumbent import PROOF_TOLERANCE
+from solvers.keep_all import keep_all
+from solvers.problem import Problem, Schedule
+from solvers.result import Result
+from solvers.simulator import simulate
+from solvers.sqrt_n import sqrt_n
+from solvers.task import Algorithm, Progress, Task
+
+ALGORITHMS: MappingProxyType[str, Algorithm] = MappingProxyType({
+    "auto": auto,
+    "none": keep_all,
+    "sqrt_n": sqrt_n,
+    "dp": dp,
+    "ilp": ilp,
+})
+"""Every solver by name."""
+
+
+def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str = "auto",
+          time_limit: float = 60.0, seed: int = 0, progress: Progress | None = None,
+          warm_start: Schedule | None = None) -> Result:
+    """The cheapest schedule of `problem` found whose peak is at most `budget_bytes`.
+
+    `None` means no limit.  `time_limit` is in seconds and soft: a model under way is finished.
+    `warm_start` is a legal schedule to start from, such as that for a smaller budget; the result
+    never costs more than it where it fits.  `progress` receives lines of text.
+
+    Raises `InfeasibleBudget` where no schedule within the budget was found, with a
+    `minimum_bytes` that this solver meets, `IllegalSchedule` for an illegal warm start, and
+    `ValueError` for an unknown solver, a negative budget or a time limit that is not positive.
+    """
+    started = time.monotonic()
+    if solver not in ALGORITHMS:
+        raise ValueError(f"expected one of the solvers {', '.join(sorted(ALGORITHMS))}, "
+                         f"got {solver!r}")
+    if budget_bytes is not None and (isinstance(budget_bytes, bool)
+                                     or int(budget_bytes) != budget_bytes or budget_bytes < 0):
+        raise ValueError(f"expected a whole number of bytes >= 0 as the budget, got {budget_bytes}")
+    if not time_limit > 0:
+        raise ValueError(f"expected a time limit of more than 0 seconds, got {time_limit}")
+    plain_peak, _ = simulate(problem, problem.plain_schedule)
+    budget = plain_peak if budget_bytes is None else int(budget_bytes)
+    if warm_start is not None:
+        simulate(problem, warm_start)
+
+    task = Task(problem, budget, started + time_limit, seed, warm_start, progress)
+    proposal = ALGORITHMS[solver](task)
+    schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.plain_cost)
+    if warm_start is not None:
+        schedule = min((schedule, tuple(warm_start)), key=lambda s: _rank(problem, budget, s))
+    peak, cost = simulate(problem, schedule)
+    if peak > budget:
+        raise InfeasibleBudget(budget, peak)
+    proven = cost <= bound + PROOF_TOLERANCE * problem.plain_cost
+    return Result(
+        schedule=schedule, peak_bytes=peak, cost=cost, plain_cost=problem.plain_cost,
+        lower_bound=min(bound, cost), status="optimal" if proven else "feasible",
+        seconds=time.monotonic() - started, solver=solver)
+
+
+def _rank(problem: Problem, budget_bytes: int, schedule: Schedule) -> tuple[int, float]:
+    """Smaller is better: first what fits, by cost; then by the excess over the budget."""
+    peak, cost = simulate(problem, schedule)
+    return (0, cost) if peak <= budget_bytes else (peak - budget_bytes, cost)

@@ -1,0 +1,67 @@
+"""Checkpoint at evenly spaced places, recompute each segment once.
+
+T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
+(arXiv:1604.06174), generalised from chains to graphs: a checkpoint is a narrow frontier (see
+`solvers.frontiers`), segments hold about equal bytes, and of all segment counts the one that costs
+least within the budget is taken, as the paper's budget search does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from solvers.frontiers import Frontier, narrow_frontiers, region_after
+from solvers.problem import Problem
+from solvers.realise import realise
+from solvers.simulator import simulate, unroll
+from solvers.task import Proposal, Task
+
+MOST_SEGMENTS = 64
+
+
+def sqrt_n(task: Task) -> Proposal:
+    """The cheapest number of equal segments within the budget."""
+    problem = task.problem
+    timeline = unroll(problem, problem.plain_schedule)
+    best = problem.plain_schedule
+    best_peak, best_cost = timeline.peak_bytes, timeline.cost
+    pivot = timeline.peak_position
+    region = region_after(problem, pivot)
+    chain = narrow_frontiers(problem, region, MOST_SEGMENTS)
+    tried: set[frozenset[int]] = set()
+    for segments in range(1, len(chain) + 2):
+        retained = frozenset().union(
+            region.forced, *(f.storages for f in _evenly(problem, region.ops, chain, segments)))
+        if retained in tried:
+            continue
+        tried.add(retained)
+        schedule = realise(problem, (pivot,), (retained,))
+        peak, cost = simulate(problem, schedule)
+        fits, best_fits = peak <= task.budget_bytes, best_peak <= task.budget_bytes
+        if (fits and (not best_fits or cost < best_cost)) or (
+                not fits and not best_fits and peak < best_peak):
+            best, best_peak, best_cost = schedule, peak, cost
+        if task.seconds_left <= 0:
+            break
+    return Proposal(best)
+
+
+def _evenly(problem: Problem, ops: tuple[int, ...], chain: tuple[Frontier, ...],
+            segments: int) -> list[Frontier]:
+    """The frontiers nearest to the places that split the ops into segments of equal bytes."""
+    if segments <= 1 or not chain:
+        return []
+    made = [0]
+    for index in ops:
+        made.append(made[-1] + sum(problem.storages[s].size_bytes
+                                   for s in problem.ops[index].outputs))
+    at = {index: made[i] for i, index in enumerate(ops)}
+    marks = [at[f.position] for f in chain]
+    chosen = []
+    for k in range(1, segments):
+        target = made[-1] * k / segments
+        right = bisect_left(marks, target)
+        near = min((i for i in (right - 1, right) if 0 <= i < len(marks)),
+                   key=lambda i: abs(marks[i] - target))
+        chosen.append(chain[near])
+    return chosen
