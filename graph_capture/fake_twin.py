@@ -177,9 +177,6 @@ class _Copier(TorchFunctionMode):
         return fake
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
-        if is_lazy(real):
-            raise CaptureError("the model has uninitialized parameters; run it once on a batch, "
-                               "or give its layers their sizes, before planning")
         if is_traceable_wrapper_subclass(real) or real.layout is not torch.strided:
             if real.device != self.device:
                 raise CaptureError(
@@ -232,6 +229,9 @@ def _refuse_what_has_no_twin(model: nn.Module) -> None:
         if hasattr(module, "_orig_mod"):
             raise CaptureError(f"{where} is compiled; give the module that was passed to "
                                "torch.compile, and compile what the plan is applied to")
+        if any(is_lazy(own) for own in (*module.parameters(False), *module.buffers(False))):
+            raise CaptureError(f"{where} has uninitialized parameters; run it once on a batch, or "
+                               "give it its sizes, before planning")
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(f"{where} is a TorchScript module; give the nn.Module it was "
                                "made from")
