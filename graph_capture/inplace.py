@@ -1,0 +1,159 @@
+"""Which op can write its result over an input that dies.
+
+Functionalization turned in-place ops into allocating ones; a kernel that reads each element before
+it writes it can be put back in place.  That holds for every pointwise op (torch tags them) and for
+the softmax backwards, which reduce a whole row before they write it.  Whether the input really dies
+depends on the schedule: `solvers.simulator` decides, by the candidates found here.
+
+Blind spot: out-variants that torch generated (functional call, then copy) would save nothing and
+are not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from graph_capture.torch_compat import storage_key
+
+_aten = torch.ops.aten
+
+_ROW_WISE = frozenset({
+    _aten._softmax_backward_data.default,
+    _aten._log_softmax_backward_data.default,
+})
+"""Not pointwise, but each row of the gradient is reduced before any of it is overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class InplaceCandidate:
+    """An operand whose storage the op's result may take over."""
+
+    operand: fx.Node
+
+
+def inplace_candidates(node: fx.Node) -> tuple[InplaceCandidate, ...]:
+    """Operands of `node`, in order of preference, that its result may overwrite.
+
+    The operand's tensor must have the result's shape, strides and dtype and cover its whole
+    storage; no other operand may see that storage through a different view.
+    """
+    if not isinstance(node.target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return ()
+    writer = _writer(node.target)
+    if writer is None and node.target is not _aten.clone.default:
+        return ()
+    result = node.meta["val"]
+    if not _fills_its_storage(result):
+        return ()
+    found = []
+    for position, operand in enumerate(node.args):
+        if not isinstance(operand, fx.Node) or not _same_layout(operand.meta.get("val"), result):
+            continue
+        if operand.op == "placeholder" or not _fills_its_storage(operand.meta["val"]):
+            continue
+        if writer is not None and not writer.accepts(position):
+            continue
+        if all(_sees_alike(operand, other) for other in node.all_input_nodes):
+            found.append(InplaceCandidate(operand))
+    return tuple(found)
+
+
+def write_inplace(
+    graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
+    operand: fx.Node,
+) -> fx.Node:
+    """Emit `target(*args, **kwargs)` such that its result is written over `operand`, one of the
+    candidates of `inplace_candidates`."""
+    if target is _aten.clone.default:
+        return graph.call_function(_aten.alias.default, (operand,))
+    writer = _writer(target)
+    if writer is None:
+        raise ValueError(f"{target} has no variant that writes into an operand")
+    return writer.emit(graph, args, kwargs, operand)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """How to call the variant of an op that writes into one of its operands."""
+
+    inplace: OpOverload | None
+    """`op_`, which writes into the first operand."""
+    out: OpOverload | None
+    """`op.out`, which writes into the operand passed as `out_name`."""
+    out_name: str
+
+    def accepts(self, position: int) -> bool:
+        return self.out is not None or (self.inplace is not None and position == 0)
+
+    def emit(
+        self, graph: fx.Graph, args: tuple[Any, ...], kwargs: dict[str, Any], operand: fx.Node
+    ) -> fx.Node:
+        if self.inplace is not None and args and args[0] is operand:
+            return graph.call_function(self.inplace, args, kwargs)
+        if self.out is None:
+            raise ValueError(f"{self.inplace} can write only into its first operand")
+        return graph.call_function(self.out, args, {**kwargs, self.out_name: operand})
+
+
+@lru_cache(maxsize=None)
+def _writer(target: OpOverload) -> _Writer | None:
+    if torch.Tag.pointwise not in target.tags and target not in _ROW_WISE:
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags or target is _aten.clone.default:
+        return None
+    inplace = _inplace_overload(target)
+    out, out_name = _out_overload(target)
+    if inplace is None and out is None:
+        return None
+    return _Writer(inplace, out, out_name)
+
+
+def _inplace_overload(target: OpOverload) -> OpOverload | None:
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name + "_", None)
+    if packet is None or target._overloadname not in packet.overloads():
+        return None
+    variant = getattr(packet, target._overloadname)
+    same = [a.name for a in variant._schema.arguments] == [
+        a.name for a in target._schema.arguments]
+    return variant if same and variant._schema.is_mutable else None
+
+
+def _out_overload(target: OpOverload) -> tuple[OpOverload | None, str]:
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        variant = getattr(packet, name)
+        outs = [a for a in variant._schema.arguments if a.is_out]
+        plain = [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out]
+        if len(outs) == 1 and plain == wanted and torch.Tag.generated not in variant.tags:
+            return variant, outs[0].name
+    return None, ""
+
+
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    return (tensor.storage_offset() == 0
+            and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            and torch._prims_common.is_non_overlapping_and_dense(tensor))
+
+
+def _same_layout(value: object, result: torch.Tensor) -> bool:
+    return (isinstance(value, torch.Tensor) and value.shape == result.shape
+            and value.dtype == result.dtype and value.stride() == result.stride()
+            and value.device == result.device)
+
+
+def _sees_alike(operand: fx.Node, other: fx.Node) -> bool:
+    """Whether `other` is the same view as `operand`, or of another storage."""
+    mine, theirs = operand.meta["val"], other.meta.get("val")
+    if not isinstance(theirs, torch.Tensor) or storage_key(theirs) != storage_key(mine):
+        return True
+    return _same_layout(theirs, mine) and theirs.storage_offset() == mine.storage_offset()
+
+

@@ -1,0 +1,106 @@
+"""Whether an op may run again later and give the same result, and what that takes.
+
+An op of a functional graph is a function of its inputs, except for:
+- randomness: a replay runs under the generator's state of the first run (torch's own memory budget
+  mode does not do that, and gets gradients wrong under dropout);
+- inputs that the step mutates after the forward (BatchNorm's running statistics): a replay reads a
+  copy that was taken before, if that is small;
+- side effects, uninitialised results, collectives: never replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+_aten = torch.ops.aten
+
+COPY_LIMIT_BYTES = 1 << 20
+"""Mutated inputs up to this size are copied for replays; ops that read larger ones are pinned."""
+
+_UNINITIALISED = frozenset({
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
+    "aten::new_empty_strided", "aten::empty_permuted",
+})
+
+_DROPOUT_ARGUMENT = {
+    "aten::_scaled_dot_product_flash_attention": "dropout_p",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "dropout_p",
+    "aten::_scaled_dot_product_efficient_attention": "dropout_p",
+    "aten::_scaled_dot_product_cudnn_attention": "dropout_p",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "dropout_p",
+    "aten::_flash_attention_forward": "dropout_p",
+    "aten::_efficient_attention_forward": "dropout_p",
+}
+"""Tagged as random by torch, but deterministic where this argument is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a second run of an op needs."""
+
+    pinned: str = ""
+    """Why there must be none; empty if it may run again."""
+    random: bool = False
+    """Runs under the generator's state of the first run."""
+    copied_inputs: tuple[fx.Node, ...] = ()
+    """Inputs that the step mutates: a replay reads copies of them."""
+
+    def state_bytes(self, device: torch.device) -> int:
+        """Bytes on `device` that are held from the first run to the last."""
+        held = sum(n.meta["val"].numel() * n.meta["val"].element_size()
+                   for n in self.copied_inputs)
+        if self.random and device.type == "cpu":
+            # The state that is held, and the one that a replay sets aside while it runs.
+            held += 2 * CPU_GENERATOR_STATE_BYTES
+        return held
+
+
+CPU_GENERATOR_STATE_BYTES = 5056
+"""Size of `torch.get_rng_state()`; on accelerators the state is 16 bytes of host memory."""
+
+
+def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
+    """How `node` may be replayed; `sees_mutated` tells whether an operand is, or views, an input
+    that the step mutates."""
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return Replay(pinned=f"higher-order op {target.name()}")
+    if not isinstance(target, OpOverload):
+        return Replay(pinned=f"not a torch op: {target}")
+    name = target._schema.name
+    if target._schema.is_mutable:
+        return Replay(pinned="writes into its inputs")
+    if name.startswith(("_c10d_functional::", "c10d_functional::", "c10d::")):
+        return Replay(pinned="collective communication")
+    if name in _UNINITIALISED:
+        return Replay(pinned="its result is uninitialised memory")
+    copies = tuple(source for source in node.all_input_nodes if sees_mutated(source))
+    size = sum(s.meta["val"].numel() * s.meta["val"].element_size() for s in copies)
+    if size > COPY_LIMIT_BYTES:
+        return Replay(pinned=f"reads {size} bytes of state that the step mutates")
+    return Replay(random=is_random(node), copied_inputs=copies)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws from a random generator."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    argument = _DROPOUT_ARGUMENT.get(target._schema.name)
+    if argument is None:
+        return True
+    return _argument(node, argument) != 0
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    if name in node.kwargs:
+        return node.kwargs[name]
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else argument.default_value
+    return None

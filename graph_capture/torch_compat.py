@@ -1,0 +1,151 @@
+"""The one door to private torch APIs, for torch 2.11 to 2.13.
+
+Everything that is imported here is not covered by torch's compatibility promise.  Each entry says
+what it is used for; nothing else in the project imports a private torch module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch.fx.graph import CodeGen
+
+PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+__all__ = [
+    "BackendCompilerFailed",
+    "BoxedCodeGen",
+    "aot_backend",
+    "compile_settings",
+    "eliminate_common_subexpressions",
+    "gradient_targets",
+    "mutated_inputs",
+    "split_joint_graph",
+    "storage_key",
+]
+
+
+def aot_backend(
+    partition: PartitionFunction,
+    forward_compiler: Callable[..., Any],
+    backward_compiler: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A Dynamo backend that runs AOTAutograd with this partitioner and these compilers, without
+    decompositions."""
+    return aot_autograd(
+        fw_compiler=forward_compiler,
+        bw_compiler=backward_compiler,
+        inference_compiler=forward_compiler,
+        partition_fn=partition,
+    )
+
+
+@contextlib.contextmanager
+def compile_settings() -> Iterator[None]:
+    """Settings under which models are captured and applied; the user's own are restored after.
+
+    - Calls of `logging` methods are skipped instead of breaking the graph.
+    - An error of the backend reaches the user instead of a silent fall-back to eager.
+    - Neither AOTAutograd's cache (it would bypass the partitioner) nor donated buffers
+      (they forbid `retain_graph=True`) are used.
+    - One code object may be compiled for many models and plans.
+    """
+    loggers = {
+        method
+        for name in dir(logging.Logger)
+        if name in _LOG_METHODS and callable(method := getattr(logging.Logger, name))
+    }
+    with (
+        dynamo_config.patch(
+            ignore_logging_functions=set(dynamo_config.ignore_logging_functions) | loggers,
+            suppress_errors=False,
+            recompile_limit=max(dynamo_config.recompile_limit, 256),
+            accumulated_recompile_limit=max(dynamo_config.accumulated_recompile_limit, 4096),
+            automatic_dynamic_shapes=False,
+        ),
+        functorch_config.patch(
+            enable_autograd_cache=False, donated_buffer=False, debug_assert=False
+        ),
+    ):
+        yield
+
+
+_LOG_METHODS = frozenset({
+    "debug", "info", "warning", "error", "critical", "exception", "log",
+    # Added to every logger by transformers.
+    "warning_once", "info_once", "warning_advice",
+})
+
+
+def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
+    """Merge ops that compute the same value; random and mutating ops stay apart."""
+    return fx_graph_cse(graph)
+
+
+def split_joint_graph(
+    joint: fx.GraphModule, saved: Sequence[fx.Node], num_forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward modules in the calling convention of AOTAutograd's runtime; `saved`
+    are the nodes that cross over (the extraction drops those that the backward does not read)."""
+    return _extract_fwd_bwd_modules(
+        joint, list(saved), [], num_fwd_outputs=num_forward_outputs
+    )
+
+
+def mutated_inputs(output: fx.Node) -> dict[int, int]:
+    """For each forward output that AOTAutograd copies back into an input after the forward:
+    position among the outputs -> index of the input."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
+
+    found: dict[int, int] = {}
+    for position, description in enumerate(output.meta.get("desc", ())):
+        if isinstance(description, InputMutationAOTOutput):
+            source = description.mutated_input
+            if isinstance(source, PlainAOTInput):
+                found[position] = source.idx
+    return found
+
+
+def gradient_targets(output: fx.Node) -> dict[int, int]:
+    """For each output that is a gradient: position among the outputs -> index of the input."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    found: dict[int, int] = {}
+    for position, description in enumerate(output.meta.get("desc", ())):
+        if isinstance(description, GradAOTOutput):
+            source = description.grad_of
+            if isinstance(source, PlainAOTInput):
+                found[position] = source.idx
+    return found
+
+
+class BoxedCodeGen(CodeGen):
+    """Generated code that takes its arguments in one list and empties it, so that each argument is
+    freed after its last use (torch has its own only from 2.12 on)."""
+
+    def gen_fn_def(
+        self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False
+    ) -> str:
+        """The head of the function: unpack, then clear the caller's list."""
+        names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
+        lines = [f"def {self._func_name}(self, args_list){maybe_return_annotation}:"]
+        if names:
+            lines.append(f"    {', '.join(names)}, = args_list")
+        lines.append("    args_list.clear()")
+        return "\n".join(lines)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage, valid while the tensor lives (views share it)."""
+    return tensor.untyped_storage()._cdata
