@@ -7,7 +7,6 @@ all rungs, with the best bound of all.
 from __future__ import annotations
 
 from solvers.dp import dp
-from solvers.floor import working_set_floor
 from solvers.ilp import search_cuts
 from solvers.incumbent import Incumbent
 from solvers.sqrt_n import sqrt_n
@@ -17,12 +16,11 @@ from solvers.task import Proposal, Task
 def auto(task: Task) -> Proposal:
     """The best of all rungs within the time limit."""
     incumbent = Incumbent(task)
-    if working_set_floor(task.problem)[0] > task.budget_bytes:
-        return incumbent.proposal()
     for rung in (sqrt_n, dp):
         if incumbent.proven or task.seconds_left <= 0:
             break
         incumbent.offer(rung(task).schedule)
         incumbent.report(rung.__name__)
-    search_cuts(task, incumbent)
+    if incumbent.ensure_fit():
+        search_cuts(task, incumbent)
     return incumbent.proposal()

@@ -23,7 +23,7 @@ from typing import Literal
 
 from ortools.math_opt.python import mathopt
 
-from solvers.floor import fixed_bytes, takeover_candidates
+from solvers.working_set import fixed_bytes, takeover_candidates
 from solvers.problem import Problem
 
 Engine = Literal["highs", "scip"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from solvers.cut_model import CutModel
 from solvers.dp import Chain
-from solvers.floor import working_set_floor
 from solvers.incumbent import Incumbent
 from solvers.problem import Problem, Schedule
 from solvers.realise import realise
@@ -26,7 +25,7 @@ NEW_CUTS = 3
 def ilp(task: Task) -> Proposal:
     """The best schedule that the time-cut MILP leads to within the time limit."""
     incumbent = Incumbent(task)
-    if working_set_floor(task.problem)[0] <= task.budget_bytes:
+    if incumbent.ensure_fit():
         search_cuts(task, incumbent)
     return incumbent.proposal()
 

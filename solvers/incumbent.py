@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from solvers.lazy import lazy_schedule
+from solvers.minimum import minimum_peak
 from solvers.polish import drop_recomputes
 from solvers.problem import Schedule
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 
+MINIMUM_SECONDS = 20.0
+"""At most this long for finding the smallest peak."""
 PROOF_TOLERANCE = 1e-8
 """Cost and bound that differ by less than this fraction of the plain cost are equal."""
 
@@ -47,6 +51,21 @@ class Incumbent:
         if better:
             self.schedule, self.peak_bytes, self.cost = schedule, peak, cost
         return peak
+
+    def ensure_fit(self) -> bool:
+        """Look for any schedule within the budget, whatever it costs; whether there is one.
+
+        Without one the incumbent becomes the schedule with the smallest peak that could be found.
+        """
+        problem, budget = self._task.problem, self._task.budget_bytes
+        if not self.fits:
+            found = lazy_schedule(problem, budget)
+            if found is not None:
+                self.offer(found)
+        if not self.fits:
+            seconds = min(MINIMUM_SECONDS, max(1.0, self._task.seconds_left / 2))
+            self.offer(minimum_peak(problem, time_limit=seconds, seed=self._task.seed))
+        return self.fits
 
     def raise_bound(self, extra_cost: float) -> None:
         """Note that every schedule within the budget recomputes for at least `extra_cost`."""
