@@ -1,0 +1,143 @@
+"""`planner.plan`: arguments checked, model captured, budget met."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from planner.budget import Budget, parse_budget
+from planner.errors import CaptureError
+from planner.inputs import split_inputs
+from planner.plan import Plan
+from planner.planning import Effort, PreparedStep, plan_within, prepare
+from planner.progress import Progress, watched
+from solvers.solve import ALGORITHMS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+BACKENDS = ("eager",)
+"""Backends that a plan can be made for."""
+
+COST_MODELS = ("roofline",)
+"""Ways to estimate the seconds of an op."""
+
+_ANNOUNCED = {"backend": ("inductor",), "cost_model": ("measured",)}
+
+
+def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
+         budget: int | str | None = None, loss_fn: Callable[[Any], torch.Tensor] | None = None,
+         optimizer: object = None, solver: str = "auto", backend: str = "eager",
+         cost_model: str = "roofline", device: torch.device | str | None = None,
+         probe: bool = True, time_limit: float = 60.0, keep: Sequence[str] = (),
+         progress: Progress | None = None) -> Plan:
+    """What to keep and what to recompute so that one training step of `model` peaks within a
+    budget, at the least extra time.
+
+    The model is not executed: capture runs on fake tensors, allocates no activation and changes no
+    parameter, buffer, gradient, mode or random state.
+
+    Args:
+        model: an `nn.Module` on any device, `meta` included.
+        inputs: a tuple (positional), a mapping (keyword) or a tensor (the only argument); `None`:
+            the model's own `example_input_array` or `dummy_inputs`.
+        budget_gb: limit on the peak of the whole step in decimal gigabytes (1e9 bytes).
+        budget: the same in bytes (`int`) or as text: `"8GB"`, `"8GiB"`, `"500MB"`, `"60%"` of the
+            plain step's peak.  With neither there is no limit and nothing is planned away.
+        loss_fn: `loss_fn(output)` gives the scalar loss; `None`: `output.loss`,
+            `output["loss"]`, a scalar output, else every differentiable output gets a cotangent.
+        optimizer: instance, class or name (`"adamw"`) whose state and step count as memory.
+        solver: `"auto"`, or one of `planner.api.solver_names()`.
+        backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact.
+        cost_model: `"roofline"`: seconds from FLOPs, bytes and the device's figures.
+        device: the device planned for; by default the model's, the CPU for a `meta` model.
+        probe: measure the workspace of single ops where the device is at hand.
+        time_limit: seconds for the solver; soft.
+        keep: names of modules (wildcards allowed) and ops whose results are always kept.
+        progress: called with one line of text now and then; by default a line on stderr if that is
+            a terminal.
+
+    Raises:
+        InfeasibleBudget: nothing fits; with the smallest budget that works and what holds it.
+        CaptureError: the step cannot be captured.
+        TypeError, ValueError: an argument is wrong in itself.
+    """
+    limit = parse_budget(budget_gb, budget)
+    check_effort(solver, time_limit)
+    with watched(progress) as report:
+        prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
+                           cost_model=cost_model, device=device, probe=probe, keep=keep,
+                           progress=report)
+        effort = Effort(solver=solver, time_limit=time_limit, progress=report)
+        return plan_within(prepared, resolve(limit, prepared), effort)
+
+
+def capture(model: nn.Module, inputs: object = None, *,
+            loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
+            backend: str = "eager", cost_model: str = "roofline",
+            device: torch.device | str | None = None, probe: bool = True,
+            keep: Sequence[str] = (), progress: Progress | None = None) -> PreparedStep:
+    """Capture one training step of `model`, ready to be planned under any number of budgets.
+
+    Arguments and errors are those of `plan`.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
+                        "a factory must be called first")
+    _check_known("backend", backend, BACKENDS)
+    _check_known("cost_model", cost_model, COST_MODELS)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError("loss_fn must be a function of the model's output, "
+                        f"got {_kind(loss_fn)}")
+    if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
+        raise TypeError(f"keep must be a sequence of names, got {keep!r}; "
+                        'for one name write keep=("layers.3.attn",)')
+    args, kwargs = split_inputs(model, inputs)
+    from graph_capture.capture import capture_step
+    from graph_capture.errors import CaptureError as Refusal
+
+    try:
+        step = capture_step(model, args, kwargs, loss_fn=loss_fn, device=device, keep=tuple(keep),
+                            cost_model=cost_model, probe=probe, optimizer=optimizer,
+                            progress=progress)
+    except Refusal as refusal:
+        raise CaptureError(str(refusal)) from refusal
+    return prepare(step, backend=backend, cost_model=cost_model)
+
+
+def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:
+    """The budget in bytes, `None` for no limit."""
+    return None if limit is None else limit.resolve(prepared.baseline_peak_bytes)
+
+
+def solver_names() -> tuple[str, ...]:
+    """Every solver by name."""
+    return tuple(ALGORITHMS)
+
+
+def check_effort(solver: str, time_limit: float) -> None:
+    """Raise `ValueError` or `TypeError` unless these name a solver and a duration."""
+    _check_known("solver", solver, solver_names())
+    if isinstance(time_limit, bool) or not isinstance(time_limit, numbers.Real):
+        raise TypeError(f"time_limit must be a number of seconds, got {time_limit!r}")
+    if not time_limit > 0 or not math.isfinite(time_limit):
+        raise ValueError(f"time_limit must be a finite number of seconds above 0, "
+                         f"got {time_limit}")
+
+
+def _check_known(argument: str, value: object, known: Sequence[str]) -> None:
+    if value in known:
+        return
+    if value in _ANNOUNCED.get(argument, ()):
+        raise ValueError(f"{argument}={value!r} is not available in this version; "
+                         f"available: {', '.join(known)}")
+    raise ValueError(f"unknown {argument} {value!r}; known: {', '.join(known)}")
+
+
+def _kind(value: object) -> str:
+    return value.__name__ + " (a class)" if isinstance(value, type) else type(value).__name__

@@ -1,0 +1,106 @@
+"""Budgets as people give them, turned into bytes.
+
+A budget is the peak of the whole training step on the device.  `GB` and `budget_gb` are decimal
+(1e9 bytes), `GiB` is 2**30: no reading of one as the other.  A percentage is of the plain step's
+peak, which is known only after capture, so parsing and resolving are two steps; a badly written
+budget fails before the model is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from planner.units import BYTES_PER_UNIT, GIGABYTE
+
+_NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*|%)\s*")
+_UNITS = {name.lower(): size for name, size in BYTES_PER_UNIT.items()}
+_FORMS = 'a number of bytes (int), "8GB" (1e9 bytes), "8GiB" (2**30), "500MB" or "60%"'
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A limit on the peak: bytes, or a fraction of the plain step's peak; exactly one is set."""
+
+    size_bytes: int | None = None
+    fraction: Fraction | None = None
+    """Of `baseline_peak_bytes`."""
+
+    def resolve(self, baseline_peak_bytes: int) -> int:
+        """The limit in bytes, rounded down."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        assert self.fraction is not None
+        return math.floor(self.fraction * baseline_peak_bytes)
+
+
+def parse_budget(budget_gb: float | None = None, budget: int | str | None = None) -> Budget | None:
+    """The budget that the two arguments of `planner.plan` state, `None` where there is no limit.
+
+    Raises `ValueError` where both are given, where the text is no budget, and where the number is
+    not positive and finite; `TypeError` for other types.
+    """
+    if budget_gb is not None and budget is not None:
+        raise ValueError(f"give budget_gb or budget, not both: got budget_gb={budget_gb!r} and "
+                         f"budget={budget!r}")
+    if budget_gb is not None:
+        return _from_gigabytes(budget_gb)
+    if budget is None:
+        return None
+    if isinstance(budget, str):
+        return _from_text(budget)
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Integral):
+        remedy = " (for gigabytes use budget_gb)" if isinstance(budget, numbers.Real) else ""
+        raise TypeError(f"budget must be {_FORMS}, got {budget!r}{remedy}")
+    size = operator.index(budget)
+    if size <= 0:
+        raise ValueError(f"budget must be more than 0 bytes, got {size}")
+    return Budget(size_bytes=size)
+
+
+def _from_gigabytes(budget_gb: float) -> Budget:
+    if isinstance(budget_gb, bool) or not isinstance(budget_gb, numbers.Real):
+        remedy = "; text goes to budget" if isinstance(budget_gb, str) else ""
+        raise TypeError("budget_gb must be a number of decimal gigabytes (1e9 bytes), "
+                        f"got {budget_gb!r}{remedy}")
+    if not math.isfinite(budget_gb) or budget_gb <= 0:
+        raise ValueError("budget_gb must be a finite number of gigabytes above 0, "
+                         f"got {budget_gb!r}")
+    return Budget(size_bytes=_positive(math.floor(_decimal(budget_gb) * GIGABYTE), budget_gb))
+
+
+def _decimal(value: float) -> Fraction:
+    """The number as it is written: 0.1 is a tenth, not the binary double next to it."""
+    return Fraction(repr(float(value))) if not isinstance(value, numbers.Rational) else (
+        Fraction(value))
+
+
+def _from_text(text: str) -> Budget:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"budget must be {_FORMS}, got {text!r}")
+    number, unit = match.groups()
+    rough = float(number)  # looked at first: an exact 1e999999999 would take forever
+    if not math.isfinite(rough) or rough <= 0:
+        raise ValueError(f"budget must be finite and above 0, got {text!r}")
+    value = Fraction(number)
+    if unit == "%":
+        return Budget(fraction=value / 100)
+    if not unit:
+        if value.denominator != 1:
+            raise ValueError(f"budget {text!r} has no unit: write {_FORMS}")
+        return Budget(size_bytes=int(value))
+    if unit.lower() not in _UNITS or (unit.endswith("b") and not unit.islower()):
+        raise ValueError(f"budget {text!r} has an unknown unit {unit!r}: "
+                         f"known are {', '.join(BYTES_PER_UNIT)} and %")
+    return Budget(size_bytes=_positive(math.floor(value * _UNITS[unit.lower()]), text))
+
+
+def _positive(size_bytes: int, given: object) -> int:
+    if size_bytes < 1:
+        raise ValueError(f"budget {given!r} is less than one byte")
+    return size_bytes

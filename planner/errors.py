@@ -1,0 +1,42 @@
+"""What the planner raises.  Every error says what was expected, what came, and what to do.
+
+Arguments that are wrong in themselves raise `TypeError` or `ValueError`; everything that needs a
+look at the model, the budget or a file raises a subclass of `PlannerError`.
+"""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """Base class of the errors that planning, applying and verifying raise."""
+
+
+class InfeasibleBudget(PlannerError, ValueError):
+    """The training step does not fit in the budget, whatever is recomputed."""
+
+    def __init__(self, budget_bytes: int, minimum_bytes: int, bottleneck: str,
+                 message: str | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        """The budget that was asked for."""
+        self.minimum_bytes = minimum_bytes
+        """The smallest budget that this planner can meet; planning with it succeeds."""
+        self.bottleneck = bottleneck
+        """What holds that much memory at the minimum, by module and op."""
+        super().__init__(message or (
+            f"the training step does not fit in {budget_bytes:,} bytes: the smallest budget that "
+            f"works is {minimum_bytes:,} bytes (budget={minimum_bytes}). {bottleneck}"))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.budget_bytes, self.minimum_bytes, self.bottleneck, str(self)))
+
+
+class CaptureError(PlannerError):
+    """The model's training step could not be captured as a graph."""
+
+
+class PlanMismatch(PlannerError):
+    """The plan was made for another graph; the message names the first difference."""
+
+
+class PlanFileError(PlannerError, ValueError):
+    """The file is no plan, or not one that this version reads."""

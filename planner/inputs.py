@@ -1,0 +1,49 @@
+"""The inputs of one training step, as people give them: positional, by keyword, or a lone tensor.
+
+Blind spot: a value is not checked against the model's signature here; capture does that by calling
+the model on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FORMS = ("a tuple of positional arguments, a mapping of keyword arguments, or one tensor "
+          "(the only argument)")
+
+
+def split_inputs(model: nn.Module, inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of `model` for one step.
+
+    `None` stands for `model.example_input_array` (Lightning), else `model.dummy_inputs` (Hugging
+    Face).  Raises `TypeError` for inputs in another form and `ValueError` where there are none.
+    """
+    import torch
+
+    if inputs is None:
+        inputs = _own_example(model)
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        strays = [key for key in inputs if not isinstance(key, str)]
+        if strays:
+            raise TypeError("inputs given as a mapping need text as keys (the names of the "
+                            f"model's arguments), got {strays[0]!r}")
+        return (), dict(inputs)
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    remedy = "; make the list a tuple" if isinstance(inputs, list) else ""
+    raise TypeError(f"inputs must be {_FORMS}, got {type(inputs).__name__}{remedy}")
+
+
+def _own_example(model: nn.Module) -> object:
+    for attribute in ("example_input_array", "dummy_inputs"):
+        example = getattr(model, attribute, None)
+        if example is not None:
+            return example
+    raise ValueError(f"{type(model).__name__} has neither example_input_array nor dummy_inputs: "
+                     f"pass inputs, {_FORMS}")

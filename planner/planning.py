@@ -1,0 +1,208 @@
+"""From a captured step and a budget to a plan.
+
+A captured step is made ready once (`prepare`) and then planned under as many budgets as wanted.
+The budget is that of the whole step; what no schedule changes (resident memory) is taken off before
+the solver sees it, and the optimizer's step, which no schedule changes either, sets a floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import solvers.errors
+from graph_capture.training_graph import TrainingGraph
+from planner.accounting import (
+    OptimizerMemory,
+    account,
+    describe_bottleneck,
+    optimizer_step_bytes,
+    resident_bytes,
+)
+from planner.budget import Budget
+from planner.decisions import build_recipe, decide
+from planner.errors import InfeasibleBudget
+from planner.lowering import lower
+from planner.plan import Plan
+from planner.progress import Progress
+from planner.version import created_with
+from solvers.problem import Problem, Schedule
+from solvers.result import Result
+from solvers.simulator import unroll
+from solvers.solve import solve
+
+if TYPE_CHECKING:
+    from apply.recipe import ParameterKey
+    from graph_capture.capture import CapturedStep
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A captured step, lowered to a problem: all that planning needs, whatever the budget."""
+
+    graph: TrainingGraph
+    problem: Problem
+    optimizer: OptimizerMemory | None
+    baseline_peak_bytes: int
+    """Peak of the plain eager step, resident memory and optimizer included."""
+    tensors: tuple[ParameterKey, ...]
+    inputs: Any
+    training: bool
+    overrides: tuple[tuple[str, object], ...]
+    backend: str
+    cost_model: str
+
+    @property
+    def resident_bytes(self) -> int:
+        """Held whatever the schedule."""
+        return resident_bytes(self.graph, self.optimizer)
+
+    @property
+    def keep_all_peak_bytes(self) -> int:
+        """Peak of the step in which nothing is recomputed."""
+        timeline = unroll(self.problem, self.problem.plain_schedule)
+        return account(self.graph, timeline, self.optimizer).peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How a budget is to be met."""
+
+    solver: str = "auto"
+    time_limit: float = 60.0
+    """Seconds; soft."""
+    seed: int = 0
+    progress: Progress | None = None
+
+
+def prepare(step: CapturedStep, *, backend: str = "eager",
+            cost_model: str = "roofline") -> PreparedStep:
+    """Lower a captured step."""
+    footprint = step.optimizer
+    optimizer = None if footprint is None else OptimizerMemory(
+        footprint.name, footprint.state_bytes, footprint.step_peak_bytes)
+    return PreparedStep(
+        graph=step.graph, problem=lower(step.graph), optimizer=optimizer,
+        baseline_peak_bytes=step.baseline_peak_bytes, tensors=tuple(step.tensors),
+        inputs=as_json(step.inputs_spec), training=step.training,
+        overrides=tuple((name, as_json(value)) for name, value in step.overrides),
+        backend=backend, cost_model=cost_model)
+
+
+def plan_captured(step: CapturedStep, budget: Budget | None = None,
+                  effort: Effort | None = None) -> Plan:
+    """The plan of a captured step within `budget`; raises `InfeasibleBudget`."""
+    prepared = prepare(step)
+    limit = None if budget is None else budget.resolve(prepared.baseline_peak_bytes)
+    return plan_within(prepared, limit, effort)
+
+
+def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort | None = None, *,
+                warm_start: Schedule | None = None) -> Plan:
+    """The cheapest plan found whose whole step peaks within `budget_bytes`; raises
+    `InfeasibleBudget`."""
+    result = schedule_within(prepared, budget_bytes, effort or Effort(), warm_start=warm_start)
+    return make_plan(prepared, budget_bytes, result)
+
+
+def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort, *,
+                    warm_start: Schedule | None = None) -> Result:
+    """What the solver finds; raises `InfeasibleBudget`."""
+    if budget_bytes is None:
+        return _solve(prepared, None, Effort(solver="none"))
+    floor = optimizer_step_bytes(prepared.graph, prepared.optimizer)
+    net = budget_bytes - prepared.resident_bytes
+    if budget_bytes < floor or net < 0:
+        raise infeasible(prepared, budget_bytes, effort)
+    try:
+        return _solve(prepared, net, effort, warm_start)
+    except solvers.errors.InfeasibleBudget as refusal:
+        raise infeasible(prepared, budget_bytes, effort, refusal.minimum_bytes) from None
+
+
+def smallest_result(prepared: PreparedStep, effort: Effort,
+                    known_net_bytes: int | None = None) -> Result:
+    """The schedule at the smallest budget that the solver meets, or, where the optimizer's step
+    holds more than that, at the optimizer's peak.
+
+    `known_net_bytes`: the solver's minimum, resident memory not included, where it is known.
+    """
+    floor = optimizer_step_bytes(prepared.graph, prepared.optimizer) - prepared.resident_bytes
+    net = max(floor, known_net_bytes or 0, 0)
+    try:
+        return _solve(prepared, net, effort)
+    except solvers.errors.InfeasibleBudget as refusal:
+        return _solve(prepared, refusal.minimum_bytes, effort)
+
+
+def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort,
+               known_net_bytes: int | None = None) -> InfeasibleBudget:
+    """The error for a budget that cannot be met: the smallest that can, and what holds it."""
+    result = smallest_result(prepared, effort, known_net_bytes)
+    timeline = unroll(prepared.problem, result.schedule)
+    minimum = account(prepared.graph, timeline, prepared.optimizer).peak_bytes
+    bottleneck = describe_bottleneck(prepared.graph, timeline, prepared.optimizer)
+    return InfeasibleBudget(budget_bytes, minimum, bottleneck)
+
+
+def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) -> Plan:
+    """The plan that a solver's result stands for, with the account of the whole step."""
+    graph, problem, schedule = prepared.graph, prepared.problem, result.schedule
+    step = account(graph, unroll(problem, schedule), prepared.optimizer)
+    decisions = decide(graph, problem, schedule)
+    overhead = _overhead(graph, schedule)
+    return Plan(
+        budget_bytes=budget_bytes,
+        peak_bytes=step.peak_bytes,
+        baseline_peak_bytes=prepared.baseline_peak_bytes,
+        resident_bytes=step.resident_bytes,
+        memory=step.memory,
+        forward_backward_peak_bytes=step.forward_backward_peak_bytes,
+        optimizer_step_peak_bytes=step.optimizer_step_peak_bytes,
+        recompute_flops=sum(row.flops * row.recomputations for row in decisions),
+        step_flops=graph.step_flops,
+        overhead=overhead,
+        # Where proven, the two are one number; the bound's own rounding would say otherwise.
+        overhead_bound=overhead if result.status == "optimal" else (
+            min(max(result.overhead_bound, 0.0), overhead)),
+        status=result.status,
+        solver=result.solver,
+        optimizer=prepared.optimizer,
+        device=graph.device,
+        backend=prepared.backend,
+        cost_model=prepared.cost_model,
+        decisions=decisions,
+        recipe=build_recipe(graph, schedule, tensors=prepared.tensors,
+                            training=prepared.training, overrides=prepared.overrides),
+        inputs=prepared.inputs,
+        notes=graph.notes,
+        created_with=created_with(),
+        solve_seconds=result.seconds,
+    )
+
+
+def as_json(value: Any) -> Any:
+    """A value as it comes back from a JSON file: tuples are lists, keys are text."""
+    if isinstance(value, dict):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    return value
+
+
+def _solve(prepared: PreparedStep, net_bytes: int | None, effort: Effort,
+           warm_start: Schedule | None = None) -> Result:
+    return solve(prepared.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
+                 seed=effort.seed, progress=effort.progress, warm_start=warm_start)
+
+
+def _overhead(graph: TrainingGraph, schedule: Sequence[int]) -> float:
+    """Seconds of all further runs over those of all first runs; 0 where nothing takes time."""
+    seen: set[int] = set()
+    extra = 0.0
+    for index in schedule:
+        if index in seen:
+            extra += graph.ops[index].seconds
+        seen.add(index)
+    return extra / graph.step_seconds if graph.step_seconds > 0 else 0.0

@@ -1,0 +1,146 @@
+"""Training graphs made by hand and at random, for tests that need no torch.
+
+`chain` is the textbook network: layers in a row, each backward reading its layer's input.  `steps`
+draws small graphs with skips, pinned ops, several regions, a loss, workspace and replay state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from apply.recipe import ParameterKey
+from graph_capture.training_graph import (
+    Buffer,
+    BufferKind,
+    Phase,
+    Region,
+    ResidentMemory,
+    TrainingGraph,
+    TrainingOp,
+)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What capture says of an optimizer."""
+
+    name: str
+    state_bytes: int
+    step_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class HandMadeStep:
+    """What capture hands to the planner."""
+
+    graph: TrainingGraph
+    baseline_peak_bytes: int
+    optimizer: Footprint | None = None
+    tensors: tuple[ParameterKey, ...] = (ParameterKey("weight", (2, 3), "torch.float32", True),)
+    inputs_spec: Any = field(default_factory=lambda: {"args": [], "kwargs": {}})
+    training: bool = True
+    overrides: tuple[tuple[str, object], ...] = ()
+
+
+class GraphBuilder:
+    """Adds ops one by one; every op makes its own buffers."""
+
+    def __init__(self) -> None:
+        self.ops: list[TrainingOp] = []
+        self.buffers: list[Buffer] = []
+
+    def op(self, name: str, phase: Phase, inputs: tuple[int, ...], sizes: tuple[int, ...], *,
+           region: int = 0, seconds: float = 1.0, flops: int = 10, workspace_bytes: int = 0,
+           pinned: str = "", replay_state_bytes: int = 0, kept: bool = False, label: str = "",
+           kind: BufferKind | None = None, inplace: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The new op's outputs, one for each of `sizes` (bytes)."""
+        index = len(self.ops)
+        outputs = tuple(range(len(self.buffers), len(self.buffers) + len(sizes)))
+        if kind is None:
+            kind = BufferKind.TEMPORARY if phase is Phase.BACKWARD else BufferKind.ACTIVATION
+        if label:
+            kind = BufferKind.GRADIENT
+        self.buffers.extend(Buffer(size, index, kind, kept, label) for size in sizes)
+        module = name.rsplit("/", 1)[0] if "/" in name else ""
+        self.ops.append(TrainingOp(
+            name=name, target="aten.fake.default", module=module.lstrip("~"), source="net.py:1",
+            phase=phase, region=region, inputs=inputs, outputs=outputs, flops=flops,
+            seconds=seconds, workspace_bytes=workspace_bytes, pinned=pinned, inplace=inplace,
+            replay_state_bytes=replay_state_bytes,
+            digest=hashlib.sha256(f"{name}{sizes}".encode()).hexdigest()[:16]))
+        return outputs
+
+    def graph(self, regions: tuple[Region, ...], *, parameters_bytes: int = 1000,
+              buffers_bytes: int = 10, inputs_bytes: int = 100) -> TrainingGraph:
+        """The finished graph."""
+        return TrainingGraph(
+            ops=tuple(self.ops), buffers=tuple(self.buffers), regions=regions,
+            resident=ResidentMemory(parameters_bytes, buffers_bytes, inputs_bytes), device="cpu")
+
+
+def chain(layers: int, size_bytes: int = 100, *, gradient_bytes: int = 7) -> TrainingGraph:
+    """Layers in a row of equal activations; the backward of layer i reads the result of layer i - 1
+    and the gradient of its own, and makes a parameter's gradient."""
+    build = GraphBuilder()
+    results: list[int] = []
+    for layer in range(layers):
+        inputs = (results[-1],) if results else ()
+        results.append(build.op(f"net.layers.{layer}/aten.linear#0", Phase.FORWARD, inputs,
+                                (size_bytes,))[0])
+    cotangent = build.op("/aten.ones_like#0", Phase.LOSS, (results[-1],), (size_bytes,),
+                         region=-1, kind=BufferKind.TEMPORARY)[0]
+    for layer in reversed(range(layers)):
+        saved = (results[layer - 1],) if layer else ()
+        cotangent, _ = build.op(f"net.layers.{layer}/~aten.linear#0", Phase.BACKWARD,
+                                (*saved, cotangent), (size_bytes, 0))
+        build.op(f"net.layers.{layer}/~aten.sum#0", Phase.BACKWARD, (cotangent,),
+                 (gradient_bytes,), kept=True, label=f"layers.{layer}.weight")
+    region = Region(range(layers), range(layers + 1, len(build.ops)), (True,))
+    return build.graph((region,))
+
+
+@st.composite
+def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
+    """A captured step of one or two regions, each with up to `max_ops` forward ops."""
+    build = GraphBuilder()
+    sizes = st.integers(0, 50)
+    forwards: list[range] = []
+    carried: tuple[int, ...] = ()
+    saved_of: list[list[int]] = []
+    for number in range(draw(st.integers(1, 2))):
+        start, made = len(build.ops), list(carried)
+        for position in range(draw(st.integers(1, max_ops))):
+            inputs = tuple(draw(st.sets(st.sampled_from(made), max_size=2))) if made else ()
+            made += build.op(
+                f"block.{number}/aten.op#{position}", Phase.FORWARD, inputs,
+                (draw(sizes),) * draw(st.integers(1, 2)), region=number,
+                seconds=draw(st.integers(0, 4)), flops=draw(st.integers(0, 9)),
+                workspace_bytes=draw(st.integers(0, 5)),
+                replay_state_bytes=draw(st.sampled_from([0, 0, 3])),
+                pinned=draw(st.sampled_from(["", "", "", "effect"])))
+        forwards.append(range(start, len(build.ops)))
+        saved_of.append(made)
+        carried = (made[-1],)
+    gradient = build.op("/aten.loss#0", Phase.LOSS, carried, (draw(sizes),), region=-1,
+                        kept=True)[0]
+    backwards: list[range] = []
+    for number in reversed(range(len(forwards))):
+        start = len(build.ops)
+        for position in range(draw(st.integers(1, max_ops))):
+            saved = draw(st.sets(st.sampled_from(saved_of[number]), max_size=2))
+            kept = draw(st.booleans())
+            made_here = build.op(
+                f"block.{number}/~aten.op#{position}", Phase.BACKWARD, (*saved, gradient),
+                (draw(sizes),), region=number, seconds=draw(st.integers(0, 4)), kept=kept,
+                label=f"block.{number}.weight{position}" if kept else "")
+            gradient = gradient if kept else made_here[0]
+        backwards.append(range(start, len(build.ops)))
+    regions = tuple(Region(forward, backward, (True,))
+                    for forward, backward in zip(forwards, reversed(backwards), strict=True))
+    optimizer = draw(st.sampled_from([None, Footprint("sgd", 0, 11), Footprint("adam", 2000, 400)]))
+    return HandMadeStep(graph=build.graph(regions), baseline_peak_bytes=draw(
+        st.integers(1, 5000)), optimizer=optimizer)
