@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe
+from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe, Takeover
 from graph_capture.training_graph import Phase, TrainingGraph
 from solvers.problem import Problem, Schedule
-from solvers.simulator import unroll
+from solvers.simulator import Timeline, unroll
 
 Action = Literal["keep", "recompute"]
 """What happens to an op's results; room is left for `offload`."""
@@ -53,35 +53,21 @@ def decide(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> tuple[
         for op in (graph.ops[index],))
 
 
-def build_recipe(graph: TrainingGraph, schedule: Schedule, *, tensors: Sequence[ParameterKey],
+def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[ParameterKey],
                  training: bool, overrides: Sequence[tuple[str, object]]) -> Recipe:
-    """The applier's view of `schedule`.
+    """The applier's view of the schedule that `timeline` unrolls.
 
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
     or after the last op.
     """
-    groups: dict[int, list[Recomputation]] = {index: [] for index in range(len(graph.regions))}
-    seen: set[int] = set()
-    waiting: list[str] = []
-    for index in schedule:
-        if index in seen:
-            waiting.append(graph.ops[index].name)
-            continue
-        seen.add(index)
-        if waiting:
-            op = graph.ops[index]
-            if op.region < 0:
-                raise ValueError(f"the schedule recomputes {waiting[0]} before {op.name}, "
-                                 "which is no op of the model")
-            groups[op.region].append(Recomputation(before=op.name, ops=tuple(waiting)))
-            waiting = []
-    if waiting:
-        raise ValueError(f"the schedule recomputes {waiting[0]} after the last op of the step")
+    again = _recomputations(graph, timeline.schedule)
+    taken = _takeovers(graph, timeline)
     keys = [OpKey(op.name, op.digest) for op in graph.ops]
     regions = tuple(
         RegionRecipe(forward=tuple(keys[index] for index in region.forward),
                      backward=tuple(keys[index] for index in region.backward),
-                     cotangents=region.cotangents, recomputations=tuple(groups[number]))
+                     cotangents=region.cotangents, recomputations=tuple(again[number]),
+                     takeovers=tuple(taken[number]))
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=tuple(tensors), regions=regions, training=training,
                   overrides=tuple(overrides))
@@ -99,6 +85,40 @@ def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
         schedule.extend(graph.index_of[name] for name in before.get(op.name, ()))
         schedule.append(index)
     return tuple(schedule)
+
+
+def _recomputations(graph: TrainingGraph, schedule: Schedule) -> list[list[Recomputation]]:
+    """For each region, the ops that run again, gathered by the first run that follows them."""
+    groups: list[list[Recomputation]] = [[] for _ in graph.regions]
+    seen: set[int] = set()
+    waiting: list[str] = []
+    for index in schedule:
+        op = graph.ops[index]
+        if index in seen:
+            waiting.append(op.name)
+            continue
+        seen.add(index)
+        if waiting:
+            if op.region < 0:
+                raise ValueError(f"the schedule recomputes {waiting[0]} before {op.name}, "
+                                 "which is no op of the model")
+            groups[op.region].append(Recomputation(before=op.name, ops=tuple(waiting)))
+            waiting = []
+    if waiting:
+        raise ValueError(f"the schedule recomputes {waiting[0]} after the last op of the step")
+    return groups
+
+
+def _takeovers(graph: TrainingGraph, timeline: Timeline) -> list[list[Takeover]]:
+    """For each region, the runs whose result is written over an operand, as the simulator has it."""
+    groups: list[list[Takeover]] = [[] for _ in graph.regions]
+    runs: Counter[int] = Counter()
+    for index, storage in zip(timeline.schedule, timeline.inplace_of, strict=True):
+        op = graph.ops[index]
+        if storage is not None and op.region >= 0:
+            groups[op.region].append(Takeover(op.name, runs[index], op.inplace.index(storage)))
+        runs[index] += 1
+    return groups
 
 
 def _saved_bytes(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> list[int]:

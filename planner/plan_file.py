@@ -22,7 +22,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe
+from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe, Takeover
 from planner.accounting import CATEGORIES, MemoryByCategory, OptimizerMemory
 from planner.decisions import Decision
 from planner.errors import PlanFileError
@@ -130,6 +130,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
                 "backward": [{"op": key.name, "digest": key.digest} for key in region.backward],
                 "recomputations": [{"before": group.before, "ops": list(group.ops)}
                                    for group in region.recomputations],
+                "takeovers": [{"op": taken.op, "run": taken.run, "candidate": taken.candidate}
+                              for taken in region.takeovers],
             }
             for region in plan.recipe.regions],
     }
@@ -231,6 +233,9 @@ def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
         cotangents=region.booleans("cotangents"),
         recomputations=tuple(Recomputation(before=row.text("before"), ops=row.texts("ops"))
                              for row in region.objects("recomputations")),
+        takeovers=tuple(Takeover(op=row.text("op"), run=row.integer("run"),
+                                 candidate=row.integer("candidate"))
+                        for row in region.objects("takeovers")),
     )
 
 

@@ -149,7 +149,8 @@ def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort,
 def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) -> Plan:
     """The plan that a solver's result stands for, with the account of the whole step."""
     graph, problem, schedule = prepared.graph, prepared.problem, result.schedule
-    step = account(graph, unroll(problem, schedule), prepared.optimizer)
+    timeline = unroll(problem, schedule)
+    step = account(graph, timeline, prepared.optimizer)
     decisions = decide(graph, problem, schedule)
     overhead = _overhead(graph, schedule)
     return Plan(
@@ -173,7 +174,7 @@ def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) 
         backend=prepared.backend,
         cost_model=prepared.cost_model,
         decisions=decisions,
-        recipe=build_recipe(graph, schedule, tensors=prepared.tensors,
+        recipe=build_recipe(graph, timeline, tensors=prepared.tensors,
                             training=prepared.training, overrides=prepared.overrides),
         inputs=prepared.inputs,
         notes=graph.notes,

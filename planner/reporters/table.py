@@ -1,0 +1,146 @@
+"""Plans as tables for people, through rich: on a terminal in colour, in `str(plan)` as plain text.
+
+Sizes are decimal, as in `budget_gb`; the exact byte counts are in the plan's fields.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.accounting import CATEGORIES
+from planner.plan import Plan
+from planner.reporters.layers import layer_rows
+from planner.units import format_bytes, format_flops, format_fraction
+
+_PLAIN_WIDTH = 100
+
+
+def render_plan(plan: Plan) -> str:
+    """The whole report as plain text."""
+    return plain_text(plan_report(plan))
+
+
+def plain_text(report: RenderableType) -> str:
+    """What rich would print, without colour, at a fixed width."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=_PLAIN_WIDTH, color_system=None, force_terminal=False,
+                      legacy_windows=False, highlight=False)
+    console.print(report)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
+
+
+def plan_report(plan: Plan) -> RenderableType:
+    """Summary, memory at the peak, what each module keeps and recomputes, and notes."""
+    moment = ("the optimizer's step" if plan.optimizer_step_peak_bytes
+              > plan.forward_backward_peak_bytes else "forward and backward")
+    parts: list[RenderableType] = [
+        _title("Training step"), _summary(plan),
+        _title(f"Memory at the peak, in {moment}"), _memory(plan),
+        _title("What each module keeps for the backward"), _layers(plan)]
+    notes = list(plan.notes)
+    if plan.optimizer is None:
+        notes.append("no optimizer was given: its state and its step are not counted")
+    parts.extend(Text(f"note: {note}") for note in notes)
+    return Group(*parts)
+
+
+def frontier_report(plans: Sequence[Plan]) -> RenderableType:
+    """One row for each plan of a memory/overhead curve."""
+    table = _table()
+    table.add_column("peak", justify="right")
+    table.add_column("of plain step", justify="right")
+    table.add_column("extra time", justify="right")
+    table.add_column("at least", justify="right")
+    table.add_column("status")
+    table.add_column("peak, bytes", justify="right")
+    for plan in plans:
+        table.add_row(format_bytes(plan.peak_bytes), _share(plan.peak_bytes, plan),
+                      format_fraction(plan.overhead), format_fraction(plan.overhead_bound),
+                      plan.status, f"{plan.peak_bytes:,}")
+    return Group(_title("Peak memory of the step against extra time"), table)
+
+
+def _summary(plan: Plan) -> Table:
+    table = _table(show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("")
+    limit = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    table.add_row("budget", limit, "" if plan.budget_bytes is None else f"{plan.budget_bytes:,} "
+                  f"bytes, {_share(plan.budget_bytes, plan)} of the plain step")
+    table.add_row("predicted peak", format_bytes(plan.peak_bytes),
+                  f"{plan.peak_bytes:,} bytes, {_share(plan.peak_bytes, plan)} of the plain step")
+    table.add_row("plain step", format_bytes(plan.baseline_peak_bytes),
+                  f"{plan.baseline_peak_bytes:,} bytes, as the model runs today")
+    table.add_row("extra time", format_fraction(plan.overhead),
+                  f"{format_flops(plan.recompute_flops)} recomputed of "
+                  f"{format_flops(plan.step_flops)} in a step")
+    proof = "no schedule does better" if plan.status == "optimal" else "best schedule found"
+    table.add_row("at least", format_fraction(plan.overhead_bound), f"{plan.status}: {proof}")
+    seconds = "" if plan.solve_seconds is None else f", solved in {plan.solve_seconds:.1f} s"
+    table.add_row("solver", plan.solver, f"backend {plan.backend}, cost model {plan.cost_model}, "
+                  f"device {plan.device}{seconds}")
+    if plan.optimizer is not None:
+        table.add_row("optimizer", plan.optimizer.name,
+                      f"state {format_bytes(plan.optimizer.state_bytes)}, temporaries of its step "
+                      f"{format_bytes(plan.optimizer.step_peak_bytes)}")
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = _table()
+    table.add_column("category")
+    table.add_column("size", justify="right")
+    table.add_column("share", justify="right")
+    for category in CATEGORIES:
+        size = plan.memory[category]
+        share = size / plan.peak_bytes if plan.peak_bytes else 0.0
+        table.add_row(category, format_bytes(size), f"{share:.1%}")
+    table.add_section()
+    table.add_row("total", format_bytes(plan.peak_bytes), "100.0%" if plan.peak_bytes else "")
+    return table
+
+
+def _layers(plan: Plan) -> Table:
+    table = _table()
+    table.add_column("module", overflow="fold", ratio=1)
+    table.add_column("modules", justify="right")
+    table.add_column("recomputed ops", justify="right")
+    table.add_column("kept", justify="right")
+    table.add_column("freed", justify="right")
+    table.add_column("paid", justify="right")
+    rows = layer_rows(plan.decisions)
+    for row in rows:
+        table.add_row(row.module or "(model)", str(row.count),
+                      f"{row.totals.recomputed_ops} of {row.totals.ops}",
+                      format_bytes(row.totals.saved_bytes), format_bytes(row.totals.freed_bytes),
+                      format_flops(row.totals.recompute_flops))
+    if rows:
+        total = rows[0].totals
+        for row in rows[1:]:
+            total += row.totals
+        table.add_section()
+        table.add_row("total", str(sum(row.count for row in rows)),
+                      f"{total.recomputed_ops} of {total.ops}", format_bytes(total.saved_bytes),
+                      format_bytes(total.freed_bytes), format_flops(total.recompute_flops))
+    return table
+
+
+def _share(size_bytes: int, plan: Plan) -> str:
+    if not plan.baseline_peak_bytes:
+        return "-"
+    return f"{size_bytes / plan.baseline_peak_bytes:.1%}"
+
+
+def _title(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _table(*, show_header: bool = True) -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_header=show_header, header_style="bold", pad_edge=False)
