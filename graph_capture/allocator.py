@@ -1,8 +1,23 @@
-"""What the device's allocator hands out: sizes and, for a run of real code, the peak."""
+"""What the device's allocator hands out: the size of a block, and the peak of a run of real code.
+
+The model of the world: memory is what the allocator of torch has handed out and not got back.  This
+is the instrument by which predictions are judged.
+
+Blind spots: on the CPU only the calling thread and torch's own threads are seen, and the release of
+a block that was allocated before the measurement is not; memory that a library takes from the
+operating system itself is seen on no device, fragmentation neither.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
 import torch
+
+from graph_capture.torch_compat_memory import cpu_allocations
 
 _CUDA_GRANULE_BYTES = 512
 """The caching allocator of CUDA rounds each request up to a multiple of this."""
@@ -11,8 +26,41 @@ _CUDA_GRANULE_BYTES = 512
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     """Bytes that the allocator of `device` counts for a storage of `size_bytes`.
 
-    The CPU's allocator is asked for the exact size; its alignment to 64 bytes is not counted.
+    The CPU's allocator counts the size asked for; its alignment to 64 bytes is not counted.
     """
     if device.type == "cuda":
         return -(-size_bytes // _CUDA_GRANULE_BYTES) * _CUDA_GRANULE_BYTES
     return size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationRecord:
+    """Memory during a run, above what was allocated when it began."""
+
+    peak_bytes: int
+    """The most at any time; at least 0."""
+    end_bytes: int
+    """What is left when it ends; negative if it released more than it took."""
+
+
+def record_peak(fn: Callable[[], object], device: torch.device | str) -> AllocationRecord:
+    """Run `fn` once and measure what it allocates on `device`.
+
+    The value that `fn` returns is released before the end is measured.  Raises `ValueError` for a
+    device without an allocator that can be watched, `RuntimeError` while a profiler is running.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"expected a cpu or cuda device, got `{device}`: its allocator cannot be "
+                         "watched")
+    gc.collect()  # garbage of earlier code would be released at some time within the run
+    if device.type == "cpu":
+        levels = list(accumulate(cpu_allocations(fn), initial=0))
+        return AllocationRecord(max(levels), levels[-1])
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    fn()
+    torch.cuda.synchronize(device)
+    peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    return AllocationRecord(peak - start, end - start)
