@@ -17,6 +17,8 @@ class OpKey:
     """Stable name, see `graph_capture.training_graph.TrainingOp.name`."""
     digest: str
     """Hash of op, arguments, shapes and dtypes."""
+    result: str = ""
+    """Dtype, shape and strides of its result, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,17 @@ class Recomputation:
 
 
 @dataclass(frozen=True, slots=True)
+class Takeover:
+    """A run of an op that writes its result over an operand that dies there."""
+
+    op: str
+    run: int
+    """Which run of the op: 0 is the first, 1 the first recomputation."""
+    candidate: int
+    """Which of the op's in-place candidates."""
+
+
+@dataclass(frozen=True, slots=True)
 class RegionRecipe:
     """One captured region: its ops and what is recomputed in its forward and backward."""
 
@@ -38,6 +51,9 @@ class RegionRecipe:
     cotangents: tuple[bool, ...]
     """For each differentiable output of the joint graph, whether a gradient flows into it."""
     recomputations: tuple[Recomputation, ...] = ()
+    """In the order of the ops before which they stand."""
+    takeovers: tuple[Takeover, ...] = ()
+    """In the order of the runs."""
 
 
 @dataclass(frozen=True, slots=True)

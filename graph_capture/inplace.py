@@ -11,6 +11,7 @@ are not used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,8 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
-
-from graph_capture.torch_compat import storage_key
 
 _aten = torch.ops.aten
 
@@ -30,17 +29,12 @@ _ROW_WISE = frozenset({
 """Not pointwise, but each row of the gradient is reduced before any of it is overwritten."""
 
 
-@dataclass(frozen=True, slots=True)
-class InplaceCandidate:
-    """An operand whose storage the op's result may take over."""
-
-    operand: fx.Node
-
-
-def inplace_candidates(node: fx.Node) -> tuple[InplaceCandidate, ...]:
+def inplace_candidates(
+    node: fx.Node, share_storage: Callable[[fx.Node, fx.Node], bool]
+) -> tuple[fx.Node, ...]:
     """Operands of `node`, in order of preference, that its result may overwrite.
 
-    The operand's tensor must have the result's shape, strides and dtype and cover its whole
+    `share_storage` tells whether two operands live in one storage.  The operand's tensor must have the result's shape, strides and dtype and cover its whole
     storage; no other operand may see that storage through a different view.
     """
     if not isinstance(node.target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
@@ -59,8 +53,11 @@ def inplace_candidates(node: fx.Node) -> tuple[InplaceCandidate, ...]:
             continue
         if writer is not None and not writer.accepts(position):
             continue
-        if all(_sees_alike(operand, other) for other in node.all_input_nodes):
-            found.append(InplaceCandidate(operand))
+        if operand not in found and all(
+            _same_view(operand, other) for other in node.all_input_nodes
+            if share_storage(operand, other)
+        ):
+            found.append(operand)
     return tuple(found)
 
 
@@ -140,7 +137,19 @@ def _out_overload(target: OpOverload) -> tuple[OpOverload | None, str]:
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
     return (tensor.storage_offset() == 0
             and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-            and torch._prims_common.is_non_overlapping_and_dense(tensor))
+            and _is_permuted_contiguous(tensor))
+
+
+def _is_permuted_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _same_layout(value: object, result: torch.Tensor) -> bool:
@@ -149,11 +158,9 @@ def _same_layout(value: object, result: torch.Tensor) -> bool:
             and value.device == result.device)
 
 
-def _sees_alike(operand: fx.Node, other: fx.Node) -> bool:
-    """Whether `other` is the same view as `operand`, or of another storage."""
+def _same_view(operand: fx.Node, other: fx.Node) -> bool:
     mine, theirs = operand.meta["val"], other.meta.get("val")
-    if not isinstance(theirs, torch.Tensor) or storage_key(theirs) != storage_key(mine):
-        return True
-    return _same_layout(theirs, mine) and theirs.storage_offset() == mine.storage_offset()
+    return (_same_layout(theirs, mine) and isinstance(theirs, torch.Tensor)
+            and theirs.storage_offset() == mine.storage_offset())
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from graph_capture.errors import CaptureError
 from graph_capture.inplace import inplace_candidates
@@ -20,6 +21,7 @@ from graph_capture.joint import JointGraph, is_tuple_element, tensors_of
 from graph_capture.naming import (
     Namer,
     describe_call,
+    describe_value,
     digest,
     module_of,
     source_of,
@@ -63,6 +65,8 @@ class LoweredOp:
     """For each of `inplace`, the operand to write into."""
     replay: Replay
     digest: str
+    result: str
+    """Dtype, shape and strides of its result."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class _Lowering:
     def __init__(self, joint: JointGraph, primal_names: Sequence[str]) -> None:
         self.joint = joint
         self.by_key: dict[int, int] = {}
+        self.base_of: dict[fx.Node, fx.Node] = {}
         self.storage_of: dict[fx.Node, int] = {}
         self.references: dict[fx.Node, str] = {}
         self.sizes: list[int] = []
@@ -104,14 +109,13 @@ class _Lowering:
         self.roots: list[fx.Node | None] = []
         self.ops: list[LoweredOp] = []
         self.namer = Namer()
-        self.mutated_keys: set[int] = set()
+        self.mutated = {joint.primals[index] for index in joint.mutations.values()}
         for primal, name in zip(joint.primals, primal_names, strict=True):
             self._add_resident(primal, name)
-        self.mutated_keys = {storage_key(joint.primals[index].meta["val"])
-                             for index in joint.mutations.values()}
         self.cotangents: list[int | None] = []
         for index, node in enumerate(joint.cotangents):
             self.references[node] = f"cotangent:{index}"
+            self.base_of[node] = node
             if node.users:
                 self.cotangents.append(self._new_storage(node.meta["val"], producer=-1))
                 self.roots[-1] = node
@@ -120,7 +124,7 @@ class _Lowering:
                 self.cotangents.append(None)
 
     def _add_resident(self, node: fx.Node, reference: str) -> None:
-        self.by_key[storage_key(node.meta["val"])] = RESIDENT
+        self.base_of[node] = node
         self.storage_of[node] = RESIDENT
         self.references[node] = reference
 
@@ -174,61 +178,86 @@ class _Lowering:
                 self._add_resident(node, f"constant:{node.target}")
             else:
                 self.references[node] = f"constant:{node.target}"
+                self.base_of[node] = node
             return
         value = node.meta.get("val")
-        tensors = tensors_of(value)
-        fresh = [t for t in tensors if storage_key(t) not in self.by_key]
-        fresh = list({storage_key(t): t for t in fresh}.values())
-        if _is_alias(node, fresh):
-            self._note_alias(node, value)
+        base = _aliased_operand(node)
+        if base is not None:
+            self._note_alias(node, base, value)
             return
         index = len(self.ops)
-        outputs = tuple(self._new_storage(tensor, index) for tensor in fresh)
-        inputs = self._storages(node.all_input_nodes)
+        made = {storage_key(tensor): tensor for tensor in tensors_of(value)}
+        outputs = tuple(self._new_storage(tensor, index) for tensor in made.values())
         module, target = module_of(node), target_name(node)
         name = self.namer.name(phase, module, target)
         call = describe_call(node, self.references)
-        candidates = inplace_candidates(node) if len(outputs) == 1 else ()
-        usable = [(self.storage_of[c.operand], c.operand) for c in candidates
-                  if self.storage_of.get(c.operand, RESIDENT) != RESIDENT]
+        candidates = inplace_candidates(node, self._same_base) if len(outputs) == 1 else ()
+        usable = [(self.storage_of[operand], operand) for operand in candidates
+                  if self.storage_of.get(operand, RESIDENT) != RESIDENT]
         self.references[node] = name
+        self.base_of[node] = node
         if isinstance(value, torch.Tensor):
             self.storage_of[node] = self.by_key[storage_key(value)]
-            if outputs:
-                self.roots[outputs[0]] = node
+            self.roots[outputs[0]] = node
         self.ops.append(LoweredOp(
             node=node, name=name, target=target, module=module, source=source_of(node),
-            phase=phase, inputs=inputs, outputs=outputs,
+            phase=phase, inputs=self._storages(node.all_input_nodes), outputs=outputs,
             inplace=tuple(storage for storage, _ in usable),
             inplace_operands=tuple(operand for _, operand in usable),
-            replay=replay_of(node, self._sees_mutated), digest=digest(call)))
+            replay=replay_of(node, lambda operand: self.base_of[operand] in self.mutated),
+            digest=digest(call), result=describe_value(value)))
 
-    def _note_alias(self, node: fx.Node, value: object) -> None:
-        if is_tuple_element(node) and isinstance(node.args[0], fx.Node):
-            self.references[node] = f"{self.references[node.args[0]]}[{node.args[1]}]"
+    def _note_alias(self, node: fx.Node, base: fx.Node, value: object) -> None:
+        if is_tuple_element(node):
+            self.references[node] = f"{self.references[base]}[{node.args[1]}]"
         else:
-            call = describe_call(node, self.references)
-            self.references[node] = f"view:{digest(call)}"
+            self.references[node] = f"view:{digest(describe_call(node, self.references))}"
+        self.base_of[node] = node if self._is_element_of_op(node, base) else self.base_of[base]
         if not isinstance(value, torch.Tensor):
+            if base in self.storage_of:
+                self.storage_of[node] = self.storage_of[base]
             return
-        storage = self.by_key[storage_key(value)]
+        if self._is_element_of_op(node, base):
+            storage = self.by_key[storage_key(value)]
+            if self.roots[storage] is None:
+                self.roots[storage] = node
+        else:
+            storage = self.storage_of[base]
         self.storage_of[node] = storage
-        if storage != RESIDENT and self.roots[storage] is None and is_tuple_element(node):
-            self.roots[storage] = node
 
-    def _sees_mutated(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        return isinstance(value, torch.Tensor) and storage_key(value) in self.mutated_keys
+    def _is_element_of_op(self, node: fx.Node, base: fx.Node) -> bool:
+        """Whether the node picks a result of an op that makes several, not a piece of a view."""
+        return is_tuple_element(node) and base not in self.storage_of
+
+    def _same_base(self, left: fx.Node, right: fx.Node) -> bool:
+        return self.base_of[left] is self.base_of[right]
 
 
-def _is_alias(node: fx.Node, fresh: Sequence[torch.Tensor]) -> bool:
-    """Whether the node only gives another name to storages that exist."""
+def _aliased_operand(node: fx.Node) -> fx.Node | None:
+    """The operand whose storage the node's result only names anew; `None` for an op that computes.
+
+    Read off the schema, not off the traced storages: those are stale where a duplicate op was
+    merged into its twin.
+    """
     if is_tuple_element(node):
-        return True
-    if fresh or not tensors_of(node.meta.get("val")):
-        return False
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable
+        return node.args[0]
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        return None
+    if node.target in _UNANNOTATED_VIEWS:
+        return node.all_input_nodes[0]
+    schema = node.target._schema
+    if not schema.returns or any(r.alias_info is None for r in schema.returns):
+        return None
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None:
+            operand = (node.args[position] if position < len(node.args)
+                       else node.kwargs.get(argument.name))
+            return operand if isinstance(operand, fx.Node) else None
+    return None
+
+
+_UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+"""Ops whose result aliases their operand although their schema does not say so."""
 
 
 def _last_forward_node(joint: JointGraph) -> fx.Node | None:

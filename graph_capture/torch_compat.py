@@ -20,6 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -31,6 +32,8 @@ __all__ = [
     "eliminate_common_subexpressions",
     "gradient_targets",
     "mutated_inputs",
+    "pass_absent_gradients",
+    "primal_indices",
     "split_joint_graph",
     "storage_key",
 ]
@@ -144,6 +147,31 @@ class BoxedCodeGen(CodeGen):
             lines.append(f"    {', '.join(names)}, = args_list")
         lines.append("    args_list.clear()")
         return "\n".join(lines)
+
+
+def pass_absent_gradients(outputs: object) -> None:
+    """Let the compiled region behind `outputs` receive `None` for an output without a gradient,
+    instead of zeros of its size (`set_materialize_grads` on its autograd node)."""
+    for output in pytree.tree_leaves(outputs):
+        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        for _ in range(4):  # An output that is a view stands a few autograd nodes further.
+            if node is None:
+                break
+            if type(node).__name__ == "CompiledFunctionBackward":
+                node.set_materialize_grads(False)
+                break
+            node = node.next_functions[0][0] if node.next_functions else None
+
+
+def primal_indices(primals: Sequence[fx.Node]) -> list[int]:
+    """For each input of a joint graph, its position among the inputs given to the backend."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    return [
+        description.idx if isinstance(description := node.meta.get("desc"), PlainAOTInput)
+        else position
+        for position, node in enumerate(primals)
+    ]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -92,6 +92,8 @@ class TrainingOp:
     the step mutates later."""
     digest: str = ""
     """Hash of op, arguments, shapes and dtypes: equal for equal ops, in any process."""
+    result: str = ""
+    """Dtype, shape and strides of its result, for people."""
 
 
 @dataclass(frozen=True, slots=True)

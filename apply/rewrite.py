@@ -1,0 +1,252 @@
+"""A lowered region and its recomputations -> the forward and backward graphs that execute them.
+
+The runs are emitted in the order of the schedule: first runs in the order of the region, each
+recomputation just before the op it serves.  A view is made anew where it is first needed after its
+storage was made, and again in the backward, so that what crosses from the forward to the backward
+is one tensor for each storage.  fx drops every name after its last use; the storages then live as
+long as `solvers.simulator` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from apply.recipe import Recomputation, Takeover
+from apply.rng import generator_state, replay_random
+from graph_capture.inplace import write_inplace
+from graph_capture.joint import is_tuple_element
+from graph_capture.lower import RESIDENT, LoweredOp, LoweredRegion
+from graph_capture.torch_compat import split_joint_graph
+from graph_capture.training_graph import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class RewrittenRegion:
+    """The two modules that AOTAutograd's runtime calls."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+
+def rewrite(
+    region: LoweredRegion,
+    recomputations: Sequence[Recomputation] = (),
+    takeovers: Sequence[Takeover] = (),
+) -> RewrittenRegion:
+    """Forward and backward of `region` with these recomputations and in-place runs."""
+    return _Rewriter(region, recomputations, takeovers).run()
+
+
+@dataclass
+class _ReplayInputs:
+    """What the first run of an op leaves for its replays."""
+
+    state: fx.Node | None = None
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+class _Rewriter:
+    """Emits the runs one by one into a new joint graph, then splits it."""
+
+    def __init__(
+        self, region: LoweredRegion, recomputations: Sequence[Recomputation],
+        takeovers: Sequence[Takeover],
+    ) -> None:
+        self.region = region
+        self.index_of = {op.name: index for index, op in enumerate(region.ops)}
+        self.before = {self.index_of[r.before]: [self.index_of[name] for name in r.ops]
+                       for r in recomputations}
+        self.takeovers: Mapping[tuple[int, int], int] = {
+            (self.index_of[t.op], t.run): t.candidate for t in takeovers}
+        replayed = {index for ops in self.before.values() for index in ops}
+        self.replayed = replayed
+        self.kept = set(region.held_outputs) | {s for s, _ in region.gradient_storages}
+        self.nodes_of: dict[int, list[fx.Node]] = {}
+        for node, storage in region.storage_of.items():
+            self.nodes_of.setdefault(storage, []).append(node)
+        self.makers = {op.node for op in region.ops} | {s.root for s in region.storages}
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.runs: Counter[int] = Counter()
+        self.replay_inputs: dict[int, _ReplayInputs] = {}
+        self.in_forward = True
+        self.forward_nodes: set[fx.Node] = set()
+        self.saved: dict[fx.Node, None] = {}
+
+    def run(self) -> RewrittenRegion:
+        """Emit everything and split."""
+        joint = self.region.joint
+        for node in joint.graph.nodes:
+            if node.op == "placeholder":
+                self._emit_copy(node)
+        outputs: list[object] = []
+        for index in range(len(self.region.ops) + 1):
+            if index == self.region.num_forward:
+                outputs.extend(self._resolved(joint.output.args[0][:len(joint.forward_outputs)]))
+                self._enter_backward()
+            if index < len(self.region.ops):
+                for replayed in self.before.get(index, ()):
+                    self._emit_run(replayed)
+                self._emit_run(index)
+        outputs.extend(self._resolved(joint.output.args[0][len(joint.forward_outputs):]))
+        output = self.graph.output(outputs)
+        output.meta = dict(joint.output.meta)
+        for value in outputs[len(joint.forward_outputs):]:
+            if isinstance(value, fx.Node):
+                self._note_crossing(value)
+        self.graph.lint()
+        module = fx.GraphModule(joint.owner, self.graph)
+        forward, backward = split_joint_graph(
+            module, list(self.saved), len(joint.forward_outputs))
+        return RewrittenRegion(forward, backward)
+
+    def _enter_backward(self) -> None:
+        """From here on views are made anew, from what was saved."""
+        self.in_forward = False
+        roots = {storage.root for storage in self.region.storages}
+        self.env = {node: new for node, new in self.env.items()
+                    if node in roots or node.op == "placeholder"}
+
+    def _resolved(self, values: Sequence[object]) -> list[object]:
+        return [self._value(v) if isinstance(v, fx.Node) else v for v in values]
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """The node in the new graph that holds the current value of `node`, which is re-made if it
+        is a view that is not there now."""
+        if node not in self.env:
+            if node in self.makers:
+                raise ValueError(f"{node.name} is read where the schedule does not hold it")
+            for source in node.all_input_nodes:
+                self._value(source)
+            self._emit_copy(node)
+        return self.env[node]
+
+    def _emit_run(self, index: int) -> None:
+        op = self.region.ops[index]
+        run = self.runs[index]
+        self.runs[index] += 1
+        for source in op.node.all_input_nodes:
+            self._value(source)
+        if run:
+            self._forget(op)
+        elif index in self.replayed:
+            self._prepare_replays(index, op)
+        candidate = self.takeovers.get((index, run))
+        if candidate is not None:
+            new = self._emit_inplace(op, op.inplace_operands[candidate])
+        elif run:
+            new = self._emit_replay(index, op)
+        else:
+            new = self._emit_copy(op.node)
+        self.env[op.node] = new
+        for user in op.node.users:
+            # A tuple must not outlive its run: it would hold all of its elements.
+            if is_tuple_element(user) and not (run and self._is_kept(user)):
+                self._emit_copy(user)
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        return self.region.storage_of.get(node, RESIDENT) in self.kept
+
+    def _forget(self, op: LoweredOp) -> None:
+        """Views and elements of the previous results are stale once the op runs again."""
+        for storage in op.outputs:
+            if storage not in self.kept:
+                for node in self.nodes_of[storage]:
+                    self.env.pop(node, None)
+
+    def _prepare_replays(self, index: int, op: LoweredOp) -> None:
+        inputs = _ReplayInputs()
+        if op.replay.random:
+            inputs.state = self._emit_generator_state(op.node)
+        for source in op.replay.copied_inputs:
+            copy = self.graph.call_function(torch.ops.aten.clone.default, (self.env[source],))
+            self._describe(copy, source)
+            inputs.copies[source] = copy
+        self.replay_inputs[index] = inputs
+
+    def _emit_generator_state(self, node: fx.Node) -> fx.Node:
+        device = _device_of(node)
+        state = self.graph.call_function(generator_state, (device.type, device.index))
+        self._describe(state, node)
+        value = node.meta["val"]
+        sample = value if isinstance(value, torch.Tensor) else next(
+            item for item in value if isinstance(item, torch.Tensor))
+        with sample.fake_mode:
+            state.meta["val"] = torch.empty(_state_size(device), dtype=torch.uint8, device="cpu")
+        return state
+
+    def _emit_replay(self, index: int, op: LoweredOp) -> fx.Node:
+        inputs = self.replay_inputs[index]
+
+        def operand(node: fx.Node) -> fx.Node:
+            new = inputs.copies.get(node) or self.env[node]
+            self._note_crossing(new)
+            return new
+
+        args = fx.map_arg(op.node.args, operand)
+        kwargs = fx.map_arg(op.node.kwargs, operand)
+        if inputs.state is None:
+            new = self.graph.call_function(op.node.target, args, kwargs)
+        else:
+            device = _device_of(op.node)
+            self._note_crossing(inputs.state)
+            new = self.graph.call_function(replay_random, (
+                inputs.state, device.type, device.index, op.node.target, args, dict(kwargs)))
+        self._describe(new, op.node)
+        return new
+
+    def _emit_inplace(self, op: LoweredOp, operand: fx.Node) -> fx.Node:
+        target = op.node.target
+        assert isinstance(target, OpOverload)
+        args = fx.map_arg(op.node.args, self._operand)
+        kwargs = fx.map_arg(op.node.kwargs, self._operand)
+        new = write_inplace(self.graph, target, args, dict(kwargs), self.env[operand])
+        self._describe(new, op.node)
+        return new
+
+    def _emit_copy(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node, self._operand)
+        self._describe(new, node)
+        self.env[node] = new
+        return new
+
+    def _operand(self, node: fx.Node) -> fx.Node:
+        new = self.env[node]
+        self._note_crossing(new)
+        return new
+
+    def _note_crossing(self, new: fx.Node) -> None:
+        """A value of the forward that the backward reads is a saved tensor."""
+        if not self.in_forward and new in self.forward_nodes:
+            self.saved.setdefault(new)
+
+    def _describe(self, new: fx.Node, original: fx.Node) -> None:
+        new.meta = dict(original.meta)
+        if original.op == "placeholder":
+            if "tangents" not in str(original.target):
+                self.forward_nodes.add(new)
+            return
+        phase = Phase.FORWARD if self.in_forward else Phase.BACKWARD
+        # Without this, the split would put a recomputation that depends on inputs alone into both.
+        new.meta["partitioner_tag"] = f"must_be_in_{phase.value}"
+        if self.in_forward:
+            self.forward_nodes.add(new)
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    first = value if isinstance(value, torch.Tensor) else next(
+        item for item in value if isinstance(item, torch.Tensor))
+    return first.device
+
+
+def _state_size(device: torch.device) -> int:
+    from graph_capture.replay import CPU_GENERATOR_STATE_BYTES
+
+    return CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else 16

@@ -1,0 +1,240 @@
+"""The applied model: the user's module, whose training step runs the planned graphs.
+
+`torch.compile` captures the model again, now with its real tensors; AOTAutograd keeps aliasing, input
+mutation and tied weights right; the partitioner here checks that each captured region is the one
+that the plan was made for and puts the plan's graphs in its place.  They run op by op, boxed, so
+that memory is what the simulator says.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from apply.errors import GraphMismatch
+from apply.recipe import OpKey, ParameterKey, Recipe, RegionRecipe
+from apply.rewrite import rewrite
+from graph_capture.joint import clean_joint_graph, count_cotangents
+from graph_capture.lower import LoweredRegion, lower
+from graph_capture.torch_compat import (
+    BackendCompilerFailed,
+    BoxedCodeGen,
+    aot_backend,
+    compile_settings,
+    pass_absent_gradients,
+    primal_indices,
+)
+
+
+def apply_recipe(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """A module that trains as `model` does, with the recipe's recomputations.
+
+    It is of the same class, shares every submodule, parameter and buffer with `model` (which itself
+    stays as it was), and so has the same `state_dict` keys.  Without gradients, and in the other of
+    train and eval mode than the plan was made in, it runs the plain forward.
+
+    Raises `GraphMismatch`, here if parameters or buffers differ from those of the plan, and in the
+    first training step if the captured graph does.
+    """
+    _check_tensors(model, recipe.tensors)
+    applied = copy.copy(model)
+    applied._compiled_call_impl = _PlannedCall(applied, recipe)  # type: ignore[assignment]
+    return applied
+
+
+def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:
+    """Every parameter and buffer of a model, as a recipe lists them."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return tuple(
+        ParameterKey(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."),
+                     tensor.requires_grad)
+        for name, tensor in named)
+
+
+def _check_tensors(model: nn.Module, expected: Sequence[ParameterKey]) -> None:
+    found = tensor_keys(model)
+    for have, want in zip(found, expected, strict=False):
+        if have != want:
+            raise GraphMismatch(
+                "the plan was made for another model; the first difference: the plan has "
+                f"{_describe_tensor(want)}, this model has {_describe_tensor(have)}. "
+                "Make a plan for this model")
+    if len(found) != len(expected):
+        longer, side = ((found, "this model") if len(found) > len(expected)
+                        else (expected, "the plan"))
+        extra = longer[min(len(found), len(expected))]
+        raise GraphMismatch(
+            "the plan was made for another model; the first difference: only "
+            f"{side} has {_describe_tensor(extra)}. Make a plan for this model")
+
+
+def _describe_tensor(key: ParameterKey) -> str:
+    frozen = "" if key.requires_grad else ", frozen"
+    return f"{key.name} ({key.dtype}{list(key.shape)}{frozen})"
+
+
+class _PlannedCall:
+    """What runs when the applied module is called."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self._model = model
+        self._recipe = recipe
+        self._warned = False
+        self._compiled = torch.compile(
+            model._call_impl, backend=_PlanBackend(model, recipe), dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._model._call_impl(*args, **kwargs)
+        if self._model.training != self._recipe.training:
+            self._warn_of_mode()
+            return self._model._call_impl(*args, **kwargs)
+        for name, value in self._recipe.overrides:
+            kwargs.setdefault(name, value)
+        with compile_settings():
+            try:
+                return self._compiled(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, GraphMismatch):
+                    raise error.inner_exception from None
+                raise
+
+    def _warn_of_mode(self) -> None:
+        if not self._warned:
+            self._warned = True
+            planned, now = ("train", "eval") if self._recipe.training else ("eval", "train")
+            warnings.warn(
+                f"the plan was made in {planned} mode; this step in {now} mode runs without it",
+                stacklevel=4)
+
+
+class _PlanBackend:
+    """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self._names = {id(tensor): name for name, tensor in
+                       (*model.named_parameters(), *model.named_buffers())}
+        self._recipe = recipe
+        self._compiled_regions = 0
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        cotangents: tuple[bool, ...] = ()
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            nonlocal cotangents
+            region, lowered = self._matching_region(joint, num_fwd_outputs, inputs)
+            cotangents = region.cotangents
+            rewritten = rewrite(lowered, region.recomputations, region.takeovers)
+            return rewritten.forward, rewritten.backward
+
+        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            return boxed_callable(graph)
+
+        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            return _checked_backward(boxed_callable(graph), cotangents)
+
+        compiled = aot_backend(partition, forward, backward)(module, list(inputs))
+
+        def call(*args: Any) -> Any:
+            outputs = compiled(*args)
+            pass_absent_gradients(outputs)
+            return outputs
+
+        return torch.compiler.disable(call)
+
+    def _matching_region(
+        self, joint: fx.GraphModule, num_forward_outputs: int, inputs: Sequence[Any]
+    ) -> tuple[RegionRecipe, LoweredRegion]:
+        """The recipe's region that this graph is; raises `GraphMismatch`."""
+        primals = [n for n in joint.graph.find_nodes(op="placeholder")
+                   if "tangents" not in str(n.target)]
+        names = region_input_names([inputs[i] for i in primal_indices(primals)], self._names)
+        regions = self._recipe.regions
+        first_difference = ""
+        start = self._compiled_regions % max(len(regions), 1)
+        for region in (*regions[start:], *regions[:start]):
+            if len(region.cotangents) != count_cotangents(joint):
+                first_difference = first_difference or (
+                    f"the plan has {len(region.cotangents)} differentiable outputs, "
+                    f"this model {count_cotangents(joint)}")
+                continue
+            clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
+            lowered = lower(clean, names)
+            difference = _first_difference(region, lowered)
+            if difference is None:
+                self._compiled_regions += 1
+                return region, lowered
+            first_difference = first_difference or difference
+        raise GraphMismatch(
+            f"the plan does not fit this model and these inputs; the first difference: "
+            f"{first_difference}. Make a plan for them")
+
+
+def region_input_names(inputs: Sequence[Any], names: dict[int, str]) -> list[str]:
+    """Stable names of a region's inputs: parameters and buffers by name, others numbered."""
+    found, others = [], 0
+    for tensor in inputs:
+        name = names.get(id(tensor))
+        if name is None:
+            name = f"input:{others}"
+            others += 1
+        found.append(name)
+    return found
+
+
+def _first_difference(region: RegionRecipe, lowered: LoweredRegion) -> str | None:
+    expected = (*region.forward, *region.backward)
+    for want, have in zip(expected, lowered.ops, strict=False):
+        if want.name != have.name or want.digest != have.digest:
+            return (f"the plan has {_describe_op(want)}, "
+                    f"the model has {_describe_op(OpKey(have.name, have.digest, have.result))}")
+    if len(expected) != len(lowered.ops):
+        return f"the plan has {len(expected)} ops, the model has {len(lowered.ops)}"
+    if len(region.forward) != lowered.num_forward:
+        return (f"the plan's forward has {len(region.forward)} ops, "
+                f"the model's {lowered.num_forward}")
+    return None
+
+
+def _describe_op(key: OpKey) -> str:
+    return f"{key.name} -> {key.result} [{key.digest[:8]}]"
+
+
+def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The module's generated code, taking its arguments in a list that it empties."""
+    graph.graph.set_codegen(BoxedCodeGen())
+    graph.recompile()
+    run = graph.forward
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _checked_backward(
+    run: Callable[[list[Any]], Any], cotangents: tuple[bool, ...]
+) -> Callable[[list[Any]], Any]:
+    """A backward that makes the zeros that autograd left out, and refuses a gradient through an
+    output that the plan took for one without."""
+
+    def call(args: list[Any]) -> Any:
+        first = len(args) - len(cotangents)
+        for index, planned in enumerate(cotangents):
+            if (args[first + index] is not None) and not planned:
+                raise GraphMismatch(
+                    f"a gradient flows into differentiable output {index} of the model, which "
+                    "the plan took for one without; make the plan with the loss_fn that is "
+                    "trained with")
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

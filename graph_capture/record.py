@@ -1,0 +1,180 @@
+"""Running a fake twin through Dynamo and AOTAutograd, and keeping the joint graphs.
+
+The forward, the loss and the backward of the twin really take place, on fake tensors: that shows in
+which order the captured pieces (regions) run, and into which outputs a gradient flows.  The compiled
+pieces themselves are stand-ins that only make results of the right shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_capture.errors import CaptureError
+from graph_capture.fake_twin import FakeTwin
+from graph_capture.joint import count_cotangents
+from graph_capture.torch_compat import (
+    BackendCompilerFailed,
+    aot_backend,
+    compile_settings,
+    pass_absent_gradients,
+    primal_indices,
+    split_joint_graph,
+)
+
+
+@dataclass
+class RecordedRegion:
+    """A joint graph and how it was used."""
+
+    joint: fx.GraphModule
+    num_forward_outputs: int
+    inputs: list[torch.Tensor]
+    """What each primal is: a parameter, a buffer or another tensor of the twin."""
+    cotangents: list[tuple[bool, ...]] = field(default_factory=list)
+    """For each run of its backward: into which outputs a gradient flowed."""
+    forward_calls: int = 0
+
+
+@dataclass
+class Recording:
+    """The regions of one step in the order of their forwards, and what the model returned."""
+
+    regions: list[RecordedRegion] = field(default_factory=list)
+    inference_graphs: int = 0
+    """Captured pieces that need no gradient."""
+
+
+def record_step(
+    twin: FakeTwin, run_step: Callable[[Callable[..., Any]], None]
+) -> Recording:
+    """Record one step of the twin.
+
+    `run_step` gets the compiled model, calls it with the twin's inputs, makes the loss and runs the
+    backward.
+    """
+    recording = Recording()
+    recorder = _Recorder(twin, recording)
+    with compile_settings(), twin.mode:
+        compiled = torch.compile(twin.model._call_impl, backend=recorder, dynamic=False)
+        try:
+            run_step(compiled)
+        except BackendCompilerFailed as error:
+            inner = error.inner_exception
+            if isinstance(inner, CaptureError):
+                raise inner from None
+            raise CaptureError(f"the model cannot be captured: {_first_line(inner)}") from inner
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise CaptureError(
+                f"torch.compile cannot capture the model: {_first_line(error)}") from error
+    return recording
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+class _Recorder:
+    """The Dynamo backend of `record_step`."""
+
+    def __init__(self, twin: FakeTwin, recording: Recording) -> None:
+        self.mode = twin.mode
+        self.recording = recording
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        region: RecordedRegion | None = None
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            nonlocal region
+            primals = [n for n in joint.graph.find_nodes(op="placeholder")
+                       if "tangents" not in str(n.target)]
+            region = RecordedRegion(
+                joint, num_fwd_outputs, [inputs[i] for i in primal_indices(primals)])
+            self.recording.regions.append(region)
+            return split_joint_graph(joint, _crossing(joint, num_fwd_outputs), num_fwd_outputs)
+
+        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            make = self._results_of(graph)
+
+            def run(args: list[Any]) -> list[Any]:
+                if region is None:
+                    self.recording.inference_graphs += 1
+                else:
+                    region.forward_calls += 1
+                return make(args)
+
+            return _boxed(run)
+
+        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            make = self._results_of(graph)
+            assert region is not None
+            count = count_cotangents(region.joint)
+
+            def run(args: list[Any]) -> list[Any]:
+                given = args[len(args) - count:] if count else []
+                region.cotangents.append(tuple(value is not None for value in given))
+                return make(args)
+
+            return _boxed(run)
+
+        compiled = aot_backend(partition, forward, backward)(module, list(inputs))
+
+        def call(*args: Any) -> Any:
+            outputs = compiled(*args)
+            pass_absent_gradients(outputs)
+            return outputs
+
+        return torch.compiler.disable(call)
+
+    def _results_of(self, graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+        """A function that returns new fake tensors like the graph's outputs."""
+        returned = graph.graph.output_node().args[0]
+        values = [item.meta.get("val") if isinstance(item, fx.Node) else item
+                  for item in returned]
+
+        def make(args: list[Any]) -> list[Any]:
+            args.clear()
+            with self.mode:
+                return [
+                    torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+                    if isinstance(v, torch.Tensor) else v
+                    for v in values
+                ]
+
+        return make
+
+
+def _boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
+    """Values of the forward that the backward of an unplanned step would save."""
+    dependent: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
+    pending = [n for n in joint.graph.output_node().args[0][:num_forward_outputs]
+               if isinstance(n, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    for node in joint.graph.nodes:
+        if node.op == "placeholder" and "tangents" in str(node.target):
+            dependent.add(node)
+        elif any(source in dependent for source in node.all_input_nodes):
+            dependent.add(node)
+    return [
+        node for node in joint.graph.nodes
+        if node not in dependent and node.op != "output"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and (node in needed or node.op == "placeholder")
+    ]
