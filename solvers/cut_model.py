@@ -59,7 +59,7 @@ class CutModel:
     """For each cut the bytes that may be used there; the budget where empty.  Less than the budget
     is a restriction as well."""
 
-    def solve(self, seconds: float, *, engine: Engine = "highs", seed: int = 0,
+    def solve(self, seconds: float, *, engine: Engine = "scip", seed: int = 0,
               hint: Sequence[frozenset[int]] | None = None) -> CutSolution:
         """Solve within a time limit; `hint` is a choice of retained storages to start from."""
         program = _Program(self)

@@ -88,7 +88,7 @@ def _more_cuts(task: Task, incumbent: Incumbent, cuts: tuple[int, ...],
             return
         cuts = tuple(sorted({*cuts, *added}))
         solution = CutModel(problem, budget, cuts).solve(
-            task.seconds_left, seed=task.seed, engine="scip" if len(cuts) > 4 else "highs")
+            task.seconds_left, seed=task.seed)
         incumbent.raise_bound(solution.extra_bound)
         if solution.retained is None:
             return
