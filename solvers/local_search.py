@@ -1,0 +1,265 @@
+"""Local search over schedules: simulated annealing on single recomputations.
+
+The idea of annealing on sequences is that of FastSA (Yonetsu et al., NeurIPS 2023); here the order
+of first runs stays, and what moves are the recomputations: one is put before a read, dropped, or
+moved, alone or with the chain of recomputations that it needs.  The energy is the cost plus a price
+on every byte above the budget, summed over the runs; the price follows how often the walk is within
+the budget.  `solvers.incremental` makes a move cost tens of microseconds, so a minute sees millions.
+
+Blind spots: no bound comes out of it, and with a time limit the result depends on the machine's
+speed (`moves` bounds the work instead, and makes it reproducible).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.incremental import EditableTimeline
+from solvers.problem import Problem, Schedule
+from solvers.simulator import simulate
+
+_BATCH = 128  # moves between two looks at the clock, the temperature and the price
+
+
+def improve(
+    problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
+    seed: int = 0, deadline: float | None = None, moves: int | None = None,
+) -> Schedule:
+    """A schedule within `budget_bytes` that costs no more than `schedule`, which must be within it.
+
+    Stops after `time_limit` seconds, at `deadline` (of `time.monotonic`), or after `moves` moves,
+    whichever comes first.  Raises `ValueError` where `schedule` is over the budget, and
+    `IllegalSchedule` where it is none.
+    """
+    start = tuple(schedule)
+    before = simulate(problem, start)
+    if before.peak_bytes > budget_bytes:
+        raise ValueError(f"the schedule to improve peaks at {before.peak_bytes} bytes, over the "
+                         f"budget of {budget_bytes}; bring it within with `repair` first")
+    found = _anneal(problem, budget_bytes, start, _limit(time_limit, deadline, moves), seed)
+    if found is not None:
+        after = simulate(problem, found)
+        if after.peak_bytes <= budget_bytes and after.cost < before.cost:
+            return found
+    return start
+
+
+def repair(
+    problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
+    seed: int = 0, deadline: float | None = None, moves: int | None = None,
+) -> Schedule | None:
+    """A schedule within `budget_bytes`, found from one that may be over it; None if none was found.
+
+    Returns at the first one that it finds; limits as in `improve`.
+    """
+    start = tuple(schedule)
+    if simulate(problem, start).peak_bytes <= budget_bytes:
+        return start
+    found = _anneal(problem, budget_bytes, start, _limit(time_limit, deadline, moves), seed,
+                    until_feasible=True)
+    if found is not None and simulate(problem, found).peak_bytes <= budget_bytes:
+        return found
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    start: float
+    seconds: float
+    moves: int | None
+
+    def spent(self, moves: int) -> float:
+        """The share of the work that is done; 1 and more: stop."""
+        elapsed = time.monotonic() - self.start
+        share = elapsed / self.seconds if self.seconds > 0 else 1.0
+        return share if self.moves is None else max(moves / max(self.moves, 1), share // 1)
+
+
+def _limit(time_limit: float, deadline: float | None, moves: int | None) -> _Limit:
+    now = time.monotonic()
+    return _Limit(now, min(time_limit, math.inf if deadline is None else deadline - now), moves)
+
+
+def _anneal(problem: Problem, budget: int, schedule: Schedule, limit: _Limit, seed: int,
+            until_feasible: bool = False) -> Schedule | None:
+    """The best schedule within the budget that the walk met."""
+    walk = _Walk(problem, budget, schedule, seed)
+    if not walk.candidates:
+        return walk.best
+    mean_cost = problem.plain_cost / len(problem) or 1.0
+    rounds = _Rounds(mean_cost)
+    moves = 0
+    while (share := limit.spent(moves)) < 1.0 and not (until_feasible and walk.best):
+        fresh, temperature = rounds.at(share)
+        if fresh and walk.best is not None:
+            walk.restart()
+        walk.batch(temperature)
+        moves += _BATCH
+    return walk.best
+
+
+class _Rounds:
+    """Temperatures: each round cools from a lower start than the one before."""
+
+    def __init__(self, mean_cost: float, count: int = 4) -> None:
+        self.mean_cost = mean_cost
+        self.count = count
+        self.current = 0
+
+    def at(self, share: float) -> tuple[bool, float]:
+        """Whether a new round starts, and the temperature (cost units)."""
+        index, within = divmod(share * self.count, 1.0)
+        fresh = int(index) != self.current
+        self.current = int(index)
+        hot = self.mean_cost * 0.6 * 0.6 ** self.current
+        return fresh, hot * 0.02 ** within
+
+
+class _Walk:
+    """A timeline, its energy, and the moves on it."""
+
+    def __init__(self, problem: Problem, budget: int, schedule: Schedule, seed: int) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.chance = random.Random(seed)
+        self.timeline = EditableTimeline(problem, schedule)
+        self.candidates = [
+            index for index, storage in enumerate(problem.storages)
+            if problem.ops[storage.producer].recomputable and problem.consumers[index]
+            and not storage.kept_to_end]
+        self.mean_cost = problem.plain_cost / len(problem) or 1.0
+        mean_size = sum(s.size_bytes for s in problem.storages) / max(len(problem.storages), 1)
+        self.price = 2.0 * self.mean_cost / max(mean_size, 1.0)
+        self.excess = self._excess()
+        self.best: Schedule | None = None
+        self.best_cost = math.inf
+        self.chain = 0  # recomputations that the present move may still add
+        self._note()
+
+    def _excess(self) -> float:
+        return float(np.maximum(self.timeline.memory_bytes - self.budget, 0).sum())
+
+    def _note(self) -> None:
+        if self.excess == 0 and self.timeline.cost < self.best_cost * (1 - 1e-12):
+            self.best, self.best_cost = self.timeline.schedule, self.timeline.cost
+
+    def restart(self) -> None:
+        assert self.best is not None
+        self.timeline = EditableTimeline(self.problem, self.best)
+        self.excess = 0.0
+
+    def batch(self, temperature: float) -> None:
+        timeline, chance = self.timeline, self.chance
+        energy = timeline.cost + self.price * self.excess
+        within = 0
+        for _ in range(_BATCH):
+            if not self._move():
+                timeline.rollback()
+                continue
+            excess = self._excess()
+            fresh = timeline.cost + self.price * excess
+            if fresh <= energy or chance.random() < math.exp((energy - fresh) / temperature):
+                energy, self.excess = fresh, excess
+                timeline.commit()
+                self._note()
+            else:
+                timeline.rollback()
+            within += self.excess == 0
+        if within < 0.3 * _BATCH:
+            self.price *= 1.05
+        else:
+            self.price /= 1.05
+
+    def _move(self) -> bool:
+        draw = self.chance.random()
+        if draw < 0.35:
+            return self._insert(self.chance.choice(self.candidates))
+        key = self._random_recomputation()
+        if key is None:
+            return self._insert(self.chance.choice(self.candidates))
+        outputs = self.problem.ops[self.timeline.op_at[key]].outputs
+        self._remove(key)
+        if draw > 0.65:
+            elsewhere = not outputs or self.chance.random() < 0.3
+            self._insert(self.chance.choice(self.candidates if elsewhere else outputs))
+        return True
+
+    def _random_recomputation(self) -> int | None:
+        timeline = self.timeline
+        count = len(timeline)
+        if count == len(self.problem):
+            return None
+        for _ in range(64):
+            position = int(self.chance.random() * count)
+            key = timeline.keys[position]
+            if timeline.first_keys[timeline.ops[position]] != key:
+                return key
+        return None
+
+    def _insert(self, storage: int) -> bool:
+        """Recompute a storage somewhere between a read of it and what comes before that read."""
+        if self.problem.storages[storage].kept_to_end:
+            return False
+        timeline, chance = self.timeline, self.chance
+        reads, births = timeline.reads[storage], timeline.births[storage]
+        if not reads:
+            return False
+        index = int(chance.random() * len(reads))
+        read = reads[index]
+        birth = births[bisect_left(births, read) - 1]
+        previous = reads[index - 1] if index and reads[index - 1] > birth else birth
+        low, high = timeline.position(previous) + 2, timeline.position(read)
+        if low > high:
+            return False
+        position = high if chance.random() < 0.5 else chance.randint(low, high)
+        self.chain = 1 if chance.random() < 0.5 else chance.choice((2, 3, 4, 6, 8, 12))
+        return self._insert_op(self.problem.storages[storage].producer, timeline.keys[position])
+
+    def _insert_op(self, op: int, before: int) -> bool:
+        """Recompute `op` there, and perhaps what it reads, `self.chain` ops at most."""
+        timeline = self.timeline
+        if not timeline.may_insert(op, before):
+            return False
+        self.chain -= 1
+        lives = [(s, timeline.life(s, before)) for s in self.problem.ops[op].inputs]
+        key = timeline.insert(op, before)
+        for storage, lived in lives:
+            if self.chain > 0 and lived and lived[1] < key and self.chance.random() < 0.7:
+                low, high = timeline.position(lived[1]), timeline.position(key)
+                if high - low > 1:
+                    self._insert_op(self.problem.storages[storage].producer, key)
+        return True
+
+    def _remove(self, key: int) -> None:
+        """Drop a recomputation, and those that only served it."""
+        timeline = self.timeline
+        op = timeline.op_at[key]
+        served = [timeline.life(s, key) for s in self.problem.ops[op].inputs]
+        timeline.remove(key)
+        for lived in served:
+            if lived and lived[0] in timeline.op_at:
+                birth = lived[0]
+                maker = timeline.op_at[birth]
+                if timeline.first_keys[maker] != birth and self._useless(maker, birth):
+                    self._remove(birth)
+
+    def _useless(self, op: int, key: int) -> bool:
+        """Whether nothing reads what the run with that key makes."""
+        timeline = self.timeline
+        for storage in self.problem.ops[op].outputs:
+            births, reads = timeline.births[storage], timeline.reads[storage]
+            if self.problem.storages[storage].kept_to_end:
+                continue
+            index = bisect_left(births, key)
+            after = births[index + 1] if index + 1 < len(births) else math.inf
+            found = bisect_left(reads, key)
+            if found < len(reads) and reads[found] < after:
+                return False
+        return True
