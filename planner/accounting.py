@@ -146,7 +146,7 @@ def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[s
     if taken is not None:  # the output took over this buffer: the two count once
         alive[graph.buffers[taken].kind.value] -= graph.buffers[taken].size_bytes
     alive["temporaries"] += graph.ops[timeline.schedule[position]].workspace_bytes
-    alive["activations"] += _replay_state_at(graph, timeline, position)
+    alive["activations"] += sum(size for _, size in _replay_states_at(graph, timeline, position))
     return dict(alive)
 
 
@@ -166,6 +166,8 @@ def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[
     running = graph.ops[timeline.schedule[position]]
     if running.workspace_bytes:
         held[f"workspace of {running.name}"] += running.workspace_bytes
+    for index, size_bytes in _replay_states_at(graph, timeline, position):
+        held[f"random state or input copy for replaying {graph.ops[index].name}"] += size_bytes
     return sorted((Holder(size, what) for what, size in held.items() if size),
                   key=lambda holder: (-holder.size_bytes, holder.what))
 
@@ -206,12 +208,14 @@ def _resident(graph: TrainingGraph, optimizer: OptimizerMemory | None) -> dict[s
     }
 
 
-def _replay_state_at(graph: TrainingGraph, timeline: Timeline, position: int) -> int:
+def _replay_states_at(graph: TrainingGraph, timeline: Timeline,
+                      position: int) -> list[tuple[int, int]]:
+    """Ops between their first and their last run, and the bytes held so that they can repeat."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for when, op in enumerate(timeline.schedule):
-        first.setdefault(op, when)
-        last[op] = when
-    return sum(op.replay_state_bytes for index, op in enumerate(graph.ops)
-               if op.replay_state_bytes and first[index] < last[index]
-               and first[index] <= position <= last[index])
+    for when, index in enumerate(timeline.schedule):
+        if graph.ops[index].replay_state_bytes:
+            first.setdefault(index, when)
+            last[index] = when
+    return [(index, graph.ops[index].replay_state_bytes) for index in first
+            if first[index] < last[index] and first[index] <= position <= last[index]]

@@ -62,10 +62,12 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
     """
     again = _recomputations(graph, timeline.schedule)
     taken = _takeovers(graph, timeline)
-    keys = [OpKey(op.name, op.digest) for op in graph.ops]
+    # An op without a digest is a moment of the step, not part of the captured graph.
+    keys = [OpKey(op.name, op.digest, op.result) for op in graph.ops]
     regions = tuple(
-        RegionRecipe(forward=tuple(keys[index] for index in region.forward),
-                     backward=tuple(keys[index] for index in region.backward),
+        RegionRecipe(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
+                     backward=tuple(keys[index] for index in region.backward
+                                    if keys[index].digest),
                      cotangents=region.cotangents, recomputations=tuple(again[number]),
                      takeovers=tuple(taken[number]))
         for number, region in enumerate(graph.regions))

@@ -1,0 +1,171 @@
+"""`hf:CONFIG`: a transformers model built from its config with random weights, and inputs to fit.
+
+CONFIG is a `config.json`, a folder that holds one, or a model type such as `gpt2`.  Nothing is
+downloaded.  The model is the one with a training loss: for masked or causal language modelling,
+sequence to sequence, or image classification, as the architecture has it.
+
+Blind spot: the batch is the plain one of its task, ids or pixels and labels, without a mask;
+`--input` gives it others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.cli.failures import TargetError, UsageError
+from planner.cli.tensors import TensorSpec, parse_inputs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from planner.cli.target import TargetOptions
+
+_DEFAULT_BATCH = 1
+_LONGEST_DEFAULT_SEQUENCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A kind of training that transformers has model classes for."""
+
+    mapping: str
+    """Name of the table from model type to class name."""
+    automatic: str
+    """Name of the class that builds such a model from a config."""
+
+
+_TASKS = (
+    _Task("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM"),
+    _Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification"),
+    # Encoders such as BERT stand in both tables; a masked language model is what they are.
+    _Task("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
+    _Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
+)
+
+
+def load_hugging_face(options: TargetOptions, *, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model on `device` in training mode, and keyword inputs with labels.
+
+    Raises `UsageError` for an unknown type, file or setting, and `TargetError` where transformers
+    is missing or refuses the config.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise TargetError("hf: targets need transformers: "
+                          'pip install "checkpoint-planner[hf]"') from None
+    import torch
+
+    transformers.logging.set_verbosity_error()
+    config = _config(options.target.removeprefix("hf:"), options.settings)
+    task = _task(config)
+    inputs = {spec.name: spec for spec in _batch(task, config, options)}
+    for name, spec in parse_inputs(options.inputs).items():
+        known = inputs.get(name)
+        inputs[name] = spec if known is None else replace(spec, below=known.below)
+    try:
+        with torch.device(device):
+            model = getattr(transformers, task.automatic).from_config(config)
+    except Exception as error:
+        raise TargetError(f"transformers cannot build {options.target!r}: "
+                          f"{type(error).__name__}: {error}") from error
+    return model.train(), {name: spec.make(device) for name, spec in inputs.items()}
+
+
+def _config(source: str, settings: tuple[str, ...]) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    fields = _read(Path(source))
+    kind = source if fields is None else fields.pop("model_type", None)
+    if kind not in CONFIG_MAPPING_NAMES:
+        if fields is not None:
+            raise UsageError(f"{source} is no config of transformers: its model_type is {kind!r}")
+        near = difflib.get_close_matches(source, CONFIG_MAPPING_NAMES, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UsageError(f"hf:{source}: there is neither such a file nor such a model type{hint}")
+    changes = dict(_setting(text) for text in settings)
+    try:
+        plain = AutoConfig.for_model(kind)
+        for key in changes:
+            if not hasattr(plain, key):
+                near = difflib.get_close_matches(key, plain.to_dict(), n=3)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise UsageError(f"--set {key}: {kind} has no such setting{hint}")
+        return AutoConfig.for_model(kind, **{**(fields or {}), **changes})
+    except UsageError:
+        raise
+    except Exception as error:
+        raise TargetError(f"transformers refuses the config of hf:{source}: "
+                          f"{type(error).__name__}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The config in a file or folder, `None` where there is none."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        if path.suffix == ".json":
+            raise UsageError(f"hf:{path}: there is no such file")
+        return None
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TargetError(f"{file} is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise TargetError(f"{file} is no config: expected a JSON object")
+    return fields
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise UsageError(f"--set must be KEY=VALUE, such as n_layer=24, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _task(config: Any) -> _Task:
+    """What the model is trained for: as `architectures` in the config says, else the first task
+    that knows the model type."""
+    from transformers.models.auto import modeling_auto
+
+    known = [task for task in _TASKS
+             if config.model_type in getattr(modeling_auto, task.mapping)]
+    wanted = set(getattr(config, "architectures", None) or ())
+    for task in known:
+        classes = getattr(modeling_auto, task.mapping)[config.model_type]
+        if wanted & ({classes} if isinstance(classes, str) else set(classes)):
+            return task
+    if not known:
+        raise UsageError(f"hf: {config.model_type} has no model for language modelling or image "
+                         "classification; write a factory and pass package.module:factory")
+    return known[0]
+
+
+def _batch(task: _Task, config: Any, options: TargetOptions) -> tuple[TensorSpec, ...]:
+    import torch
+
+    batch = _DEFAULT_BATCH if options.batch is None else options.batch
+    if task.automatic == "AutoModelForImageClassification":
+        if options.seq is not None:
+            raise UsageError(f"--seq: {config.model_type} takes images, not sequences")
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        channels = getattr(config, "num_channels", 3)
+        return (TensorSpec("pixel_values", torch.float32, (batch, channels, height, width)),
+                TensorSpec("labels", torch.int64, (batch,), below=config.num_labels))
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or _LONGEST_DEFAULT_SEQUENCE
+    seq = options.seq
+    if seq is None:
+        # A power of two: some architectures spend a few of their positions on padding.
+        seq = 1 << (min(longest, _LONGEST_DEFAULT_SEQUENCE).bit_length() - 1)
+    shape = (batch, seq)
+    return (TensorSpec("input_ids", torch.int64, shape, below=text.vocab_size),
+            TensorSpec("labels", torch.int64, shape, below=text.vocab_size))

@@ -1,0 +1,63 @@
+"""Inputs described in text: `NAME:DTYPE[SHAPE]`, e.g. `pixel_values:float32[8,3,224,224]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planner.cli.failures import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_FORM = re.compile(r"([A-Za-z_]\w*):(\w+)\[([\d,\s]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be made: shape and dtype, and for whole numbers the range of its values."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    below: int = 2
+    """Whole numbers are drawn from 0 to below this."""
+
+    def make(self, device: str) -> torch.Tensor:
+        """The tensor; on `meta` without values, elsewhere with random ones from a fixed seed.
+
+        The process's own random state is left alone.
+        """
+        import torch
+
+        if device == "meta":
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        source = torch.Generator().manual_seed(0)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            values = torch.randn(self.shape, generator=source)
+        else:
+            values = torch.randint(0, self.below, self.shape, generator=source)
+        return values.to(device=device, dtype=self.dtype)
+
+
+def parse_inputs(texts: Iterable[str]) -> dict[str, TensorSpec]:
+    """Name to description; raises `UsageError` where a text is none."""
+    return {spec.name: spec for spec in map(_parse, texts)}
+
+
+def _parse(text: str) -> TensorSpec:
+    import torch
+
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"--input must be NAME:DTYPE[SHAPE], such as input_ids:int64[8,512], "
+                         f"got {text!r}")
+    name, dtype_name, sizes = match.groups()
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--input {text!r}: {dtype_name!r} is no dtype; write float32, bfloat16, "
+                         "int64 or bool, for example")
+    shape = tuple(int(size) for size in sizes.split(",") if size.strip())
+    return TensorSpec(name, dtype, shape)

@@ -1,0 +1,116 @@
+"""The memory/overhead curve: what each byte of memory less costs in time.
+
+Budgets are spread evenly between the smallest that can be met and the peak without recomputation.
+They are solved upwards, each from the schedule of the one below, which fits it too: so overhead
+never rises with the budget, and a long search at a tight budget serves the looser ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from planner.api import capture, check_effort
+from planner.plan import Plan
+from planner.planning import Effort, PreparedStep, make_plan, schedule_within, smallest_result
+from planner.progress import Progress, watched
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_TIME_FACTOR = 5.0
+"""The whole curve may take this many times the time limit of one plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Plans along the memory/overhead curve, cheapest first, none dominated by another."""
+
+    plans: tuple[Plan, ...]
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The curve as JSON values: figures of each point, not the plans themselves."""
+        first = self.plans[0]
+        return {
+            "baseline_peak_bytes": first.baseline_peak_bytes,
+            "resident_bytes": first.resident_bytes,
+            "points": [
+                {"budget_bytes": plan.budget_bytes, "peak_bytes": plan.peak_bytes,
+                 "overhead": plan.overhead, "overhead_bound": plan.overhead_bound,
+                 "recompute_flops": plan.recompute_flops, "status": plan.status}
+                for plan in self.plans],
+        }
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the curve to a file whose ending names the format (`.png`, `.svg`, `.pdf`).
+
+        Raises `ImportError` where matplotlib is missing, `OSError` where the path cannot be
+        written.
+        """
+        from planner.reporters.figures import draw_frontier
+
+        draw_frontier(self, path)
+
+    def __str__(self) -> str:
+        from planner.reporters.table import frontier_report, plain_text
+
+        return plain_text(frontier_report(self.plans))
+
+
+def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
+             loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
+             solver: str = "auto", backend: str = "eager", cost_model: str = "roofline",
+             device: torch.device | str | None = None, probe: bool = True,
+             time_limit: float = 60.0, keep: Sequence[str] = (),
+             progress: Progress | None = None) -> Frontier:
+    """The curve of `model` in up to `points` plans.
+
+    `time_limit` is that of one plan in seconds; the whole curve takes at most five times as long.
+    The other arguments, and the errors, are those of `planner.plan`.
+    """
+    if isinstance(points, bool) or not isinstance(points, int):
+        raise TypeError(f"points must be a whole number, got {points!r}")
+    if points < 2:
+        raise ValueError(f"points must be at least 2 (both ends of the curve), got {points}")
+    check_effort(solver, time_limit)
+    with watched(progress) as report:
+        prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
+                           cost_model=cost_model, device=device, probe=probe, keep=keep,
+                           progress=report)
+        limit = min(time_limit, _TIME_FACTOR * time_limit / points)
+        return trace_frontier(prepared, points,
+                              Effort(solver=solver, time_limit=limit, progress=report))
+
+
+def trace_frontier(prepared: PreparedStep, points: int, effort: Effort) -> Frontier:
+    """The curve of a captured step, with `effort` spent on each point."""
+    result = smallest_result(prepared, effort)
+    smallest = make_plan(prepared, None, result)
+    low, high = smallest.peak_bytes, prepared.keep_all_peak_bytes
+    plans: list[Plan] = []
+    for number in range(points):
+        budget = low + (high - low) * number // (points - 1)
+        if effort.progress is not None:
+            effort.progress(f"frontier: point {number + 1} of {points}")
+        result = schedule_within(prepared, budget, effort, warm_start=result.schedule)
+        plans.append(make_plan(prepared, budget, result))
+    return Frontier(_undominated(plans))
+
+
+def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Those that no other beats in memory or time without losing in the other, cheapest first."""
+    chosen: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.overhead, plan.peak_bytes,
+                                                plan.budget_bytes or 0)):
+        if not chosen or plan.peak_bytes < chosen[-1].peak_bytes:
+            chosen.append(plan)
+    return tuple(chosen)
