@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 # `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
 # there is no public way to trace a model without allocating its memory.
-__all__ = ["FakeTensor", "FakeTensorMode", "cpu_allocations", "fake_tensor", "storage_key",
-           "tensor_clone"]
+__all__ = ["FakeTensor", "FakeTensorMode", "cpu_allocations", "fake_tensor", "no_active_modes",
+           "storage_key", "tensor_clone"]
 
 # The function that a `TorchFunctionMode` sees when `Parameter.__deepcopy__` clones the data.
 tensor_clone = torch._C.TensorBase.clone
@@ -28,6 +29,15 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
     a model that is on `meta` or on another device.
     """
     return FakeTensor(mode, meta, device)
+
+
+def no_active_modes() -> AbstractContextManager[object]:
+    """Real ops run for real inside, whatever fake, proxy or tracing mode is active outside.
+
+    A mode can be left only by whoever entered it, except through `_disable_current_modes`
+    (2.11-2.13), which torch uses for the same purpose.
+    """
+    return _disable_current_modes()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
