@@ -21,7 +21,7 @@ from apply.recipe import Recomputation, Takeover
 from apply.rng import generator_state, replay_random
 from graph_capture.inplace import write_inplace
 from graph_capture.joint import is_tuple_element
-from graph_capture.lower import RESIDENT, LoweredOp, LoweredRegion
+from graph_capture.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
 from graph_capture.torch_compat import split_joint_graph
 from graph_capture.training_graph import Phase
 
@@ -60,12 +60,14 @@ class _Rewriter:
     ) -> None:
         self.region = region
         self.index_of = {op.name: index for index, op in enumerate(region.ops)}
-        self.before = {self.index_of[r.before]: [self.index_of[name] for name in r.ops]
-                       for r in recomputations}
+        epilogue = epilogue_name(region.index)
+        groups = {r.before: [self.index_of[name] for name in r.ops] for r in recomputations}
+        self.before_epilogue = groups.pop(epilogue, [])
+        self.before = {self.index_of[name]: ops for name, ops in groups.items()}
         self.takeovers: Mapping[tuple[int, int], int] = {
             (self.index_of[t.op], t.run): t.candidate for t in takeovers}
-        replayed = {index for ops in self.before.values() for index in ops}
-        self.replayed = replayed
+        self.replayed = {index for ops in (*self.before.values(), self.before_epilogue)
+                         for index in ops}
         self.kept = set(region.held_outputs) | {s for s, _ in region.gradient_storages}
         self.nodes_of: dict[int, list[fx.Node]] = {}
         for node, storage in region.storage_of.items():
@@ -88,6 +90,8 @@ class _Rewriter:
         outputs: list[object] = []
         for index in range(len(self.region.ops) + 1):
             if index == self.region.num_forward:
+                for replayed in self.before_epilogue:
+                    self._emit_run(replayed)
                 outputs.extend(self._resolved(joint.output.args[0][:len(joint.forward_outputs)]))
                 self._enter_backward()
             if index < len(self.region.ops):

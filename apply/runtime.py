@@ -19,12 +19,14 @@ from torch import fx, nn
 from apply.errors import GraphMismatch
 from apply.recipe import OpKey, ParameterKey, Recipe, RegionRecipe
 from apply.rewrite import rewrite
+from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
 from graph_capture.lower import LoweredRegion, lower
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     BoxedCodeGen,
     aot_backend,
+    compile_module,
     compile_settings,
     pass_absent_gradients,
     primal_indices,
@@ -85,8 +87,7 @@ class _PlannedCall:
         self._model = model
         self._recipe = recipe
         self._warned = False
-        self._compiled = torch.compile(
-            model._call_impl, backend=_PlanBackend(model, recipe), dynamic=False)
+        self._compiled = compile_module(model, _PlanBackend(model, recipe))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -159,14 +160,15 @@ class _PlanBackend:
         regions = self._recipe.regions
         first_difference = ""
         start = self._compiled_regions % max(len(regions), 1)
-        for region in (*regions[start:], *regions[:start]):
+        for index in (*range(start, len(regions)), *range(start)):
+            region = regions[index]
             if len(region.cotangents) != count_cotangents(joint):
                 first_difference = first_difference or (
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
             clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
-            lowered = lower(clean, names)
+            lowered = lower(clean, names, index)
             difference = _first_difference(region, lowered)
             if difference is None:
                 self._compiled_regions += 1
@@ -175,18 +177,6 @@ class _PlanBackend:
         raise GraphMismatch(
             f"the plan does not fit this model and these inputs; the first difference: "
             f"{first_difference}. Make a plan for them")
-
-
-def region_input_names(inputs: Sequence[Any], names: dict[int, str]) -> list[str]:
-    """Stable names of a region's inputs: parameters and buffers by name, others numbered."""
-    found, others = [], 0
-    for tensor in inputs:
-        name = names.get(id(tensor))
-        if name is None:
-            name = f"input:{others}"
-            others += 1
-        found.append(name)
-    return found
 
 
 def _first_difference(region: RegionRecipe, lowered: LoweredRegion) -> str | None:

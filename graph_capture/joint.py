@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.torch_compat import (
+    cotangent_sources,
     eliminate_common_subexpressions,
     gradient_targets,
     mutated_inputs,
@@ -39,6 +40,8 @@ class JointGraph:
     """What the forward returns: updated inputs first, then the model's outputs."""
     mutations: dict[int, int]
     """Position among the forward outputs -> index of the primal that it is copied into."""
+    differentiable_outputs: tuple[fx.Node | None, ...]
+    """For each cotangent, the forward output whose gradient it is (`None`: an updated input)."""
     gradients: tuple[fx.Node | None, ...]
     """What the backward returns, one for each primal (`None`: no gradient)."""
 
@@ -88,6 +91,9 @@ def clean_joint_graph(
         graph=graph, owner=module, primals=primals, cotangents=tangents,
         forward_outputs=tuple(n if isinstance(n, fx.Node) else None for n in forward_outputs),
         mutations=mutated_inputs(output),
+        differentiable_outputs=tuple(
+            source if isinstance(source, fx.Node) else None
+            for source in cotangent_sources(tangents, output, returned)),
         gradients=tuple(n if isinstance(n, fx.Node) else None for n in by_input))
 
 

@@ -74,6 +74,8 @@ class LoweredRegion:
     """The ops of one joint graph in the order of execution, and the storages between them."""
 
     joint: JointGraph
+    index: int
+    """Its number among the regions of the step."""
     ops: tuple[LoweredOp, ...]
     storages: tuple[LoweredStorage, ...]
     num_forward: int
@@ -88,17 +90,30 @@ class LoweredRegion:
     """(storage, index of the primal) for each gradient that the backward returns."""
     cotangent_storages: tuple[int | None, ...]
     """For each cotangent its storage; `None` where no gradient flows in."""
+    base_of: Mapping[fx.Node, fx.Node]
+    """Node -> the input or op result that it is, or is a view of."""
+
+    def primals_read_by(self, node: fx.Node) -> list[int]:
+        """Indices of the region's inputs that an op reads, itself or through a view."""
+        bases = {self.base_of[source] for source in node.all_input_nodes}
+        return [index for index, primal in enumerate(self.joint.primals) if primal in bases]
 
 
-def lower(joint: JointGraph, primal_names: Sequence[str]) -> LoweredRegion:
-    """Lower a clean joint graph; `primal_names` are stable names of its inputs."""
-    return _Lowering(joint, primal_names).run()
+def epilogue_name(region: int) -> str:
+    """Name of the moment, after a region's forward, at which mutated inputs are updated."""
+    return f"{f'{region}:' if region else ''}/update of mutated inputs#0"
+
+
+def lower(joint: JointGraph, primal_names: Sequence[str], region: int = 0) -> LoweredRegion:
+    """Lower a clean joint graph, the step's `region`-th; `primal_names` are stable names of its
+    inputs."""
+    return _Lowering(joint, primal_names, region).run()
 
 
 class _Lowering:
     """The state of one pass over the graph."""
 
-    def __init__(self, joint: JointGraph, primal_names: Sequence[str]) -> None:
+    def __init__(self, joint: JointGraph, primal_names: Sequence[str], region: int) -> None:
         self.joint = joint
         self.by_key: dict[int, int] = {}
         self.base_of: dict[fx.Node, fx.Node] = {}
@@ -108,7 +123,8 @@ class _Lowering:
         self.producers: list[int] = []
         self.roots: list[fx.Node | None] = []
         self.ops: list[LoweredOp] = []
-        self.namer = Namer()
+        self.namer = Namer(region)
+        self.region = region
         self.mutated = {joint.primals[index] for index in joint.mutations.values()}
         for primal, name in zip(joint.primals, primal_names, strict=True):
             self._add_resident(primal, name)
@@ -158,13 +174,13 @@ class _Lowering:
         mutated = [node for position, node in enumerate(joint.forward_outputs)
                    if node is not None and position in joint.mutations]
         return LoweredRegion(
-            joint=joint, ops=tuple(self.ops), storages=storages, num_forward=num_forward,
+            joint=joint, index=self.region, ops=tuple(self.ops), storages=storages, num_forward=num_forward,
             storage_of=self.storage_of,
             mutation_sources=self._storages(mutated), held_outputs=self._storages(outputs),
             gradient_storages=tuple(
                 (self.storage_of[node], index) for index, node in enumerate(joint.gradients)
                 if node is not None and self.storage_of.get(node, RESIDENT) != RESIDENT),
-            cotangent_storages=tuple(self.cotangents))
+            cotangent_storages=tuple(self.cotangents), base_of=self.base_of)
 
     def _storages(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
         found = (self.storage_of.get(node, RESIDENT) for node in nodes)

@@ -23,16 +23,18 @@ from graph_capture.training_graph import Phase
 class Namer:
     """Hands out stable names in the order of the ops."""
 
-    def __init__(self) -> None:
+    def __init__(self, region: int = 0) -> None:
+        self._prefix = f"{region}:" if region else ""
         self._seen: Counter[tuple[Phase, str, str]] = Counter()
 
     def name(self, phase: Phase, module: str, target: str) -> str:
-        """The name of the next op of this kind, e.g. `transformer.h.0.attn/aten.bmm#1`."""
+        """The name of the next op of this kind, e.g. `transformer.h.0.attn/aten.bmm#1`; regions
+        after the first carry their number in front."""
         short = target.removesuffix(".default")
         occurrence = self._seen[phase, module, short]
         self._seen[phase, module, short] += 1
         mark = "~" if phase is Phase.BACKWARD else ""
-        return f"{mark}{module}/{short}#{occurrence}"
+        return f"{self._prefix}{mark}{module}/{short}#{occurrence}"
 
 
 def module_of(node: fx.Node) -> str:
@@ -46,7 +48,7 @@ def module_of(node: fx.Node) -> str:
 
 def _plain_path(path: str) -> str:
     """`L['self'].h._modules['0'].attn` -> `h.0.attn`."""
-    path = re.sub(r"^L\['(?:self|fn|mod|model)'\]", "", path)
+    path = re.sub(r"^L\['\w+'\]", "", path)
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     path = path.replace("._orig_mod", "").replace("._fsdp_wrapped_module", "")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
@@ -20,6 +21,7 @@ from graph_capture.joint import count_cotangents
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     aot_backend,
+    compile_module,
     compile_settings,
     pass_absent_gradients,
     primal_indices,
@@ -33,18 +35,26 @@ class RecordedRegion:
 
     joint: fx.GraphModule
     num_forward_outputs: int
-    inputs: list[torch.Tensor]
-    """What each primal is: a parameter, a buffer or another tensor of the twin."""
     cotangents: list[tuple[bool, ...]] = field(default_factory=list)
     """For each run of its backward: into which outputs a gradient flowed."""
-    forward_calls: int = 0
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """One run of a region's forward."""
+
+    region: RecordedRegion
+    inputs: tuple[object, ...]
+    """What each primal is: a parameter, a buffer or another tensor of the twin."""
+    outputs: tuple[object, ...]
+    """What it returned to the user's code, in order."""
 
 
 @dataclass
 class Recording:
-    """The regions of one step in the order of their forwards, and what the model returned."""
+    """The calls of captured pieces in one step, in order."""
 
-    regions: list[RecordedRegion] = field(default_factory=list)
+    calls: list[RegionCall] = field(default_factory=list)
     inference_graphs: int = 0
     """Captured pieces that need no gradient."""
 
@@ -60,7 +70,7 @@ def record_step(
     recording = Recording()
     recorder = _Recorder(twin, recording)
     with compile_settings(), twin.mode:
-        compiled = torch.compile(twin.model._call_impl, backend=recorder, dynamic=False)
+        compiled = compile_module(twin.model, recorder)
         try:
             run_step(compiled)
         except BackendCompilerFailed as error:
@@ -88,6 +98,7 @@ class _Recorder:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region: RecordedRegion | None = None
+        primal_positions: list[int] = []
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
@@ -95,22 +106,12 @@ class _Recorder:
             nonlocal region
             primals = [n for n in joint.graph.find_nodes(op="placeholder")
                        if "tangents" not in str(n.target)]
-            region = RecordedRegion(
-                joint, num_fwd_outputs, [inputs[i] for i in primal_indices(primals)])
-            self.recording.regions.append(region)
+            primal_positions.extend(primal_indices(primals))
+            region = RecordedRegion(joint, num_fwd_outputs)
             return split_joint_graph(joint, _crossing(joint, num_fwd_outputs), num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            make = self._results_of(graph)
-
-            def run(args: list[Any]) -> list[Any]:
-                if region is None:
-                    self.recording.inference_graphs += 1
-                else:
-                    region.forward_calls += 1
-                return make(args)
-
-            return _boxed(run)
+            return _boxed(self._results_of(graph))
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             make = self._results_of(graph)
@@ -129,6 +130,12 @@ class _Recorder:
         def call(*args: Any) -> Any:
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
+            if region is None:
+                self.recording.inference_graphs += 1
+            else:
+                self.recording.calls.append(RegionCall(
+                    region, tuple(args[i] for i in primal_positions),
+                    tuple(pytree.tree_leaves(outputs))))
             return outputs
 
         return torch.compiler.disable(call)

@@ -7,14 +7,16 @@ what it is used for; nothing else in the project imports a private torch module.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.compile_utils import fx_graph_cse
@@ -28,7 +30,9 @@ __all__ = [
     "BackendCompilerFailed",
     "BoxedCodeGen",
     "aot_backend",
+    "compile_module",
     "compile_settings",
+    "cotangent_sources",
     "eliminate_common_subexpressions",
     "gradient_targets",
     "mutated_inputs",
@@ -91,6 +95,22 @@ _LOG_METHODS = frozenset({
 })
 
 
+def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`module` behind a function that Dynamo compiles with `backend`, its hooks included.
+
+    The function has a code object of its own, since Dynamo's cache (and its limit on recompiles)
+    hangs on the code; and it stands outside of torch, whose own modules Dynamo would skip.
+    """
+    code = _call_module.__code__.replace(co_name=f"_call_{type(module).__name__}")
+    compiled = torch.compile(
+        types.FunctionType(code, _call_module.__globals__), backend=backend, dynamic=False)
+    return functools.partial(compiled, module)
+
+
+def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
 def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
     """Merge ops that compute the same value; random and mutating ops stay apart."""
     return fx_graph_cse(graph)
@@ -147,6 +167,20 @@ class BoxedCodeGen(CodeGen):
             lines.append(f"    {', '.join(names)}, = args_list")
         lines.append("    args_list.clear()")
         return "\n".join(lines)
+
+
+def cotangent_sources(
+    cotangents: Sequence[fx.Node], output: fx.Node, returned: Sequence[object]
+) -> list[object]:
+    """For each cotangent, the returned value whose gradient it is; `None` where torch does not say
+    or it is the gradient of an updated input."""
+    descriptions = list(output.meta.get("desc", ()))
+    found: list[object] = []
+    for node in cotangents:
+        source = getattr(node.meta.get("desc"), "output", None)
+        position = descriptions.index(source) if source in descriptions else None
+        found.append(None if position is None else returned[position])
+    return found
 
 
 def pass_absent_gradients(outputs: object) -> None:

@@ -1,0 +1,269 @@
+"""Lowered regions, the loss between them, and costs -> one `TrainingGraph`.
+
+Besides the captured ops a step has moments at which memory appears or must still be there, although
+nothing of the model computes: mutated inputs are updated after a forward, autograd makes the
+cotangent of the loss, a gradient in another layout than its parameter is copied, code between two
+regions hands over tensors.  Each is an op without cost (and without a digest: it is nothing that a
+plan can recompute).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from graph_capture.lower import LoweredOp, LoweredRegion, epilogue_name
+from graph_capture.training_graph import (
+    Buffer,
+    BufferKind,
+    Phase,
+    Region,
+    ResidentMemory,
+    TrainingGraph,
+    TrainingOp,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one run of an op costs."""
+
+    flops: int
+    bytes_moved: int
+    seconds: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossMemory:
+    """What the user's loss holds outside the model."""
+
+    retained_bytes: int = 0
+    """Saved from its forward to its backward."""
+    forward_workspace_bytes: int = 0
+    """Beyond that, while it runs."""
+    backward_workspace_bytes: int = 0
+    """While its backward runs, beyond the cotangents that it makes."""
+
+
+@dataclass(frozen=True)
+class RegionUse:
+    """A lowered region and how its inputs and outputs hang together with the rest of the step."""
+
+    lowered: LoweredRegion
+    cotangents: tuple[bool, ...]
+    parameter_names: Mapping[int, str]
+    """Index of a primal -> name, for those whose gradient the user gets."""
+    linked_inputs: Mapping[int, tuple[int, int]]
+    """Index of a primal -> (region, storage of that region) that it is."""
+    foreign_inputs: Mapping[int, int]
+    """Index of a primal -> bytes, for those that uncaptured code made."""
+    returned: frozenset[int]
+    """Storages of its outputs that the user holds to the end of the step."""
+    repeated: bool = False
+    """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
+
+
+def assemble(
+    uses: Sequence[RegionUse], *, loss: LossMemory, cost_of: Callable[[fx.Node], OpCost],
+    pinned_by_user: Callable[[str, str], bool], resident: ResidentMemory, device: torch.device,
+    notes: Sequence[str] = (),
+) -> TrainingGraph:
+    """The graph of the whole step: forwards in order, the loss, backwards in reverse.
+
+    `pinned_by_user(module, target)` tells which ops the user wants kept.
+    """
+    return _Assembly(uses, loss, cost_of, pinned_by_user, device).run(resident, notes)
+
+
+class _Assembly:
+    def __init__(
+        self, uses: Sequence[RegionUse], loss: LossMemory, cost_of: Callable[[fx.Node], OpCost],
+        pinned_by_user: Callable[[str, str], bool], device: torch.device,
+    ) -> None:
+        self.uses, self.loss, self.cost_of = uses, loss, cost_of
+        self.pinned_by_user, self.device = pinned_by_user, device
+        self.ops: list[TrainingOp] = []
+        self.buffers: list[Buffer] = []
+        self.index: dict[tuple[int, int], int] = {}  # (region, storage) -> buffer
+        self.foreign: dict[tuple[int, int], int] = {}  # (region, primal) -> buffer
+        self.input_gradients: dict[tuple[int, int], list[int]] = {}
+        # (region, storage of an output) -> buffers of its gradients from later regions
+
+    def run(self, resident: ResidentMemory, notes: Sequence[str]) -> TrainingGraph:
+        forwards = [self._forward(number) for number in range(len(self.uses))]
+        self._loss()
+        backwards: dict[int, range] = {}
+        for number in reversed(range(len(self.uses))):
+            backwards[number] = self._backward(number)
+        regions = tuple(Region(forwards[number], backwards[number], use.cotangents)
+                        for number, use in enumerate(self.uses))
+        return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
+                             str(self.device), tuple(notes))
+
+    def _forward(self, number: int) -> range:
+        use = self.uses[number]
+        start = len(self.ops)
+        if use.foreign_inputs:
+            made = [self._buffer(size, BufferKind.ACTIVATION)
+                    for size in use.foreign_inputs.values()]
+            self.foreign.update({(number, primal): buffer for primal, buffer in
+                                 zip(use.foreign_inputs, made, strict=True)})
+            self._moment(f"{number}:/uncaptured code#0", Phase.FORWARD, number, (), tuple(made))
+        lowered = use.lowered
+        for op in lowered.ops[:lowered.num_forward]:
+            self._op(number, op)
+        if lowered.mutation_sources:
+            sources = tuple(self.index[number, s] for s in lowered.mutation_sources)
+            self._moment(epilogue_name(number), Phase.FORWARD, number, sources, ())
+        return range(start, len(self.ops))
+
+    def _loss(self) -> None:
+        loss = self.loss
+        reads: tuple[int, ...] = ()
+        if loss.retained_bytes or loss.forward_workspace_bytes:
+            kept = self._buffer(loss.retained_bytes, BufferKind.ACTIVATION)
+            self._moment("loss/forward#0", Phase.LOSS, -1, (), (kept,),
+                         loss.forward_workspace_bytes)
+            reads = (kept,)
+        made = []
+        for number, use in enumerate(self.uses):
+            for position, storage in enumerate(use.lowered.cotangent_storages):
+                if storage is None or self._fed_by_later_region(number, position):
+                    continue
+                size = use.lowered.storages[storage].size_bytes
+                self.index[number, storage] = self._buffer(size, BufferKind.TEMPORARY)
+                made.append(self.index[number, storage])
+        self._moment("loss/backward#0", Phase.LOSS, -1, reads, tuple(made),
+                     loss.backward_workspace_bytes)
+
+    def _fed_by_later_region(self, number: int, position: int) -> bool:
+        output = self._output_of_cotangent(number, position)
+        return output is not None and output not in self.uses[number].returned and any(
+            link == (number, output)
+            for use in self.uses[number + 1:] for link in use.linked_inputs.values())
+
+    def _output_of_cotangent(self, number: int, position: int) -> int | None:
+        """The storage of the differentiable output that a cotangent belongs to."""
+        lowered = self.uses[number].lowered
+        source = lowered.joint.differentiable_outputs[position]
+        return None if source is None else lowered.storage_of.get(source)
+
+    def _backward(self, number: int) -> range:
+        use = self.uses[number]
+        lowered = use.lowered
+        for position, storage in enumerate(lowered.cotangent_storages):
+            if storage is not None and (number, storage) not in self.index:
+                self._receive_gradient(number, position, storage)
+        start = len(self.ops)
+        for op in lowered.ops[lowered.num_forward:]:
+            self._op(number, op)
+        for storage, primal in lowered.gradient_storages:
+            self._hand_over_gradient(number, storage, primal)
+        return range(start, len(self.ops))
+
+    def _receive_gradient(self, number: int, position: int, storage: int) -> None:
+        """The gradient of an output that only later regions read: theirs, summed by autograd."""
+        output = self._output_of_cotangent(number, position)
+        found = self.input_gradients.get((number, output if output is not None else -1), [])
+        if len(found) == 1:
+            self.index[number, storage] = found[0]
+            return
+        size = self.uses[number].lowered.storages[storage].size_bytes
+        total = self._buffer(size, BufferKind.TEMPORARY)
+        self.index[number, storage] = total
+        self._moment(f"{number}:/sum of gradients#{position}", Phase.BACKWARD, -1,
+                     tuple(dict.fromkeys(found)), (total,))
+
+    def _hand_over_gradient(self, number: int, storage: int, primal: int) -> None:
+        use = self.uses[number]
+        buffer = self.index.get((number, storage))
+        if buffer is None:
+            return
+        if primal in use.linked_inputs:
+            self.input_gradients.setdefault(use.linked_inputs[primal], []).append(buffer)
+            return
+        name = use.parameter_names.get(primal, "")
+        gradient = use.lowered.joint.gradients[primal]
+        parameter = use.lowered.joint.primals[primal].meta["val"]
+        if gradient is not None and not _same_layout(gradient.meta["val"], parameter):
+            # Autograd copies a gradient whose layout is not the parameter's.
+            copied = self._buffer(parameter.numel() * parameter.element_size(),
+                                  BufferKind.GRADIENT, kept_to_end=True, label=name)
+            self._moment(f"~/layout of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
+                         (buffer,), (copied,))
+            return
+        kind = self.buffers[buffer].kind
+        if kind is BufferKind.TEMPORARY:
+            kind = BufferKind.GRADIENT
+        self.buffers[buffer] = replace(
+            self.buffers[buffer], kind=kind, kept_to_end=True, label=name)
+
+    def _op(self, number: int, op: LoweredOp) -> None:
+        use = self.uses[number]
+        index = len(self.ops)
+        kind = BufferKind.ACTIVATION if op.phase is Phase.FORWARD else BufferKind.TEMPORARY
+        outputs = []
+        for storage in op.outputs:
+            buffer = self._buffer(
+                use.lowered.storages[storage].size_bytes, kind, producer=index,
+                kept_to_end=op.phase is Phase.FORWARD and storage in use.returned)
+            self.index[number, storage] = buffer
+            outputs.append(buffer)
+        inputs = [self.index[number, storage] for storage in op.inputs]
+        inputs += self._inputs_from_elsewhere(number, op.node)
+        cost = self.cost_of(op.node)
+        pinned = op.replay.pinned or ("runs several times in a step" if use.repeated else "")
+        if op.phase is Phase.FORWARD and not pinned and self.pinned_by_user(op.module, op.target):
+            pinned = "kept by the user"
+        self.ops.append(TrainingOp(
+            name=op.name, target=op.target, module=op.module, source=op.source, phase=op.phase,
+            region=number, inputs=tuple(dict.fromkeys(inputs)), outputs=tuple(outputs),
+            flops=cost.flops, bytes_moved=cost.bytes_moved, seconds=cost.seconds,
+            workspace_bytes=cost.workspace_bytes, pinned=pinned,
+            inplace=() if use.repeated else tuple(
+                self.index[number, storage] for storage in op.inplace),
+            replay_state_bytes=op.replay.state_bytes(self.device), digest=op.digest,
+            result=op.result))
+
+    def _inputs_from_elsewhere(self, number: int, node: fx.Node) -> list[int]:
+        """Buffers of other regions, or of uncaptured code, that the op reads."""
+        use = self.uses[number]
+        if not use.linked_inputs and not use.foreign_inputs:
+            return []
+        found = []
+        for primal in use.lowered.primals_read_by(node):
+            if primal in use.linked_inputs:
+                found.append(self.index[use.linked_inputs[primal]])
+            elif (number, primal) in self.foreign:
+                found.append(self.foreign[number, primal])
+        return found
+
+    def _buffer(
+        self, size_bytes: int, kind: BufferKind, *, producer: int | None = None,
+        kept_to_end: bool = False, label: str = "",
+    ) -> int:
+        """A new buffer; without a producer it belongs to the op that comes next."""
+        self.buffers.append(Buffer(
+            size_bytes, len(self.ops) if producer is None else producer, kind, kept_to_end, label))
+        return len(self.buffers) - 1
+
+    def _moment(
+        self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
+        outputs: tuple[int, ...], workspace_bytes: int = 0,
+    ) -> None:
+        target = name.partition("/")[2].partition("#")[0]
+        self.ops.append(TrainingOp(
+            name=name, target=target, module="", source="", phase=phase, region=region,
+            inputs=inputs, outputs=outputs, workspace_bytes=workspace_bytes,
+            pinned="no op of the model"))
+
+
+def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd keeps this gradient as it is (dimensions of size 1 do not count)."""
+    return gradient.shape == parameter.shape and all(
+        mine == theirs or size == 1 for mine, theirs, size in
+        zip(gradient.stride(), parameter.stride(), parameter.shape, strict=True))

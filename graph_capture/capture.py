@@ -1,0 +1,208 @@
+"""From a model and one batch to the annotated training step.
+
+Everything happens on a fake twin: the model is neither executed nor changed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graph_capture.assemble import LossMemory, RegionUse, assemble
+from graph_capture.eager_step import EagerStep, trace_eager_step
+from graph_capture.errors import CaptureError
+from graph_capture.fake_twin import FakeTwin, make_twin
+from graph_capture.input_names import region_input_names
+from graph_capture.joint import clean_joint_graph, count_cotangents
+from graph_capture.lower import RESIDENT, lower
+from graph_capture.op_costs import CostModel
+from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
+from graph_capture.record import Recording, record_step
+from graph_capture.specification import check
+from graph_capture.torch_compat import storage_key
+from graph_capture.training_graph import TrainingGraph
+
+Progress = Callable[[str], None]
+"""Called with what happens next, for people."""
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A training step, ready to be planned."""
+
+    graph: TrainingGraph
+    baseline: EagerStep
+    """The step as plain PyTorch runs it."""
+    optimizer: OptimizerFootprint
+    training: bool
+    """Whether the model was in training mode."""
+    overrides: tuple[tuple[str, object], ...]
+    """Keyword arguments that capture forced, e.g. `use_cache=False`."""
+
+
+def capture_step(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
+    device: torch.device | str | None = None, keep: Sequence[str] = (),
+    cost_model: str = "roofline", probe: bool = True, progress: Progress | None = None,
+) -> CapturedStep:
+    """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
+
+    Capture takes place in the caller's autocast context and in the model's train or eval mode.
+    `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
+    `aten.topk`, whose results are never recomputed.
+
+    Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
+    names nothing in the model.
+    """
+    say = progress or (lambda message: None)
+    forced = _forced_arguments(model, kwargs or {})
+    say("copying the model to fake tensors")
+    twin = make_twin(model, tuple(args), {**(kwargs or {}), **dict(forced)}, device=device,
+                     extra=() if loss_fn is None else (loss_fn,))
+    twin_loss = None if loss_fn is None else twin.extra[0]
+    costs = CostModel(cost_model, twin.device, probe=probe)
+    say("tracing the plain step")
+    baseline = trace_eager_step(twin, twin_loss, workspace=costs.workspace_bytes)
+    say("capturing the joint graph")
+    recording = record_step(twin, lambda compiled: run_step(compiled, twin, twin_loss))
+    say("annotating the graph")
+    uses = _region_uses(twin, recording)
+    keeper = _Keeper(keep, model)
+    notes = _notes(forced, recording)
+    graph = assemble(
+        uses, loss=baseline_loss(baseline), cost_of=costs, pinned_by_user=keeper,
+        resident=twin.resident, device=twin.device, notes=notes)
+    keeper.check_all_used()
+    check(graph)
+    return CapturedStep(
+        graph=graph, baseline=baseline, optimizer=trace_optimizer(optimizer, twin),
+        training=model.training, overrides=forced)
+
+
+def run_step(call: Callable[..., Any], twin: FakeTwin, loss_fn: Callable[..., Any] | None) -> None:
+    output = call(*twin.args, **twin.kwargs)
+    raise NotImplementedError
+
+
+def _region_uses(twin: FakeTwin, recording: Recording, output: object) -> list[RegionUse]:
+    """How each captured region hangs together with the model, the batch and the other regions."""
+    if not recording.calls:
+        raise CaptureError(
+            "nothing in the model needs a gradient: no parameter or input with requires_grad "
+            "takes part in the step, so there is nothing to plan")
+    names = {id(tensor): name for name, tensor in
+             (*twin.model.named_parameters(), *twin.model.named_buffers())}
+    trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
+    resident = {storage_key(tensor) for tensor in _tensors((
+        *twin.parameters.values(), *twin.buffers.values(), twin.args, twin.kwargs, twin.extra))}
+    held = {storage_key(tensor) for tensor in _tensors(output)}
+    repeated = Counter(id(call.region) for call in recording.calls)
+    made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
+    runs: Counter[int] = Counter()
+    uses: list[RegionUse] = []
+    for number, call in enumerate(recording.calls):
+        region = call.region
+        # Backwards run in the reverse order of the forwards.
+        backward = len(region.cotangents) - 1 - runs[id(region)]
+        runs[id(region)] += 1
+        cotangents = (region.cotangents[backward] if 0 <= backward < len(region.cotangents)
+                      else (False,) * count_cotangents(region.joint))
+        joint = clean_joint_graph(region.joint, region.num_forward_outputs, cotangents)
+        lowered = lower(joint, region_input_names(call.inputs, names), number)
+        linked, foreign = {}, {}
+        for index, tensor in enumerate(call.inputs):
+            if not isinstance(tensor, torch.Tensor) or storage_key(tensor) in resident:
+                continue
+            if storage_key(tensor) in made:
+                linked[index] = made[storage_key(tensor)]
+            else:
+                foreign[index] = tensor.untyped_storage().nbytes()
+        returned: set[int] = set()
+        outputs = [node for position, node in enumerate(joint.forward_outputs)
+                   if position not in joint.mutations]
+        for node, tensor in zip(outputs, call.outputs, strict=False):
+            storage = None if node is None else lowered.storage_of.get(node)
+            if storage is None or storage == RESIDENT or not isinstance(tensor, torch.Tensor):
+                continue
+            made[storage_key(tensor)] = (number, storage)
+            if storage_key(tensor) in held:
+                returned.add(storage)
+        uses.append(RegionUse(
+            lowered=lowered, cotangents=cotangents,
+            parameter_names={index: trainable.get(id(tensor), f"input {index}")
+                             for index, tensor in enumerate(call.inputs)},
+            linked_inputs=linked, foreign_inputs=foreign, returned=frozenset(returned),
+            repeated=repeated[id(region)] > 1))
+    return uses
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _forced_arguments(
+    model: nn.Module, kwargs: Mapping[str, Any]
+) -> tuple[tuple[str, object], ...]:
+    """`use_cache=False` for a transformers model that would build a key-value cache: in training
+    nobody reads it, and it would hold every key and value to the end of the step."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
+        return ()
+    accepted = inspect.signature(model.forward).parameters
+    return (("use_cache", False),) if "use_cache" in accepted else ()
+
+
+def _notes(forced: Sequence[tuple[str, object]], recording: Recording) -> tuple[str, ...]:
+    notes = []
+    if forced:
+        arguments = ", ".join(f"{name}={value}" for name, value in forced)
+        notes.append(f"the model is called with {arguments}: a training step has no use for "
+                     "the key-value cache")
+    if len(recording.calls) > 1:
+        notes.append(f"torch.compile broke the model into {len(recording.calls)} regions, "
+                     "which are planned together; what runs between them is not planned")
+    if recording.inference_graphs:
+        notes.append(f"{recording.inference_graphs} captured pieces need no gradient "
+                     "and are not planned")
+    return tuple(notes)
+
+
+class _Keeper:
+    """Which ops the user wants kept."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = tuple(patterns)
+        self._used: set[str] = set()
+
+    def __call__(self, module: str, target: str) -> bool:
+        hit = False
+        for pattern in self._patterns:
+            if _is_inside(module, pattern) or target == pattern or target.startswith(f"{pattern}."):
+                self._used.add(pattern)
+                hit = True
+        return hit
+
+    def check_all_used(self) -> None:
+        """Raise `ValueError` for a pattern that named nothing."""
+        for pattern in self._patterns:
+            if pattern not in self._used:
+                raise ValueError(
+                    f"keep={pattern!r} names no module and no op of the captured forward; give a "
+                    "module name such as 'layers.3.attn' (wildcards allowed) or an op such as "
+                    "'aten.topk'")
+
+
+def _is_inside(module: str, pattern: str) -> bool:
+    """Whether a module, or one that it is in, matches."""
+    parts = module.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:length]), pattern)
+               for length in range(1, len(parts) + 1))
