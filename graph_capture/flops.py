@@ -1,0 +1,295 @@
+"""Work of single ops: floating-point operations and bytes read and written.
+
+The model of the world: a multiply-add is two FLOPs, a causal mask saves none, moving data costs
+bytes and no FLOPs, and any other op costs a small number of FLOPs per element that it reads or
+writes.  Matrix products, convolutions and attention agree with `torch.utils.flop_counter` where
+that has a formula (but for the weight gradient of grouped convolutions, where it forgets the
+groups); it has none for the CPU's attention kernels, for recurrent layers, nor for anything else.
+
+Blind spots: algorithms with fewer operations (Winograd, sparsity), ops of others than torch: these
+count as pointwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import log2, prod
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from graph_capture.torch_compat_memory import storage_key
+
+
+def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """FLOPs of `target(*args, **kwargs)`, whose result is `out`; tensors may be fake."""
+    name = _name(target)
+    inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+    if not target._schema.is_mutable and not _makes_storage(inputs, outputs):
+        return 0  # a view
+    formula = _FORMULAS.get(name)
+    if formula is not None:
+        return int(formula(args, kwargs, inputs, outputs))
+    registered = flop_registry.get(target.overloadpacket)
+    if registered is not None:
+        return int(registered(*args, **kwargs, out_val=out))
+    if name.removesuffix("_") in _MOVERS or name.startswith("new_"):
+        return 0
+    elements = max((tensor.numel() for tensor in (*inputs, *outputs)), default=0)
+    if name in _SORTS:
+        return int(elements * max(1.0, log2(max(1, elements))))
+    if name.startswith("_foreach_"):
+        elements = max(sum(tensor.numel() for tensor in tensors) for tensors in (inputs, outputs))
+    return int(_PER_ELEMENT.get(name.removesuffix("_"), 1) * elements)
+
+
+def bytes_moved(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                out: Any) -> int:
+    """Bytes that the op reads and writes: of each tensor once, however often it is expanded.
+
+    An op that picks rows reads as much of its operands as it writes, not whole tables.
+    """
+    inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+    if not target._schema.is_mutable and not _makes_storage(inputs, outputs):
+        return 0
+    written = sum(_touched_bytes(tensor) for tensor in outputs)
+    read = [_touched_bytes(tensor) for tensor in {id(tensor): tensor for tensor in inputs}.values()]
+    if _name(target) in _PICKERS:
+        read = [min(size, written) for size in read]
+    return written + sum(read)
+
+
+Formula = Callable[[tuple[Any, ...], Mapping[str, Any], list[torch.Tensor], list[torch.Tensor]],
+                   float]
+
+
+def _matrix_product(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                    inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """`[b] m k @ [b] k n`: the two matrices are the last operands of every such op."""
+    left, right = inputs[-2:]
+    columns = right.shape[-1] if right.dim() > 1 else 1
+    return 2 * left.numel() * columns
+
+
+def _linear(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+            inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    x, weight = inputs[:2]
+    return 2 * x.numel() * weight.shape[0]
+
+
+def _convolution_once(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor,
+                      transposed: bool) -> int:
+    """Each element of the weight is used once per position: of the output, or, transposed, of the
+    input."""
+    spatial = weight.dim() - 2
+    positions = (x if transposed else out).shape[-spatial:]
+    batch = x.shape[0] if x.dim() == weight.dim() else 1
+    return 2 * batch * prod(positions) * weight.numel()
+
+
+def _convolution(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    transposed = len(args) > 6 and args[6] is True
+    return _convolution_once(args[0], args[1], outputs[0], transposed)
+
+
+def _convolution_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                          inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    grad_out, x, weight = args[:3]
+    mask = kwargs.get("output_mask", args[10] if len(args) > 10 else (True, True, True))
+    wanted = bool(mask[0]) + bool(mask[1])
+    return wanted * _convolution_once(x, weight, grad_out, bool(args[7]))
+
+
+def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+               inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Scores and their product with the values."""
+    query, _, value = args[:3]
+    return 2 * _scores(*args[:2]) * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                        inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """The scores again, then gradients: of scores and values, of query and key."""
+    _, query, key, value = args[:4]
+    return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Elements of `query @ keyᵀ` over all batches and query heads."""
+    return prod(query.shape[:-1]) * key.shape[-2]
+
+
+def _recurrent(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+               inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Every weight matrix meets every position of the sequence once."""
+    weights = [t for t in inputs if t.dim() == 2 and t.dtype.is_floating_point]
+    sequence = inputs[0]
+    return 2 * sum(w.numel() for w in weights) * prod(sequence.shape[:-1])
+
+
+def _window(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+            inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Pooling: each output looks at its whole window."""
+    return prod(args[1]) * outputs[0].numel()
+
+
+def _window_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                     inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    return prod(args[2]) * inputs[0].numel()
+
+
+def _of_first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                    inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """One per element of the gradient or source that is added up, not of the table it goes to."""
+    return inputs[0].numel()
+
+
+def _of_source(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+               inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    return inputs[-1].numel()
+
+
+def _outer(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+           inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    return 2 * outputs[0].numel()
+
+
+_FORMULAS: dict[str, Formula] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot",
+                     "_int_mm", "matmul"), _matrix_product),
+    **dict.fromkeys(("linear", "mkldnn_linear", "_mkl_linear"), _linear),
+    **dict.fromkeys(("outer", "ger"), _outer),
+    **dict.fromkeys(("convolution", "_convolution", "convolution_overrideable",
+                     "cudnn_convolution", "miopen_convolution", "mkldnn_convolution",
+                     "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d",
+                     "conv_depthwise3d", "conv1d", "conv2d", "conv3d"), _convolution),
+    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"),
+                    _convolution_backward),
+    **dict.fromkeys(("scaled_dot_product_attention", "_scaled_dot_product_attention_math",
+                     "_scaled_dot_product_flash_attention",
+                     "_scaled_dot_product_flash_attention_for_cpu",
+                     "_scaled_dot_product_efficient_attention",
+                     "_scaled_dot_product_cudnn_attention",
+                     "_scaled_dot_product_fused_attention_overrideable"), _attention),
+    **dict.fromkeys(("_scaled_dot_product_flash_attention_backward",
+                     "_scaled_dot_product_flash_attention_for_cpu_backward",
+                     "_scaled_dot_product_efficient_attention_backward",
+                     "_scaled_dot_product_cudnn_attention_backward",
+                     "_scaled_dot_product_fused_attention_overrideable_backward"),
+                    _attention_backward),
+    **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
+    **dict.fromkeys(("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"),
+                    lambda *call: 2 * _recurrent(*call)),
+    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d",
+                     "avg_pool3d", "max_pool2d", "max_pool1d", "avg_pool1d"), _window),
+    **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward"), _window_backward),
+    **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
+                     "embedding_dense_backward", "nll_loss_backward", "nll_loss2d_backward"),
+                    _of_first_input),
+    **dict.fromkeys(("scatter_add", "index_add", "index_put", "_index_put_impl", "index_put_",
+                     "_unsafe_index_put"), _of_source),
+    # One element of each row is picked and averaged.
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"),
+                    lambda args, kwargs, inputs, outputs: 2 * args[1].numel()),
+}
+"""FLOPs of the ops that are more than a constant per element."""
+
+_MOVERS = frozenset({
+    "clone", "copy", "_to_copy", "contiguous", "empty", "empty_like", "empty_strided", "full",
+    "full_like", "zeros", "zeros_like", "ones", "ones_like", "fill", "zero", "arange", "linspace",
+    "scalar_tensor", "lift_fresh", "lift_fresh_copy", "cat", "stack", "index", "_unsafe_index",
+    "index_select", "gather", "embedding", "slice_backward", "select_backward", "slice_scatter",
+    "select_scatter", "diagonal_backward", "unfold_backward", "as_strided_scatter", "roll", "flip",
+    "repeat", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d", "tril",
+    "triu", "_unsafe_view", "view", "detach", "scatter", "masked_fill", "masked_scatter", "where",
+    "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "_local_scalar_dense", "set", "resize",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "im2col",
+    "split_with_sizes_copy", "_foreach_copy", "_foreach_zero", "tril_indices", "triu_indices"})
+"""Ops that move or make data, by name without a trailing underscore."""
+
+_PICKERS = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather"})
+
+_SORTS = frozenset({"sort", "topk", "argsort", "kthvalue", "unique_dim", "_unique2", "msort"})
+
+_PER_ELEMENT: dict[str, int] = {
+    "_softmax": 5,  # maximum, difference, exponential, sum, quotient
+    "_log_softmax": 5,
+    "_safe_softmax": 5,
+    "logsumexp": 4,
+    "_softmax_backward_data": 4,  # product, sum, product, difference
+    "_log_softmax_backward_data": 4,  # sum, exponential, product, difference
+    "native_layer_norm": 8,  # mean 1, variance 3, normalization 2, affine map 2
+    "native_batch_norm": 8,
+    "_native_batch_norm_legit": 8,
+    "_native_batch_norm_legit_functional": 8,
+    "_batch_norm_with_update": 8,
+    "_batch_norm_with_update_functional": 8,
+    "cudnn_batch_norm": 8,
+    "miopen_batch_norm": 8,
+    "native_group_norm": 8,
+    "_fused_rms_norm": 5,
+    "native_layer_norm_backward": 14,  # two reductions per row, two per column, the combination
+    "native_batch_norm_backward": 11,
+    "cudnn_batch_norm_backward": 11,
+    "miopen_batch_norm_backward": 11,
+    "batch_norm_backward": 11,
+    "native_group_norm_backward": 14,
+    "_fused_rms_norm_backward": 10,
+    "var": 3,
+    "var_mean": 4,
+    "std": 3,
+    "std_mean": 4,
+    "linalg_vector_norm": 2,
+    "norm": 2,
+    "gelu": 8,  # a transcendental function counts as several products
+    "gelu_backward": 14,
+    "silu": 4,
+    "silu_backward": 8,
+    "sigmoid": 4,
+    "sigmoid_backward": 3,
+    "tanh": 4,
+    "tanh_backward": 3,
+    "exp": 4,
+    "log": 4,
+    "erf": 8,
+    "mish": 8,
+    "softplus": 5,
+    "pow": 4,
+    "native_dropout": 3,  # a random number, a comparison, a product
+    "bernoulli": 2,
+    "addcmul": 3,
+    "addcdiv": 3,
+    "lerp": 3,
+    "upsample_bilinear2d": 8,
+    "upsample_bilinear2d_backward": 8,
+    "upsample_bicubic2d": 40,
+    "upsample_bicubic2d_backward": 40,
+    "grid_sampler_2d": 12,
+    "grid_sampler_2d_backward": 24,
+    "_cdist_forward": 3,
+}
+"""FLOPs per element, where they are not 1; by name without a trailing underscore."""
+
+
+def _name(target: OpOverload) -> str:
+    return target._schema.name.split("::")[-1]
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _makes_storage(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    of_inputs = {storage_key(tensor) for tensor in inputs}
+    return any(storage_key(tensor) not in of_inputs for tensor in outputs)
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the distinct elements: an expanded dimension is read once."""
+    sizes = [int(size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+             if stride != 0 or size == 0] if tensor.layout is torch.strided else tensor.shape
+    return prod(sizes) * tensor.dtype.itemsize
