@@ -15,17 +15,23 @@ from planner.errors import (
     PlanMismatch,
     PlannerError,
 )
+from planner.frontier import Frontier, frontier
 from planner.plan import Plan
 from planner.plan_file import load
+from planner.verify import Verification, verify
 
 __all__ = [
     "CaptureError",
+    "Frontier",
     "InfeasibleBudget",
     "Plan",
     "PlanFileError",
     "PlanMismatch",
     "PlannerError",
+    "Verification",
     "apply",
+    "frontier",
     "load",
     "plan",
+    "verify",
 ]

@@ -112,7 +112,7 @@ def _recomputations(graph: TrainingGraph, schedule: Schedule) -> list[list[Recom
 
 
 def _takeovers(graph: TrainingGraph, timeline: Timeline) -> list[list[Takeover]]:
-    """For each region, the runs whose result is written over an operand, as the simulator has it."""
+    """For each region, the runs whose result is written over an operand, as simulated."""
     groups: list[list[Takeover]] = [[] for _ in graph.regions]
     runs: Counter[int] = Counter()
     for index, storage in zip(timeline.schedule, timeline.inplace_of, strict=True):

@@ -6,6 +6,7 @@ the model on fake tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,3 +48,25 @@ def _own_example(model: nn.Module) -> object:
             return example
     raise ValueError(f"{type(model).__name__} has neither example_input_array nor dummy_inputs: "
                      f"pass inputs, {_FORMS}")
+
+
+def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Shapes, dtypes and plain values of a step's inputs, as JSON values."""
+    return {"args": [_describe(value) for value in args],
+            "kwargs": {name: _describe(value) for name, value in kwargs.items()}}
+
+
+def _describe(value: object) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {str(key): _describe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_describe(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return {"type": type(value).__qualname__}

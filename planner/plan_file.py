@@ -127,7 +127,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             {
                 "cotangents": list(region.cotangents),
                 "decisions": [_decision_to_dict(key, next(decisions)) for key in region.forward],
-                "backward": [{"op": key.name, "digest": key.digest} for key in region.backward],
+                "backward": [_op_to_dict(key) for key in region.backward],
                 "recomputations": [{"before": group.before, "ops": list(group.ops)}
                                    for group in region.recomputations],
                 "takeovers": [{"op": taken.op, "run": taken.run, "candidate": taken.candidate}
@@ -209,17 +209,24 @@ def fingerprint(recipe: Recipe) -> str:
 
 
 def _decision_to_dict(key: OpKey, decision: Decision) -> dict[str, Any]:
-    return {"op": key.name, "digest": key.digest, "module": decision.module,
-            "action": decision.action, "recomputations": decision.recomputations,
-            "flops": decision.flops, "saved_bytes": decision.saved_bytes,
-            "plain_saved_bytes": decision.plain_saved_bytes}
+    return {**_op_to_dict(key), "module": decision.module, "action": decision.action,
+            "recomputations": decision.recomputations, "flops": decision.flops,
+            "saved_bytes": decision.saved_bytes, "plain_saved_bytes": decision.plain_saved_bytes}
+
+
+def _op_to_dict(key: OpKey) -> dict[str, Any]:
+    return {"op": key.name, "result": key.result, "digest": key.digest}
+
+
+def _op(row: Reader) -> OpKey:
+    return OpKey(name=row.text("op"), digest=row.text("digest"), result=row.text("result"))
 
 
 def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
     """One region of the recipe; what it does with its forward ops goes to `decisions`."""
     forward = []
     for row in region.objects("decisions"):
-        forward.append(OpKey(row.text("op"), row.text("digest")))
+        forward.append(_op(row))
         decisions.append(Decision(
             op=row.text("op"), module=row.text("module"),
             action=row.choice("action", ("keep", "recompute")),
@@ -228,8 +235,7 @@ def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
             plain_saved_bytes=row.integer("plain_saved_bytes")))
     return RegionRecipe(
         forward=tuple(forward),
-        backward=tuple(OpKey(row.text("op"), row.text("digest"))
-                       for row in region.objects("backward")),
+        backward=tuple(_op(row) for row in region.objects("backward")),
         cotangents=region.booleans("cotangents"),
         recomputations=tuple(Recomputation(before=row.text("before"), ops=row.texts("ops"))
                              for row in region.objects("recomputations")),

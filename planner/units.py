@@ -30,7 +30,7 @@ def format_fraction(value: float) -> str:
 
 def _scaled(count: int, names: tuple[str, ...]) -> str:
     value, name = float(count), names[0]
-    for name in names:  # noqa: B007 - the unit reached is wanted after the loop
+    for name in names:
         if abs(value) < 999.5 or name == names[-1]:
             break
         value /= 1000

@@ -1,4 +1,4 @@
-"""The account of the step: every byte has a category, and the peak is that of the fullest moment."""
+"""The account of the step: every byte has a category; the peak is that of the fullest moment."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,6 +1,7 @@
 """The report: sums that agree with the plan, and repeated layers in one row."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +88,7 @@ def test_the_frontier_is_monotone_and_none_of_its_plans_is_dominated():
     plans = list(curve)
     assert len(plans) == len(curve) >= 3
     assert plans[0].overhead == 0 and plans[0].peak_bytes == prepared.keep_all_peak_bytes
-    for cheap, small in zip(plans, plans[1:], strict=False):
+    for cheap, small in pairwise(plans):
         assert cheap.overhead < small.overhead and cheap.peak_bytes > small.peak_bytes
     points = curve.to_dict()["points"]
     assert [point["peak_bytes"] for point in points] == [plan.peak_bytes for plan in plans]

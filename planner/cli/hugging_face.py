@@ -63,6 +63,10 @@ def load_hugging_face(options: TargetOptions, *, device: str) -> tuple[nn.Module
     transformers.logging.set_verbosity_error()
     config = _config(options.target.removeprefix("hf:"), options.settings)
     task = _task(config)
+    if task.automatic == "AutoModelForSeq2SeqLM" and (
+            getattr(config, "decoder_start_token_id", None) is None):
+        # Published configs name the token that decoding starts from; the defaults of a type do not.
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     inputs = {spec.name: spec for spec in _batch(task, config, options)}
     for name, spec in parse_inputs(options.inputs).items():
         known = inputs.get(name)

@@ -17,6 +17,7 @@ from planner.accounting import CATEGORIES
 from planner.plan import Plan
 from planner.reporters.layers import layer_rows
 from planner.units import format_bytes, format_flops, format_fraction
+from planner.verify import Verification
 
 _PLAIN_WIDTH = 100
 
@@ -64,6 +65,30 @@ def frontier_report(plans: Sequence[Plan]) -> RenderableType:
                       format_fraction(plan.overhead), format_fraction(plan.overhead_bound),
                       plan.status, f"{plan.peak_bytes:,}")
     return Group(_title("Peak memory of the step against extra time"), table)
+
+
+def verification_report(verification: Verification) -> RenderableType:
+    """What two real steps showed, and whether that is as planned."""
+    table = _table(show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("")
+    predicted, measured = verification.predicted_peak_bytes, verification.peak_bytes
+    if verification.budget_bytes is not None:
+        table.add_row("budget", format_bytes(verification.budget_bytes),
+                      f"{verification.budget_bytes:,} bytes")
+    table.add_row("predicted peak", format_bytes(predicted), f"{predicted:,} bytes")
+    deviation = f", {measured / predicted - 1:+.2%} off" if predicted else ""
+    table.add_row("measured peak", format_bytes(measured), f"{measured:,} bytes{deviation}")
+    table.add_row("gradient error", f"{verification.max_gradient_error:.1e}",
+                  "relative L2 distance from the plain step")
+    table.add_row("loss error", f"{verification.loss_error:.1e}", "relative")
+    table.add_row("buffers", "equal" if verification.buffers_equal else "DIFFERENT", "")
+    table.add_row("random state", "equal" if verification.rng_equal else "DIFFERENT", "")
+    table.add_section()
+    over = "" if verification.within_budget else "the measured peak is over the budget"
+    table.add_row("verdict", "ok" if verification.ok else "NOT OK", over)
+    return Group(_title("One plain and one planned step"), table)
 
 
 def _summary(plan: Plan) -> Table:

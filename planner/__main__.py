@@ -1,0 +1,5 @@
+"""`python -m planner` is `checkpoint-planner`."""
+
+from planner.cli import main
+
+main()
