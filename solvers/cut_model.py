@@ -16,17 +16,17 @@ recomputed after tᵢ at all, and each cut's own closure over Y tightens the lin
 
 from __future__ import annotations
 
-import datetime
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ortools.math_opt.python import mathopt
 
 from solvers.working_set import fixed_bytes, takeover_candidates
-from solvers.problem import Problem
+from solvers.milp import Engine, optimise
+from solvers.problem import Problem, Schedule
+from solvers.simulator import unroll
 
-Engine = Literal["highs", "scip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,12 @@ class CutModel:
     """For each cut the bytes that may be used there; the budget where empty.  Less than the budget
     is a restriction as well."""
 
-    def solve(self, seconds: float, *, engine: Engine = "scip", seed: int = 0,
-              hint: Sequence[frozenset[int]] | None = None) -> CutSolution:
-        """Solve within a time limit; `hint` is a choice of retained storages to start from."""
+    def solve(self, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
+              gap: float = 0.0, hint: Schedule | None = None) -> CutSolution:
+        """Solve within a time limit, to within a gap in units of cost; `hint` is a schedule to
+        start from."""
         program = _Program(self)
-        return program.solve(seconds, engine, seed, hint)
+        return program.solve(seconds, engine, seed, gap, hint)
 
 
 class _Program:
@@ -186,41 +187,43 @@ class _Program:
                 if not problem.storages[storage].kept_to_end:
                     self._row({**at_hand(storage), variable: -1.0}, 0.0)
 
-    def solve(self, seconds: float, engine: Engine, seed: int,
-              hint: Sequence[frozenset[int]] | None) -> CutSolution:
-        if seconds <= 0:
-            return CutSolution(None, float("inf"), 0.0, False)
-        params = mathopt.SolveParameters(
-            time_limit=datetime.timedelta(seconds=seconds), random_seed=seed,
-            relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0)
-        if engine == "highs":
-            params.highs.bool_options["output_flag"] = False
-            params.highs.string_options["parallel"] = "off"
-            params.highs.double_options["mip_feasibility_tolerance"] = 1e-7
-            kind = mathopt.SolverType.HIGHS
-        else:
-            params.threads = 1
-            kind = mathopt.SolverType.GSCIP
-        hints = []
-        if hint is not None:
-            hints.append(mathopt.SolutionHint(variable_values={
-                variable: float(storage in chosen)
-                for variables, chosen in zip(self.retained, hint, strict=True)
-                for storage, variable in variables.items()}))
-        result = mathopt.solve(self.mip, kind, params=params,
-                               model_params=mathopt.ModelSolveParameters(solution_hints=hints))
-        reason = mathopt.TerminationReason
-        if result.termination.reason in (reason.INFEASIBLE, reason.INFEASIBLE_OR_UNBOUNDED):
-            return CutSolution(None, float("inf"), float("inf"), True)
-        solved = result.termination.reason == reason.OPTIMAL
-        bound = max(0.0, result.termination.objective_bounds.dual_bound) * self.cost_unit
-        if not result.has_primal_feasible_solution():
-            return CutSolution(None, float("inf"), bound, solved)
-        values = result.variable_values()
-        retained = tuple(
-            frozenset(storage for storage, variable in stage.items() if values[variable] > 0.5)
-            for stage in self.retained)
-        return CutSolution(retained, result.objective_value() * self.cost_unit, bound, solved)
+    def solve(self, seconds: float, engine: Engine, seed: int, gap: float,
+              hint: Schedule | None) -> CutSolution:
+        answer = optimise(self.mip, seconds, engine=engine, seed=seed, gap=gap / self.cost_unit,
+                          hint=None if hint is None else self._values_of(hint))
+        retained = None
+        if answer.values is not None:
+            retained = tuple(
+                frozenset(storage for storage, variable in stage.items()
+                          if answer.values[variable] > 0.5)
+                for stage in self.retained)
+        return CutSolution(retained, answer.objective * self.cost_unit,
+                           answer.bound * self.cost_unit, answer.solved)
+
+
+    def _values_of(self, schedule: Schedule) -> dict[mathopt.Variable, float]:
+        """What a schedule retains past each cut and recomputes in each stage."""
+        timeline = unroll(self.problem, schedule)
+        position_of: dict[int, int] = {}
+        latest = -1
+        values = {variable: 0.0 for stage in (*self.retained, *self.again)
+                  for variable in stage.values()}
+        for position, op in enumerate(schedule):
+            if op in position_of:
+                stage = bisect_left(self.cuts, latest + 1) - 1
+                if stage >= 0 and op in self.again[stage]:
+                    values[self.again[stage][op]] = 1.0
+            else:
+                position_of[op] = position
+                latest = op
+        for stage, cut in enumerate(self.cuts):
+            at = position_of[cut]
+            for instance in timeline.instances:
+                if instance.birth <= at < instance.death:
+                    variable = self.retained[stage].get(instance.storage)
+                    if variable is not None:
+                        values[variable] = 1.0
+        return values
 
 
 @dataclass(frozen=True, slots=True)

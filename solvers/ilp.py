@@ -1,25 +1,35 @@
-"""Schedules from the time-cut MILP, with adaptive cuts and anchors.
+"""Schedules from the time-cut MILP, with adaptive cuts, anchors and slots.
 
 One cut at the peak of the plain order gives a bound and a choice of what to retain past it.
 Recomputing the rest just in time gives a schedule; where it fits at the cost of the model, it is
-proven optimal.  Where it does not fit, there are two ways on: *anchors*, frontiers that have to be
-retained so that recomputations stay short (found by the dynamic program of `solvers.dp`), give
-schedules that fit; further *cuts* where memory is exceeded raise the bound and often fit as well.
+proven optimal.  Where it does not fit, there are three ways on.  *Anchors*, frontiers that have to
+be retained so that recomputations stay short (found by the dynamic program of `solvers.dp`), give
+schedules that fit.  *Slots* (`solvers.slot_model`) take the recomputations of all schedules found so
+far, whether they fit or not, and choose anew among them.  Further *cuts* where memory is exceeded
+raise the bound and offer new recomputations.
 """
 
 from __future__ import annotations
 
+import time
+
 from solvers.cut_model import CutModel
 from solvers.dp import Chain
+from solvers.frontiers import narrow_frontiers, region_after
 from solvers.incumbent import Incumbent
 from solvers.problem import Problem, Schedule
 from solvers.realise import realise
 from solvers.simulator import Timeline, unroll
+from solvers.slot_model import best_of_slots
+from solvers.slots import Gaps, block_gaps, gaps_of, template
 from solvers.task import Proposal, Task
 
-ANCHOR_ROUNDS = 8
+ANCHOR_ROUNDS = 6
 NEW_CUTS = 3
 """Cuts added per round, at the worst violations."""
+MOST_FRONTIERS = 128
+COARSE = 2e-4
+"""Gap, as a fraction of the plain cost, to which models with several cuts are solved at first."""
 
 
 def ilp(task: Task) -> Proposal:
@@ -31,22 +41,63 @@ def ilp(task: Task) -> Proposal:
 
 
 def search_cuts(task: Task, incumbent: Incumbent) -> None:
-    """Improve an incumbent by cuts and anchors until it is proven or the time is over."""
+    """Improve an incumbent by cuts, anchors and slots until it is proven, the ideas run out or the
+    time is over."""
     problem, budget = task.problem, task.budget_bytes
     if incumbent.proven:
         return
     pivot = unroll(problem, problem.plain_schedule).peak_position
-    first = CutModel(problem, budget, (pivot,)).solve(task.seconds_left, seed=task.seed)
+    cuts: tuple[int, ...] = (pivot,)
+    first = CutModel(problem, budget, cuts).solve(task.seconds_left / 3, seed=task.seed)
     incumbent.raise_bound(first.extra_bound)
     if first.retained is None:
         return
-    schedule = realise(problem, (pivot,), first.retained)
-    incumbent.offer(schedule)
+    relaxed = realise(problem, cuts, first.retained)
+    incumbent.offer(relaxed)
     incumbent.report("one cut")
-    if not incumbent.proven:
-        _anchored(task, incumbent, pivot)
-    if not incumbent.proven:
-        _more_cuts(task, incumbent, (pivot,), schedule)
+    if incumbent.proven:
+        return
+    _anchored(task, incumbent, pivot)
+    pool = [relaxed]
+    blocks = _blocks(problem, pivot)
+    while not incumbent.proven and task.seconds_left > 0:
+        before = incumbent.cost
+        _choose_slots(task, incumbent, pool[-2:], blocks, cuts)
+        if incumbent.proven:
+            return
+        added = _violated(problem, unroll(problem, relaxed), budget, cuts)
+        if not added:
+            if incumbent.cost >= before:
+                return
+            continue
+        cuts = tuple(sorted({*cuts, *added}))
+        solution = CutModel(problem, budget, cuts).solve(
+            task.seconds_left / 3, seed=task.seed, gap=COARSE * problem.plain_cost,
+            hint=incumbent.schedule)
+        incumbent.raise_bound(solution.extra_bound)
+        if solution.retained is None:
+            return
+        relaxed = realise(problem, cuts, solution.retained)
+        incumbent.offer(relaxed)
+        incumbent.report(f"{len(cuts)} cuts")
+        pool.append(relaxed)
+
+
+def _blocks(problem: Problem, pivot: int) -> Gaps:
+    region = region_after(problem, pivot)
+    return block_gaps(problem, region, narrow_frontiers(problem, region, MOST_FRONTIERS))
+
+
+def _choose_slots(task: Task, incumbent: Incumbent, pool: list[Schedule], blocks: Gaps,
+                  cuts: tuple[int, ...]) -> None:
+    """Choose anew among the recomputations of a few schedules."""
+    offered = template(task.problem, gaps_of(task.problem, [*pool, incumbent.schedule]), blocks)
+    found = best_of_slots(
+        task.problem, task.budget_bytes, offered, start=incumbent.schedule, watch=cuts,
+        deadline=time.monotonic() + task.seconds_left / 2, seed=task.seed)
+    if found is not None:
+        incumbent.offer(found)
+    incumbent.report("slots")
 
 
 def _anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
@@ -62,41 +113,21 @@ def _anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
             continue
         solution = CutModel(problem, budget, (pivot,), anchors=anchors,
                             room_bytes=(int(budget * factor),)).solve(
-                                task.seconds_left / 4, seed=task.seed)
+                                min(2.0, task.seconds_left / 4), seed=task.seed)
         if solution.retained is None:
             low = factor
             continue
-        peak = incumbent.offer(realise(problem, (pivot,), solution.retained))
+        schedule = realise(problem, (pivot,), solution.retained)
+        peak = incumbent.offer(schedule)
         if peak <= budget:
             if factor == 1.0:
                 break
             low = factor
         else:
             high = factor
-        incumbent.report("anchored")
         if incumbent.proven or task.seconds_left <= 0:
             break
-
-
-def _more_cuts(task: Task, incumbent: Incumbent, cuts: tuple[int, ...],
-               schedule: Schedule) -> None:
-    """Add cuts where memory is exceeded until the schedule fits or the time is over."""
-    problem, budget = task.problem, task.budget_bytes
-    while task.seconds_left > 0:
-        added = _violated(problem, unroll(problem, schedule), budget, cuts)
-        if not added:
-            return
-        cuts = tuple(sorted({*cuts, *added}))
-        solution = CutModel(problem, budget, cuts).solve(
-            task.seconds_left, seed=task.seed)
-        incumbent.raise_bound(solution.extra_bound)
-        if solution.retained is None:
-            return
-        schedule = realise(problem, cuts, solution.retained)
-        incumbent.offer(schedule)
-        incumbent.report(f"{len(cuts)} cuts")
-        if incumbent.proven:
-            return
+    incumbent.report("anchored")
 
 
 def _violated(problem: Problem, timeline: Timeline, budget: int,

@@ -1,0 +1,65 @@
+"""One door to the MILP engines of OR-Tools, always single-threaded and seeded.
+
+SCIP is the default: on the time-cut models of 24 identical transformer blocks it closed the gap in
+0.2-0.5 s where HiGHS took 0.2-15 s, and on published instances the two are about equal.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ortools.math_opt.python import mathopt
+
+
+class Engine(enum.Enum):
+    """The MILP engines that OR-Tools brings along."""
+
+    HIGHS = "highs"
+    SCIP = "scip"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine says about a minimisation over binary and continuous variables."""
+
+    values: Mapping[mathopt.Variable, float] | None
+    """The best solution found."""
+    objective: float
+    """Its value; infinite where there is none."""
+    bound: float
+    """No solution has a smaller value; infinite where the model is infeasible."""
+    solved: bool
+    """Solved to the end, or proven infeasible."""
+
+
+def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
+             gap: float = 0.0,
+             hint: Mapping[mathopt.Variable, float] | None = None) -> Answer:
+    """Minimise within a time limit, to within an absolute gap; objectives must not be negative."""
+    if seconds <= 0:
+        return Answer(None, float("inf"), 0.0, False)
+    params = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=seconds), random_seed=seed,
+        relative_gap_tolerance=0.0, absolute_gap_tolerance=gap)
+    if engine is Engine.HIGHS:
+        params.highs.bool_options["output_flag"] = False
+        params.highs.string_options["parallel"] = "off"
+        kind = mathopt.SolverType.HIGHS
+    else:
+        params.threads = 1
+        kind = mathopt.SolverType.GSCIP
+    hints = [] if hint is None else [mathopt.SolutionHint(variable_values=dict(hint))]
+    result = mathopt.solve(model, kind, params=params,
+                           model_params=mathopt.ModelSolveParameters(solution_hints=hints))
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.INFEASIBLE,
+                  mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        return Answer(None, float("inf"), float("inf"), True)
+    bound = max(0.0, result.termination.objective_bounds.dual_bound)
+    solved = reason is mathopt.TerminationReason.OPTIMAL
+    if not result.has_primal_feasible_solution():
+        return Answer(None, float("inf"), bound, solved)
+    return Answer(result.variable_values(), result.objective_value(), bound, solved)
