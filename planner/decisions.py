@@ -50,7 +50,7 @@ def decide(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> tuple[
                  recomputations=runs[index] - 1, flops=op.flops,
                  saved_bytes=saved[index], plain_saved_bytes=plain[index])
         for region in graph.regions for index in region.forward
-        for op in (graph.ops[index],))
+        for op in (graph.ops[index],) if op.digest)
 
 
 def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[ParameterKey],
@@ -87,6 +87,12 @@ def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
         schedule.extend(graph.index_of[name] for name in before.get(op.name, ()))
         schedule.append(index)
     return tuple(schedule)
+
+
+def _keys(graph: TrainingGraph, indices: range) -> tuple[OpKey, ...]:
+    """The captured ops among these; moments that are no op of the model have no digest."""
+    return tuple(OpKey(op.name, op.digest, op.result)
+                 for op in (graph.ops[index] for index in indices) if op.digest)
 
 
 def _recomputations(graph: TrainingGraph, schedule: Schedule) -> list[list[Recomputation]]:

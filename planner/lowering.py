@@ -1,8 +1,9 @@
 """From a training graph to the problem that the solvers know, op by op and buffer by buffer.
 
 Only ops of the forward may run again, and only where the applied model can put them: in the
-forward that they belong to and in that region's own backward.  The loss is the user's own code, so
-nothing is replayed in it, and a recomputation just before it has no place to stand.
+forward that they belong to and in that region's own backward.  The loss, the sums of gradients
+between regions and the copies that autograd makes of finished gradients are not ours: nothing is
+replayed in them, and a recomputation just before them has no place to stand.
 
 Resident memory is not part of the problem; `planner.accounting` adds it.
 """
@@ -38,17 +39,18 @@ def _lower_op(op: TrainingOp) -> Op:
 
 
 def _segments(graph: TrainingGraph) -> tuple[Segment, ...]:
-    """One segment for each run of ops of the same region and direction."""
+    """One segment for each run of ops of the same region and direction; moments of the backward
+    that are no captured op (they have no digest) are segments without replays."""
     segments: list[Segment] = []
     forward_of: dict[int, int] = {}  # region to the segment of its forward
-    previous: tuple[int, Phase] | None = None
+    previous: tuple[int, Phase, bool] | None = None
     for index, op in enumerate(graph.ops):
-        here = (op.region, op.phase)
+        ours = op.region >= 0 and (op.phase is Phase.FORWARD or bool(op.digest))
+        here = (op.region, op.phase, ours)
         if here == previous:
             continue
         previous = here
-        if op.region >= 0 and op.phase is Phase.FORWARD:
+        if ours and op.phase is Phase.FORWARD:
             forward_of[op.region] = len(segments)
-        home = forward_of.get(op.region)
-        segments.append(Segment(start=index, replays=() if home is None else (home,)))
+        segments.append(Segment(start=index, replays=(forward_of[op.region],) if ours else ()))
     return tuple(segments)

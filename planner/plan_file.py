@@ -32,6 +32,10 @@ from planner.plan_reader import Reader
 SCHEMA_VERSION = 1
 """Layout that this version writes and reads."""
 
+EPILOGUE = "/update of mutated inputs#0"
+"""End of the name of the one moment that is no op and before which ops may run again; see
+`graph_capture.lower.epilogue_name`, which cannot be asked here without importing torch."""
+
 
 def save(plan: Plan, path: str | PathLike[str]) -> None:
     """Write `plan` to `path`, all of it or nothing; an existing file is replaced.
@@ -257,8 +261,9 @@ def _check_consistency(plan: Plan, claimed_fingerprint: str, name: str) -> None:
         here = {key.name for key in region.forward}
         known = here | {key.name for key in region.backward}
         for group in region.recomputations:
-            unknown = [op for op in (group.before, *group.ops)
-                       if op not in (known if op == group.before else here)]
+            unknown = [op for op in group.ops if op not in here]
+            if group.before not in known and not group.before.endswith(EPILOGUE):
+                unknown.append(group.before)
             if unknown:
                 raise PlanFileError(f"{name}: a recomputation names {unknown[0]!r}, which is no "
                                     "op of its region; the file was changed, plan again")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planner.applying import apply
-from planner.errors import PlanMismatch
+from planner.errors import CaptureError, PlanMismatch
 from planner.inputs import split_inputs
 from planner.plan import Plan
 
@@ -89,11 +89,12 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     `inputs` and `loss_fn` are those that the plan was made with, with real values on the model's
     device.  The model is left as it was.
 
-    Raises `PlanMismatch` where the plan was made for another graph, and `ValueError` for a model
-    without values (on `meta`) or a step without a gradient.
+    Raises `PlanMismatch` where the plan was made for another graph, `CaptureError` where nothing
+    can be differentiated, and `ValueError` for a model without values (on `meta`).
     """
     from graph_capture.allocator import record_peak
-    from planner.loss import run_backward
+    from graph_capture.errors import CaptureError as Refusal
+    from graph_capture.loss import objective
 
     args, kwargs = split_inputs(model, inputs)
     device = _device_of(model)
@@ -104,7 +105,13 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
                            f"call model.{mode}() first")
 
     def step(module: nn.Module) -> tuple[torch.Tensor, ...]:
-        return run_backward(module(*args, **kwargs), loss_fn)
+        output = module(*args, **kwargs)  # held to the end of the step, as a training loop does
+        try:
+            goal = objective(output, loss_fn)
+        except Refusal as refusal:
+            raise CaptureError(str(refusal)) from refusal
+        goal.backward()
+        return goal.roots
 
     with _state_kept(model, args, kwargs) as restart:
         plain = _outcome(model, lambda: step(model))

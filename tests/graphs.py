@@ -56,8 +56,10 @@ class GraphBuilder:
     def op(self, name: str, phase: Phase, inputs: tuple[int, ...], sizes: tuple[int, ...], *,
            region: int = 0, seconds: float = 1.0, flops: int = 10, workspace_bytes: int = 0,
            pinned: str = "", replay_state_bytes: int = 0, kept: bool = False, label: str = "",
-           kind: BufferKind | None = None, inplace: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The new op's outputs, one for each of `sizes` (bytes)."""
+           kind: BufferKind | None = None, inplace: tuple[int, ...] = (),
+           captured: bool = True) -> tuple[int, ...]:
+        """The new op's outputs, one for each of `sizes` (bytes).  What was not captured is a moment
+        of the step that is no op of the model."""
         index = len(self.ops)
         outputs = tuple(range(len(self.buffers), len(self.buffers) + len(sizes)))
         if kind is None:
@@ -69,9 +71,10 @@ class GraphBuilder:
         self.ops.append(TrainingOp(
             name=name, target="aten.fake.default", module=module.lstrip("~"), source="net.py:1",
             phase=phase, region=region, inputs=inputs, outputs=outputs, flops=flops,
-            seconds=seconds, workspace_bytes=workspace_bytes, pinned=pinned, inplace=inplace,
-            replay_state_bytes=replay_state_bytes,
-            digest=hashlib.sha256(f"{name}{sizes}".encode()).hexdigest()[:16]))
+            seconds=seconds, workspace_bytes=workspace_bytes, inplace=inplace,
+            pinned=pinned if captured else "no op of the model",
+            replay_state_bytes=replay_state_bytes, result=f"float32{list(sizes)}",
+            digest=hashlib.sha256(f"{name}{sizes}".encode()).hexdigest()[:16] if captured else ""))
         return outputs
 
     def graph(self, regions: tuple[Region, ...], *, parameters_bytes: int = 1000,
@@ -91,8 +94,9 @@ def chain(layers: int, size_bytes: int = 100, *, gradient_bytes: int = 7) -> Tra
         inputs = (results[-1],) if results else ()
         results.append(build.op(f"net.layers.{layer}/aten.linear#0", Phase.FORWARD, inputs,
                                 (size_bytes,))[0])
-    cotangent = build.op("/aten.ones_like#0", Phase.LOSS, (results[-1],), (size_bytes,),
-                         region=-1, kind=BufferKind.TEMPORARY)[0]
+    cotangent = build.op("loss/backward#0", Phase.LOSS, (results[-1],), (size_bytes,),
+                         region=-1, kind=BufferKind.TEMPORARY, seconds=0.0, flops=0,
+                         captured=False)[0]
     for layer in reversed(range(layers)):
         saved = (results[layer - 1],) if layer else ()
         cotangent, _ = build.op(f"net.layers.{layer}/~aten.linear#0", Phase.BACKWARD,
@@ -115,18 +119,23 @@ def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
         start, made = len(build.ops), list(carried)
         for position in range(draw(st.integers(1, max_ops))):
             inputs = tuple(draw(st.sets(st.sampled_from(made), max_size=2))) if made else ()
+            inplace = inputs[:1] if draw(st.booleans()) else ()
             made += build.op(
                 f"block.{number}/aten.op#{position}", Phase.FORWARD, inputs,
-                (draw(sizes),) * draw(st.integers(1, 2)), region=number,
+                tuple(build.buffers[taken].size_bytes for taken in inplace)
+                or (draw(sizes),) * draw(st.integers(1, 2)), region=number, inplace=inplace,
                 seconds=draw(st.integers(0, 4)), flops=draw(st.integers(0, 9)),
                 workspace_bytes=draw(st.integers(0, 5)),
                 replay_state_bytes=draw(st.sampled_from([0, 0, 3])),
                 pinned=draw(st.sampled_from(["", "", "", "effect"])))
+        if draw(st.booleans()):
+            build.op(f"{number}:/update of mutated inputs#0", Phase.FORWARD, (made[-1],), (),
+                     region=number, seconds=0.0, flops=0, captured=False)
         forwards.append(range(start, len(build.ops)))
         saved_of.append(made)
         carried = (made[-1],)
-    gradient = build.op("/aten.loss#0", Phase.LOSS, carried, (draw(sizes),), region=-1,
-                        kept=True)[0]
+    gradient = build.op("loss/backward#0", Phase.LOSS, carried, (draw(sizes),), region=-1,
+                        kept=True, captured=False)[0]
     backwards: list[range] = []
     for number in reversed(range(len(forwards))):
         start = len(build.ops)
@@ -138,6 +147,10 @@ def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
                 (draw(sizes),), region=number, seconds=draw(st.integers(0, 4)), kept=kept,
                 label=f"block.{number}.weight{position}" if kept else "")
             gradient = gradient if kept else made_here[0]
+        if draw(st.booleans()):
+            build.op(f"block.{number}/~layout of the gradient#0", Phase.BACKWARD, (gradient,),
+                     (draw(sizes),), region=number, seconds=0.0, flops=0, kept=True,
+                     label=f"block.{number}.bias", captured=False)
         backwards.append(range(start, len(build.ops)))
     regions = tuple(Region(forward, backward, (True,))
                     for forward, backward in zip(forwards, reversed(backwards), strict=True))

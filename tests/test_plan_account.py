@@ -1,5 +1,7 @@
 """The account of the step: every byte has a category; the peak is that of the fullest moment."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +71,23 @@ def test_a_recipe_stands_for_its_schedule(step, data):
     assert schedule_of(step.graph, recipe) == schedule
 
 
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.data())
+def test_the_recipe_takes_over_what_the_simulator_says(step, data):
+    graph, problem = step.graph, lower(step.graph)
+    timeline = unroll(problem, legal_schedule(data, problem))
+    recipe = build_recipe(graph, timeline, tensors=(), training=True, overrides=())
+    said = {(taken.op, taken.run): taken.candidate
+            for region in recipe.regions for taken in region.takeovers}
+    runs = Counter()
+    for index, storage in zip(timeline.schedule, timeline.inplace_of, strict=True):
+        op = graph.ops[index]
+        taken = said.pop((op.name, runs[index]), None)
+        assert (None if taken is None else op.inplace[taken]) == storage
+        runs[index] += 1
+    assert not said
+
+
 def test_a_chain_is_counted_by_hand():
     """Four layers of 100 bytes; the fullest moment is the last layer's backward: the results of
     layers 0 to 2, the cotangent and the gradient of layer 2's result."""
@@ -104,7 +123,8 @@ def test_only_forward_ops_are_replayed_and_only_beside_their_own_region(step):
         assert problem.ops[index].recomputable == (op.phase is Phase.FORWARD and not op.pinned)
         for before in range(index + 1, len(graph.ops)):
             here = graph.ops[before]
-            expected = (problem.ops[index].recomputable and here.region == op.region)
+            expected = problem.ops[index].recomputable and here.region == op.region and bool(
+                here.digest or here.phase is Phase.FORWARD)
             assert problem.may_replay(index, before) == expected
 
 

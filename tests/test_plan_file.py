@@ -203,3 +203,10 @@ def test_files_diff_well():
 
 def test_the_published_schema_is_itself_valid():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_the_moment_before_which_ops_may_run_again_is_known_by_name():
+    from graph_capture.lower import epilogue_name
+    from planner.plan_file import EPILOGUE
+
+    assert all(epilogue_name(region).endswith(EPILOGUE) for region in range(3))
