@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
 # there is no public way to trace a model without allocating its memory.
-__all__ = ["FakeTensor", "FakeTensorMode", "cpu_allocations", "fake_tensor", "no_active_modes",
+__all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "cpu_allocations", "fake_tensor", "no_active_modes",
            "storage_key", "tensor_clone"]
 
 # The function that a `TorchFunctionMode` sees when `Parameter.__deepcopy__` clones the data.
@@ -89,3 +89,69 @@ def _quiet_kineto() -> Iterator[None]:
     finally:
         if given is None:
             del os.environ[variable]
+
+
+class GradientSums:
+    """Tells where autograd's engine, given plain tensors, would sum two gradients in place.
+
+    Where a tensor is used twice, the engine adds the second gradient to the first one if it alone
+    holds it and its storage; given a tensor of a subclass, as a fake one is, it always makes a
+    third (`torch/csrc/autograd/input_buffer.cpp`, unchanged 2.11-2.13).  The counts of references,
+    `Tensor._use_count` and `torch._C._storage_Use_Count`, tell whether it alone holds them; what
+    they are in that case depends on the version, so they are read off a sum known to be such.
+    """
+
+    _alone: tuple[int, int] | None = None
+
+    def __init__(self) -> None:
+        if GradientSums._alone is None:
+            GradientSums._alone = _counts_of_a_gradient_held_by_the_engine_alone()
+
+    def in_place(self, args: tuple[object, ...]) -> bool:
+        """Whether `aten.add.Tensor(*args)`, seen by a dispatch mode during a backward, is one."""
+        if len(args) != 2 or not all(isinstance(arg, torch.Tensor) for arg in args):
+            return False
+        held, added = args
+        return (held.shape == added.shape and held.dtype == added.dtype
+                and not torch.is_grad_enabled() and _is_dense(held)
+                and _use_counts(held) == GradientSums._alone)
+
+
+def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class _CountsOfSums(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        if func is torch.ops.aten.add.Tensor:
+            self._note(args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, args: tuple[torch.Tensor, ...]) -> None:
+        held, _ = args  # two references, as in `GradientSums.in_place`
+        self.seen.append(_use_counts(held))
+
+
+def _counts_of_a_gradient_held_by_the_engine_alone() -> tuple[int, int]:
+    with FakeTensorMode(), torch.enable_grad():
+        x = torch.empty(3, requires_grad=True)
+        hidden = x.exp()
+        out = torch.cat([hidden.relu(), hidden.sigmoid()])
+        counts = _CountsOfSums()
+        with counts:
+            out.backward(torch.empty(6))
+    return counts.seen[0]

@@ -1,0 +1,95 @@
+"""The memory of the training step as plain PyTorch runs it: what the user has today.
+
+The model of the world: forward, loss and backward run on fake tensors under the real autograd, and
+storages live as long as somebody refers to them.  The caller is taken to be
+`output = model(...); loss = loss_fn(output); loss.backward()`: it holds the output and the loss to
+the end of the backward.  Gradients are `None` before, as after `zero_grad()`, and the parameters'
+gradients stay.  Under autocast, forward and loss run inside and the backward outside, as torch's
+documentation has it.
+
+Blind spots: those of `memory_tracker`; memory held by reference cycles goes when the garbage
+collector runs, at some other time than in the real step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graph_capture.fake_twin import FakeTwin
+from graph_capture.loss import LossFn, LossFootprint, objective, trace_loss
+from graph_capture.memory_tracker import MemoryTracker, Workspace
+from graph_capture.training_graph import BufferKind
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """Memory of one plain training step, above what is resident."""
+
+    peak_bytes: int
+    by_category: Mapping[BufferKind, int]
+    """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
+    forward_peak_bytes: int
+    """The most before the backward begins, the loss included."""
+    end_bytes: int
+    """What is left when the step ends and its output is released: the gradients."""
+    loss: LossFootprint
+
+
+def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
+                     forward_context: AbstractContextManager[Any] | None = None) -> EagerStep:
+    """Trace forward, loss and backward of the twin; it has no gradients before and after.
+
+    `forward_context`: what the user wraps around the forward and the loss, e.g. `torch.autocast`;
+    an autocast that is active at the time of the call counts too.
+
+    Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
+    """
+    resident = [*twin.parameters.values(), *twin.buffers.values(),
+                *(leaf for leaf in pytree.tree_leaves((twin.args, twin.kwargs))
+                  if isinstance(leaf, torch.Tensor)), *twin.fake_of.values()]
+    tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
+                            resident=resident)
+    try:
+        with twin.mode, forward_context or nullcontext():
+            with tracker:
+                output = twin.model(*twin.args, **twin.kwargs)
+            footprint = trace_loss(loss_fn, output, twin, workspace)
+            with tracker:
+                goal = objective(output, loss_fn)
+        # What leaving a user's outermost autocast does: casts of parameters are no longer kept.
+        torch.clear_autocast_cache()
+        forward_peak = tracker.peak_bytes
+        first_of_backward = tracker.start_of_backward()
+        with twin.mode, _no_autocast(twin.trace_device), tracker:
+            goal.backward()
+        gradients = {tracker.number_of(tensor.grad) for tensor in twin.fake_of.values()
+                     if tensor.is_leaf and tensor.grad is not None}
+        del output, goal
+        end = tracker.live_bytes
+        tracker.close()
+    finally:
+        for tensor in twin.fake_of.values():
+            if tensor.is_leaf:
+                tensor.grad = None
+
+    alive, transient = tracker.alive_at_peak()
+    by_category = dict.fromkeys(BufferKind, 0)
+    by_category[BufferKind.TEMPORARY] = transient
+    for number, size in alive.items():
+        kind = (BufferKind.GRADIENT if number in gradients
+                else BufferKind.TEMPORARY if number >= first_of_backward
+                else BufferKind.ACTIVATION)
+        by_category[kind] += size
+    return EagerStep(tracker.peak_bytes, by_category, forward_peak, end, footprint)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
