@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.budget import Budget, parse_budget
 from planner.errors import CaptureError
-from planner.inputs import split_inputs
+from planner.inputs import describe_inputs, split_inputs
 from planner.plan import Plan
 from planner.planning import Effort, PreparedStep, plan_within, prepare
 from planner.progress import Progress, watched
@@ -98,6 +98,7 @@ def capture(model: nn.Module, inputs: object = None, *,
         raise TypeError(f"keep must be a sequence of names, got {keep!r}; "
                         'for one name write keep=("layers.3.attn",)')
     args, kwargs = split_inputs(model, inputs)
+    from apply.runtime import tensor_keys
     from graph_capture.capture import capture_step
     from graph_capture.errors import CaptureError as Refusal
 
@@ -107,7 +108,8 @@ def capture(model: nn.Module, inputs: object = None, *,
                             progress=progress)
     except Refusal as refusal:
         raise CaptureError(str(refusal)) from refusal
-    return prepare(step, backend=backend, cost_model=cost_model)
+    return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
+                   backend=backend, cost_model=cost_model)
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

@@ -20,7 +20,6 @@ from planner.accounting import (
     optimizer_step_bytes,
     resident_bytes,
 )
-from planner.budget import Budget
 from planner.decisions import build_recipe, decide
 from planner.errors import InfeasibleBudget
 from planner.lowering import lower
@@ -76,26 +75,23 @@ class Effort:
     progress: Progress | None = None
 
 
-def prepare(step: CapturedStep, *, backend: str = "eager",
-            cost_model: str = "roofline") -> PreparedStep:
-    """Lower a captured step."""
-    footprint = step.optimizer
+def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: object,
+            backend: str = "eager", cost_model: str = "roofline") -> PreparedStep:
+    """Lower a captured step.
+
+    `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
+    inputs, in JSON values.
+    """
+    graph, footprint = step.graph, step.optimizer
     optimizer = None if footprint is None else OptimizerMemory(
         footprint.name, footprint.state_bytes, footprint.step_peak_bytes)
+    baseline = resident_bytes(graph, optimizer) + step.baseline.peak_bytes
     return PreparedStep(
-        graph=step.graph, problem=lower(step.graph), optimizer=optimizer,
-        baseline_peak_bytes=step.baseline_peak_bytes, tensors=tuple(step.tensors),
-        inputs=as_json(step.inputs_spec), training=step.training,
+        graph=graph, problem=lower(graph), optimizer=optimizer,
+        baseline_peak_bytes=max(baseline, optimizer_step_bytes(graph, optimizer)),
+        tensors=tuple(tensors), inputs=as_json(inputs), training=step.training,
         overrides=tuple((name, as_json(value)) for name, value in step.overrides),
         backend=backend, cost_model=cost_model)
-
-
-def plan_captured(step: CapturedStep, budget: Budget | None = None,
-                  effort: Effort | None = None) -> Plan:
-    """The plan of a captured step within `budget`; raises `InfeasibleBudget`."""
-    prepared = prepare(step)
-    limit = None if budget is None else budget.resolve(prepared.baseline_peak_bytes)
-    return plan_within(prepared, limit, effort)
 
 
 def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort | None = None, *,

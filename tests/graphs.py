@@ -7,8 +7,7 @@ draws small graphs with skips, pinned ops, several regions, a loss, workspace an
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
+from planner.planning import PreparedStep, prepare
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,34 @@ class Footprint:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """What capture says of the plain step."""
+
+    peak_bytes: int
+    """Above what is resident."""
+
+
+@dataclass(frozen=True)
 class HandMadeStep:
     """What capture hands to the planner."""
 
     graph: TrainingGraph
     baseline_peak_bytes: int
+    """Of the whole plain step."""
     optimizer: Footprint | None = None
-    tensors: tuple[ParameterKey, ...] = (ParameterKey("weight", (2, 3), "torch.float32", True),)
-    inputs_spec: Any = field(default_factory=lambda: {"args": [], "kwargs": {}})
     training: bool = True
-    overrides: tuple[tuple[str, object], ...] = ()
+    overrides: tuple[tuple[str, object], ...] = (("use_cache", False),)
+
+    @property
+    def baseline(self) -> Baseline:
+        state = 0 if self.optimizer is None else self.optimizer.state_bytes
+        return Baseline(self.baseline_peak_bytes - self.graph.resident.total_bytes - state)
+
+
+def prepared(step: HandMadeStep) -> PreparedStep:
+    """The step, ready to be planned."""
+    return prepare(step, tensors=(ParameterKey("weight", (2, 3), "float32", True),),
+                   inputs={"args": [{"shape": [2, 3], "dtype": "float32"}], "kwargs": {}})
 
 
 class GraphBuilder:
@@ -156,4 +174,4 @@ def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
                     for forward, backward in zip(forwards, reversed(backwards), strict=True))
     optimizer = draw(st.sampled_from([None, Footprint("sgd", 0, 11), Footprint("adam", 2000, 400)]))
     return HandMadeStep(graph=build.graph(regions), baseline_peak_bytes=draw(
-        st.integers(1, 5000)), optimizer=optimizer)
+        st.integers(3200, 9000)), optimizer=optimizer)

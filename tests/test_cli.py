@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import planner
 from planner.cli import app
-from planner.planning import plan_within, prepare
-from tests.graphs import HandMadeStep, chain
+from planner.planning import plan_within
+from tests.graphs import HandMadeStep, chain, prepared
 
 RUNNER = CliRunner()
 TINY_GPT2 = ["hf:gpt2", "--set", "n_layer=2", "--set", "n_embd=32", "--set", "n_head=2",
@@ -30,7 +30,7 @@ def run(*arguments, code=0):
 
 @pytest.fixture(scope="module")
 def plan():
-    return plan_within(prepare(HandMadeStep(chain(12), 2600)), 1900)
+    return plan_within(prepared(HandMadeStep(chain(12), 2600)), 1900)
 
 
 @pytest.fixture

@@ -8,25 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.api import resolve
 from planner.budget import parse_budget
-from planner.planning import Effort, plan_captured, plan_within, prepare
-from tests.graphs import Footprint, HandMadeStep, chain, steps
+from planner.planning import Effort, plan_within
+from tests.graphs import Footprint, HandMadeStep, chain, prepared, steps
 
 
 @pytest.fixture(scope="module")
 def step():
-    return prepare(HandMadeStep(chain(12), 2600))
+    return prepared(HandMadeStep(chain(12), 2600))
 
 
 @settings(max_examples=40, deadline=None)
 @given(steps(), st.integers(0, 6000))
 def test_a_plan_keeps_its_budget_or_names_one_that_works(step, budget_bytes):
-    prepared = prepare(step)
+    ready = prepared(step)
     try:
-        plan = plan_within(prepared, budget_bytes, Effort(time_limit=5.0))
+        plan = plan_within(ready, budget_bytes, Effort(time_limit=5.0))
     except planner.InfeasibleBudget as refusal:
         assert refusal.budget_bytes == budget_bytes < refusal.minimum_bytes
-        plan = plan_within(prepared, refusal.minimum_bytes, Effort(time_limit=5.0))
+        plan = plan_within(ready, refusal.minimum_bytes, Effort(time_limit=5.0))
         assert plan.peak_bytes <= refusal.minimum_bytes
     else:
         assert plan.peak_bytes <= budget_bytes
@@ -34,7 +35,7 @@ def test_a_plan_keeps_its_budget_or_names_one_that_works(step, budget_bytes):
     assert plan.memory.total_bytes == plan.peak_bytes
     assert plan.recompute_flops == sum(row.flops * row.recomputations for row in plan.decisions)
     assert plan.overhead > 0 or all(
-        row.action == "keep" or prepared.graph.ops[prepared.graph.index_of[row.op]].seconds == 0
+        row.action == "keep" or ready.graph.ops[ready.graph.index_of[row.op]].seconds == 0
         for row in plan.decisions)
 
 
@@ -53,7 +54,8 @@ def test_overhead_does_not_rise_with_the_budget(step):
 
 
 def test_a_percentage_is_of_the_baseline():
-    plan = plan_captured(HandMadeStep(chain(12), 2600), parse_budget(budget="80%"))
+    ready = prepared(HandMadeStep(chain(12), 2600))
+    plan = plan_within(ready, resolve(parse_budget(budget="80%"), ready))
     assert plan.budget_bytes == 2080
     assert plan.peak_bytes <= 2080 < 2410
 
@@ -72,7 +74,7 @@ def test_an_impossible_budget_names_the_smallest_and_what_holds_it(step):
 
 
 def test_a_budget_under_the_optimizers_step_is_impossible_too():
-    heavy = prepare(HandMadeStep(chain(6), 3000, Footprint("adamw", 80, 5000)))
+    heavy = prepared(HandMadeStep(chain(6), 3000, Footprint("adamw", 80, 5000)))
     with pytest.raises(planner.InfeasibleBudget) as caught:
         plan_within(heavy, 4000)
     assert caught.value.minimum_bytes == 1110 + 80 + 42 + 5000

@@ -17,9 +17,9 @@ from planner.accounting import (
 )
 from planner.decisions import build_recipe, schedule_of
 from planner.lowering import lower
-from planner.planning import Effort, plan_within, prepare
+from planner.planning import Effort, plan_within
 from solvers.simulator import simulate, unroll
-from tests.graphs import Footprint, HandMadeStep, chain, steps
+from tests.graphs import Footprint, HandMadeStep, chain, prepared, steps
 
 
 def legal_schedule(data, problem):
@@ -47,15 +47,15 @@ def test_the_categories_sum_to_the_memory_at_every_run(step, data):
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.data())
 def test_the_peak_is_resident_memory_and_the_fuller_of_the_two_phases(step, data):
-    prepared = prepare(step)
-    schedule = legal_schedule(data, prepared.problem)
-    made = account(step.graph, unroll(prepared.problem, schedule), prepared.optimizer)
+    ready = prepared(step)
+    schedule = legal_schedule(data, ready.problem)
+    made = account(step.graph, unroll(ready.problem, schedule), ready.optimizer)
     state = 0 if step.optimizer is None else step.optimizer.state_bytes
     resident = step.graph.resident.total_bytes + state
     kept = sum(b.size_bytes for b in step.graph.buffers if b.kept_to_end)
     optimizer_step = 0 if step.optimizer is None else (
         resident + kept + step.optimizer.step_peak_bytes)
-    forward_backward = resident + simulate(prepared.problem, schedule).peak_bytes
+    forward_backward = resident + simulate(ready.problem, schedule).peak_bytes
     assert made.resident_bytes == resident
     assert made.peak_bytes == max(forward_backward, optimizer_step) == sum(made.memory.values())
     assert list(made.memory) == list(CATEGORIES)
@@ -91,7 +91,7 @@ def test_the_recipe_takes_over_what_the_simulator_says(step, data):
 def test_a_chain_is_counted_by_hand():
     """Four layers of 100 bytes; the fullest moment is the last layer's backward: the results of
     layers 0 to 2, the cotangent and the gradient of layer 2's result."""
-    plan = plan_within(prepare(HandMadeStep(chain(4), 2000)), None)
+    plan = plan_within(prepared(HandMadeStep(chain(4), 2000)), None)
     assert plan.memory == {"parameters": 1000, "buffers": 10, "inputs": 100, "gradients": 0,
                            "optimizer": 0, "activations": 400, "temporaries": 100}
     assert plan.peak_bytes == 1610
@@ -100,7 +100,7 @@ def test_a_chain_is_counted_by_hand():
 
 def test_the_optimizers_step_may_be_the_fullest_moment():
     step = HandMadeStep(chain(4), 2000, Footprint("adamw", 300, 5000))
-    plan = plan_within(prepare(step), None)
+    plan = plan_within(prepared(step), None)
     assert plan.peak_bytes == plan.optimizer_step_peak_bytes == 1110 + 300 + 4 * 7 + 5000
     assert plan.memory["optimizer"] == 300
     assert plan.memory["temporaries"] == 5000
@@ -132,7 +132,7 @@ def test_the_smallest_budget_counts_the_optimizer_too():
     step = HandMadeStep(chain(6), 3000)
     optimizer = OptimizerMemory("adam", 0, 700)
     heavy = HandMadeStep(chain(6), 3000, Footprint("adam", 0, 700))
-    light = plan_within(prepare(step), 1452, Effort())
+    light = plan_within(prepared(step), 1452, Effort())
     assert light.peak_bytes <= 1452
-    plan = plan_within(prepare(heavy), 1110 + 42 + optimizer.step_peak_bytes, Effort())
+    plan = plan_within(prepared(heavy), 1110 + 42 + optimizer.step_peak_bytes, Effort())
     assert plan.peak_bytes == 1852

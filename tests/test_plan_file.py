@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 import planner
 from planner.plan_file import dumps, from_dict, loads
-from planner.planning import Effort, plan_within, prepare
-from tests.graphs import Footprint, HandMadeStep, chain, steps
+from planner.planning import Effort, plan_within
+from tests.graphs import Footprint, HandMadeStep, chain, prepared, steps
 
 SCHEMA = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
 MAKE_AND_PRINT = """
 from planner.plan_file import dumps
-from planner.planning import plan_within, prepare
-from tests.graphs import HandMadeStep, chain
-print(dumps(plan_within(prepare(HandMadeStep(chain(9), 2600)), 1800)), end="")
+from planner.planning import plan_within
+from tests.graphs import HandMadeStep, chain, prepared
+print(dumps(plan_within(prepared(HandMadeStep(chain(9), 2600)), 1800)), end="")
 """
 
 
 def make_plan(budget_bytes=1900, optimizer=None):
-    return plan_within(prepare(HandMadeStep(chain(12), 2600, optimizer)), budget_bytes)
+    return plan_within(prepared(HandMadeStep(chain(12), 2600, optimizer)), budget_bytes)
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def saved(tmp_path):
 @given(steps(), st.one_of(st.none(), st.integers(0, 3000)))
 def test_every_plan_survives_its_file(step, budget_bytes):
     try:
-        plan = plan_within(prepare(step), budget_bytes, Effort(time_limit=5.0))
+        plan = plan_within(prepared(step), budget_bytes, Effort(time_limit=5.0))
     except planner.InfeasibleBudget as refusal:
-        plan = plan_within(prepare(step), refusal.minimum_bytes, Effort(time_limit=5.0))
+        plan = plan_within(prepared(step), refusal.minimum_bytes, Effort(time_limit=5.0))
     text = dumps(plan)
     again = loads(text)
     assert again == plan
@@ -61,7 +61,7 @@ def test_equal_plans_give_equal_files_in_every_process(tmp_path):
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()})
         texts.add(made.stdout)
     assert len(texts) == 1
-    assert texts.pop() == dumps(plan_within(prepare(HandMadeStep(chain(9), 2600)), 1800))
+    assert texts.pop() == dumps(plan_within(prepared(HandMadeStep(chain(9), 2600)), 1800))
 
 
 def test_the_duration_of_the_solver_is_not_in_the_file(saved):

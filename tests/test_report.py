@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from planner.decisions import Decision
 from planner.frontier import trace_frontier
-from planner.planning import Effort, plan_within, prepare
+from planner.planning import Effort, plan_within
 from planner.reporters.layers import Totals, layer_rows
 from planner.units import format_bytes, format_flops
-from tests.graphs import Footprint, HandMadeStep, chain
+from tests.graphs import Footprint, HandMadeStep, chain, prepared
 
 
 def decision(module, *, recomputations=0, flops=5, saved=10, plain=10):
@@ -66,28 +66,28 @@ def test_many_different_modules_are_summed_at_a_smaller_depth():
 
 def test_the_table_shows_what_a_person_acts_on():
     step = HandMadeStep(chain(12), 2600, Footprint("adamw", 300, 20))
-    plan = plan_within(prepare(step), 2300)
+    plan = plan_within(prepared(step), 2300)
     text = str(plan)
     for needle in ("2,300", f"{plan.peak_bytes:,}", "2,600", f"{100 * plan.overhead:.2f}%",
                    "adamw", "gradients", "net.layers.", "optimal", "solver"):
         assert needle in text, needle
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "no optimizer" not in text
-    assert "no optimizer" in str(plan_within(prepare(HandMadeStep(chain(3), 2600)), None))
+    assert "no optimizer" in str(plan_within(prepared(HandMadeStep(chain(3), 2600)), None))
 
 
 def test_notes_of_the_capture_are_shown():
     graph = replace(chain(3), notes=("the cache was switched off",))
     assert "note: the cache was switched off" in str(
-        plan_within(prepare(HandMadeStep(graph, 2600)), None))
+        plan_within(prepared(HandMadeStep(graph, 2600)), None))
 
 
 def test_the_frontier_is_monotone_and_none_of_its_plans_is_dominated():
-    prepared = prepare(HandMadeStep(chain(9), 2600))
-    curve = trace_frontier(prepared, 8, Effort(time_limit=5.0))
+    ready = prepared(HandMadeStep(chain(9), 2600))
+    curve = trace_frontier(ready, 8, Effort(time_limit=5.0))
     plans = list(curve)
     assert len(plans) == len(curve) >= 3
-    assert plans[0].overhead == 0 and plans[0].peak_bytes == prepared.keep_all_peak_bytes
+    assert plans[0].overhead == 0 and plans[0].peak_bytes == ready.keep_all_peak_bytes
     for cheap, small in pairwise(plans):
         assert cheap.overhead < small.overhead and cheap.peak_bytes > small.peak_bytes
     points = curve.to_dict()["points"]
@@ -96,7 +96,7 @@ def test_the_frontier_is_monotone_and_none_of_its_plans_is_dominated():
 
 
 def test_the_frontier_is_drawn(tmp_path):
-    curve = trace_frontier(prepare(HandMadeStep(chain(6), 2600)), 4, Effort(time_limit=5.0))
+    curve = trace_frontier(prepared(HandMadeStep(chain(6), 2600)), 4, Effort(time_limit=5.0))
     curve.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
