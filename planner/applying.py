@@ -1,8 +1,13 @@
-"""Applying a plan to a model; the work itself is done by the package `apply`."""
+"""Applying a plan to a model; the work itself is done by the package `apply`.
+
+Whether the graph is the plan's shows partly at once (parameters, buffers) and partly when the first
+step captures it; both raise `PlanMismatch`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlanMismatch
 from planner.plan import Plan
@@ -30,9 +35,5 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         raise TypeError(f"plan must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
     from apply import apply_recipe
-    from apply.errors import GraphMismatch
 
-    try:
-        return apply_recipe(model, plan.recipe)
-    except GraphMismatch as mismatch:
-        raise PlanMismatch(str(mismatch)) from mismatch
+    return apply_recipe(model, plan.recipe, mismatch=PlanMismatch)
