@@ -28,8 +28,8 @@ ANCHOR_ROUNDS = 6
 NEW_CUTS = 3
 """Cuts added per round, at the worst violations."""
 MOST_FRONTIERS = 128
-COARSE = 2e-4
-"""Gap, as a fraction of the plain cost, to which models with several cuts are solved at first."""
+FIRST_ROUND_SECONDS = 1.0
+"""Time for one model in the first round, per 500 ops; doubled from round to round."""
 
 
 def ilp(task: Task) -> Proposal:
@@ -58,46 +58,40 @@ def search_cuts(task: Task, incumbent: Incumbent) -> None:
     if incumbent.proven:
         return
     _anchored(task, incumbent, pivot)
-    pool = [relaxed]
     blocks = _blocks(problem, pivot)
-    while not incumbent.proven and task.seconds_left > 0:
-        before = incumbent.cost
-        _choose_slots(task, incumbent, pool[-2:], blocks, cuts)
+    moments = frozenset({(pivot, pivot)})
+    round_seconds = FIRST_ROUND_SECONDS * max(1.0, len(problem) / 500)
+    settled = False
+    while not incumbent.proven and not settled and task.seconds_left > 0:
+        cost = incumbent.cost
+        offered = template(problem, gaps_of(problem, [relaxed, incumbent.schedule]), blocks)
+        answer = best_of_slots(
+            problem, budget, offered, start=incumbent.schedule, moments=moments, seed=task.seed,
+            round_seconds=round_seconds,
+            deadline=time.monotonic() + min(4 * round_seconds, task.seconds_left / 2))
+        if answer.schedule is not None:
+            incumbent.offer(answer.schedule)
+        incumbent.report("slots")
         if incumbent.proven:
             return
+        moments = answer.moments
         added = _violated(problem, unroll(problem, relaxed), budget, cuts)
-        if not added:
-            if incumbent.cost >= before:
-                return
-            continue
         cuts = tuple(sorted({*cuts, *added}))
         solution = CutModel(problem, budget, cuts).solve(
-            task.seconds_left / 3, seed=task.seed, gap=COARSE * problem.plain_cost,
-            hint=incumbent.schedule)
+            min(2 * round_seconds, task.seconds_left / 2), seed=task.seed, hint=incumbent.schedule)
         incumbent.raise_bound(solution.extra_bound)
         if solution.retained is None:
             return
         relaxed = realise(problem, cuts, solution.retained)
         incumbent.offer(relaxed)
         incumbent.report(f"{len(cuts)} cuts")
-        pool.append(relaxed)
+        settled = (answer.settled and solution.solved and not added and incumbent.cost >= cost)
+        round_seconds *= 2
 
 
 def _blocks(problem: Problem, pivot: int) -> Gaps:
     region = region_after(problem, pivot)
     return block_gaps(problem, region, narrow_frontiers(problem, region, MOST_FRONTIERS))
-
-
-def _choose_slots(task: Task, incumbent: Incumbent, pool: list[Schedule], blocks: Gaps,
-                  cuts: tuple[int, ...]) -> None:
-    """Choose anew among the recomputations of a few schedules."""
-    offered = template(task.problem, gaps_of(task.problem, [*pool, incumbent.schedule]), blocks)
-    found = best_of_slots(
-        task.problem, task.budget_bytes, offered, start=incumbent.schedule, watch=cuts,
-        deadline=time.monotonic() + task.seconds_left / 2, seed=task.seed)
-    if found is not None:
-        incumbent.offer(found)
-    incumbent.report("slots")
 
 
 def _anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:

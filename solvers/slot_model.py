@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
 
@@ -26,34 +27,49 @@ from solvers.simulator import unroll
 
 MOST_ROUNDS = 25
 ROWS_PER_ROUND = 60
-PASSES = ((1e-3, 3.0), (1e-4, 8.0))
-"""Coarse until a schedule fits, then fine around it: each round of solving stops within this
-fraction of the plain cost of its optimum, or after these seconds."""
+PASSES = (1e-3, 1e-4)
+"""Coarse until a schedule fits, then fine around it: a round of solving stops within this fraction
+of the plain cost of its optimum."""
 
+Moment = tuple[int, int]
+"""The op about to run for the first time, and the op that runs right before or as it."""
 Literal = mathopt.Variable | int
 """A variable between 0 and 1, or the constant 0 or 1."""
 
 
-def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, deadline: float,
-                  start: Schedule | None = None, watch: Iterable[int] = (),
-                  seed: int = 0) -> Schedule | None:
-    """The cheapest schedule within the budget that only drops recomputations from `template`, as
-    far as the time allows; `None` where none was found.
+@dataclass(frozen=True, slots=True)
+class SlotAnswer:
+    """What came out of a template."""
 
-    `start`: such a schedule, to start from.  `watch`: ops at whose first runs memory is expected to
-    be tight.
+    schedule: Schedule | None
+    """The cheapest schedule found within the budget."""
+    moments: frozenset[Moment]
+    """Where memory turned out to be tight, for the next template to start with."""
+    settled: bool
+    """The model was solved to the finest gap of `PASSES`: more time will not help."""
+
+
+def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, deadline: float,
+                  round_seconds: float, start: Schedule | None = None,
+                  moments: Iterable[Moment] = (), seed: int = 0) -> SlotAnswer:
+    """The cheapest schedule within the budget that only drops recomputations from `template`, as
+    far as the time allows.
+
+    `start`: such a schedule, to start from.  `moments`: where memory is expected to be tight.
     """
     model = _SlotModel(problem, budget_bytes, template)
-    for op in watch:
-        model.watch(model.first[op])
+    for moment in sorted(moments):
+        model.watch_moment(moment)
     hint = None if start is None else model.used_by(start)
     best = None
-    for gap, round_seconds in PASSES:
+    settled = True
+    for gap in PASSES:
         for _ in range(MOST_ROUNDS):
             seconds = min(round_seconds, deadline - time.monotonic())
-            used = model.solve(seconds, seed, hint, gap)
+            used, solved = model.solve(seconds, seed, hint, gap)
+            settled = solved
             if used is None:
-                return best
+                return SlotAnswer(best, model.moments, settled)
             schedule, places = model.schedule(used)
             memory = unroll(problem, schedule).memory_bytes
             over = [p for p, held in enumerate(memory) if held > budget_bytes]
@@ -65,8 +81,8 @@ def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, de
                      and (p + 1 == len(memory) or memory[p + 1] <= memory[p])]
             peaks.sort(key=lambda p: (-memory[p], p))
             if not sum(model.watch(places[p]) for p in peaks[:ROWS_PER_ROUND]):
-                return best
-    return best
+                return SlotAnswer(best, model.moments, settled)
+    return SlotAnswer(best, model.moments, settled)
 
 
 class _SlotModel:
@@ -88,6 +104,12 @@ class _SlotModel:
                 self._slots_of[op].append(position)
             else:
                 self.first[op] = position
+        self._gap_of = [0] * len(template)
+        following = len(problem) - 1
+        for position in range(len(template) - 1, -1, -1):
+            if position not in self._slot:
+                following = template[position]
+            self._gap_of[position] = following
         self._cost_unit = max((op.cost for op in problem.ops if op.cost > 0), default=1.0) / 1000
         self._mip.minimize(mathopt.LinearSum(
             problem.ops[template[p]].cost / self._cost_unit * x for p, x in self._slot.items()))
@@ -117,6 +139,20 @@ class _SlotModel:
                     used.add(slots[at])
             low, gap = high, []
         return used
+
+    @property
+    def moments(self) -> frozenset[Moment]:
+        """Where memory is watched."""
+        return frozenset((self._gap_of[p], self._runs[p]) for p in self._watched)
+
+    def watch_moment(self, moment: Moment) -> None:
+        """Watch the run that a moment names, where the template has it."""
+        gap, op = moment
+        end = self.first[gap]
+        for position in (end, *reversed(self._slots_of[op])):
+            if self._runs[position] == op and self._gap_of[position] == gap:
+                self.watch(position)
+                return
 
     def watch(self, position: int) -> bool:
         """Require that memory at the run at a template position fits; whether that is new."""
@@ -160,14 +196,14 @@ class _SlotModel:
         return True
 
     def solve(self, seconds: float, seed: int, hint: set[int] | None,
-              gap: float) -> set[int] | None:
-        """The slots of the cheapest choice found; `None` where none was found."""
+              gap: float) -> tuple[set[int] | None, bool]:
+        """The slots of the cheapest choice found, or `None`; whether the gap was closed."""
         values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values,
                           gap=gap * self._problem.plain_cost / self._cost_unit)
         if answer.values is None:
-            return None
-        return {p for p, x in self._slot.items() if answer.values[x] > 0.5}
+            return None, answer.solved
+        return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer.solved
 
     def _at(self, storage: int, position: int, *, after: bool) -> Literal:
         """Whether a storage is alive just before or just after a position."""
