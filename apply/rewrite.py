@@ -161,7 +161,7 @@ class _Rewriter:
         """Views and elements of the previous results are stale once the op runs again."""
         for storage in op.outputs:
             if storage not in self.kept:
-                for node in self.nodes_of[storage]:
+                for node in self.nodes_of.get(storage, ()):
                     self.env.pop(node, None)
 
     def _prepare_replays(self, index: int, op: LoweredOp) -> None:

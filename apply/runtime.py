@@ -33,19 +33,25 @@ from graph_capture.torch_compat import (
 )
 
 
-def apply_recipe(model: nn.Module, recipe: Recipe) -> nn.Module:
+def apply_recipe(
+    model: nn.Module, recipe: Recipe, *, mismatch: type[Exception] = GraphMismatch
+) -> nn.Module:
     """A module that trains as `model` does, with the recipe's recomputations.
 
     It is of the same class, shares every submodule, parameter and buffer with `model` (which itself
     stays as it was), and so has the same `state_dict` keys.  Without gradients, and in the other of
     train and eval mode than the plan was made in, it runs the plain forward.
 
-    Raises `GraphMismatch`, here if parameters or buffers differ from those of the plan, and in the
+    Raises `mismatch`, here if parameters or buffers differ from those of the plan, and in the
     first training step if the captured graph does.
     """
-    _check_tensors(model, recipe.tensors)
+    try:
+        _check_tensors(model, recipe.tensors)
+    except GraphMismatch as error:
+        raise mismatch(str(error)) from None
     applied = copy.copy(model)
-    applied._compiled_call_impl = _PlannedCall(applied, recipe)  # type: ignore[assignment]
+    applied._compiled_call_impl = _PlannedCall(  # type: ignore[assignment]
+        applied, recipe, mismatch)
     return applied
 
 
@@ -83,9 +89,10 @@ def _describe_tensor(key: ParameterKey) -> str:
 class _PlannedCall:
     """What runs when the applied module is called."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> None:
         self._model = model
         self._recipe = recipe
+        self._mismatch = mismatch
         self._warned = False
         self._compiled = compile_module(model, _PlanBackend(model, recipe))
 
@@ -102,7 +109,7 @@ class _PlannedCall:
                 return self._compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, GraphMismatch):
-                    raise error.inner_exception from None
+                    raise self._mismatch(str(error.inner_exception)) from None
                 raise
 
     def _warn_of_mode(self) -> None:

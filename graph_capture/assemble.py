@@ -27,6 +27,10 @@ from graph_capture.training_graph import (
 )
 
 
+SCALAR_BYTES = 4
+"""Size of a loss, and of the cotangent that its backward starts from."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpCost:
     """What one run of an op costs."""
@@ -47,6 +51,8 @@ class LossMemory:
     """Beyond that, while it runs."""
     backward_workspace_bytes: int = 0
     """While its backward runs, beyond the cotangents that it makes."""
+    cotangents_held: bool = False
+    """Autograd's caller holds the cotangents to the end: they start the backward."""
 
 
 @dataclass(frozen=True)
@@ -124,21 +130,26 @@ class _Assembly:
     def _loss(self) -> None:
         loss = self.loss
         reads: tuple[int, ...] = ()
+        made = []
         if loss.retained_bytes or loss.forward_workspace_bytes:
-            kept = self._buffer(loss.retained_bytes, BufferKind.ACTIVATION)
-            self._moment("loss/forward#0", Phase.LOSS, -1, (), (kept,),
+            # The caller holds the loss, and autograd's caller the 1 that the backward starts from.
+            value = min(SCALAR_BYTES, loss.retained_bytes)
+            kept = self._buffer(loss.retained_bytes - value, BufferKind.ACTIVATION)
+            scalar = self._buffer(value, BufferKind.ACTIVATION, kept_to_end=True)
+            self._moment("loss/forward#0", Phase.LOSS, -1, (), (kept, scalar),
                          loss.forward_workspace_bytes)
             reads = (kept,)
-        made = []
+            made.append(self._buffer(value, BufferKind.TEMPORARY, kept_to_end=True))
         for number, use in enumerate(self.uses):
             for position, storage in enumerate(use.lowered.cotangent_storages):
                 if storage is None or self._fed_by_later_region(number, position):
                     continue
                 size = use.lowered.storages[storage].size_bytes
-                self.index[number, storage] = self._buffer(size, BufferKind.TEMPORARY)
+                self.index[number, storage] = self._buffer(
+                    size, BufferKind.TEMPORARY, kept_to_end=loss.cotangents_held)
                 made.append(self.index[number, storage])
         self._moment("loss/backward#0", Phase.LOSS, -1, reads, tuple(made),
-                     loss.backward_workspace_bytes)
+                     max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
 
     def _fed_by_later_region(self, number: int, position: int) -> bool:
         output = self._output_of_cotangent(number, position)
@@ -223,7 +234,8 @@ class _Assembly:
             name=op.name, target=op.target, module=op.module, source=op.source, phase=op.phase,
             region=number, inputs=tuple(dict.fromkeys(inputs)), outputs=tuple(outputs),
             flops=cost.flops, bytes_moved=cost.bytes_moved, seconds=cost.seconds,
-            workspace_bytes=cost.workspace_bytes, pinned=pinned,
+            workspace_bytes=cost.workspace_bytes + op.replay.workspace_bytes(self.device),
+            pinned=pinned,
             inplace=() if use.repeated else tuple(
                 self.index[number, storage] for storage in op.inplace),
             replay_state_bytes=op.replay.state_bytes(self.device), digest=op.digest,

@@ -9,7 +9,7 @@ import fnmatch
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from graph_capture.fake_twin import FakeTwin, make_twin
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
 from graph_capture.lower import RESIDENT, lower
-from graph_capture.op_costs import CostModel
-from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
+from graph_capture.loss import LossFootprint, objective, output_tensors
+from graph_capture.op_costs import OpCosts
 from graph_capture.record import Recording, record_step
 from graph_capture.specification import check
 from graph_capture.torch_compat import storage_key
@@ -41,7 +41,8 @@ class CapturedStep:
     graph: TrainingGraph
     baseline: EagerStep
     """The step as plain PyTorch runs it."""
-    optimizer: OptimizerFootprint
+    optimizer: Any
+    """`None`: no optimizer was named, and none is counted."""
     training: bool
     """Whether the model was in training mode."""
     overrides: tuple[tuple[str, object], ...]
@@ -69,28 +70,73 @@ def capture_step(
     twin = make_twin(model, tuple(args), {**(kwargs or {}), **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
-    costs = CostModel(cost_model, twin.device, probe=probe)
+    costs = OpCosts(twin.device, probe=probe)
+    say("capturing the forward and the backward")
+    recording, output = _record(twin, twin_loss)
+    uses = _region_uses(twin, recording, output)
     say("tracing the plain step")
-    baseline = trace_eager_step(twin, twin_loss, workspace=costs.workspace_bytes)
-    say("capturing the joint graph")
-    recording = record_step(twin, lambda compiled: run_step(compiled, twin, twin_loss))
-    say("annotating the graph")
-    uses = _region_uses(twin, recording)
-    keeper = _Keeper(keep, model)
-    notes = _notes(forced, recording)
+    try:
+        baseline = trace_eager_step(_plain_twin(twin, kwargs or {}, forced), twin_loss,
+                                    workspace=costs.workspace_bytes)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the training step fails on fake tensors: {type(error).__name__}: {error}") from error
+    say("measuring and estimating ops")
+    keeper = _Keeper(keep)
     graph = assemble(
-        uses, loss=baseline_loss(baseline), cost_of=costs, pinned_by_user=keeper,
-        resident=twin.resident, device=twin.device, notes=notes)
+        uses, loss=_loss_memory(baseline.loss, loss_fn is not None), cost_of=costs,
+        pinned_by_user=keeper, resident=twin.resident, device=twin.device,
+        notes=_notes(forced, recording, costs))
     keeper.check_all_used()
     check(graph)
     return CapturedStep(
-        graph=graph, baseline=baseline, optimizer=trace_optimizer(optimizer, twin),
+        graph=graph, baseline=baseline,
+        optimizer=None if optimizer is None else _trace_optimizer(optimizer, twin),
         training=model.training, overrides=forced)
 
 
-def run_step(call: Callable[..., Any], twin: FakeTwin, loss_fn: Callable[..., Any] | None) -> None:
-    output = call(*twin.args, **twin.kwargs)
-    raise NotImplementedError
+def _record(
+    twin: FakeTwin, loss_fn: Callable[[Any], torch.Tensor] | None
+) -> tuple[Recording, object]:
+    """One captured step of the twin, and what its forward returned."""
+    outputs: list[object] = []
+
+    def run(compiled: Callable[..., Any]) -> None:
+        output = compiled(*twin.args, **twin.kwargs)
+        outputs.append(output)
+        goal = objective(output, loss_fn)
+        goal.backward()
+
+    try:
+        recording = record_step(twin, run)
+    finally:
+        for parameter in twin.model.parameters():
+            parameter.grad = None
+    return recording, outputs[0]
+
+
+def _plain_twin(
+    twin: FakeTwin, kwargs: Mapping[str, Any], forced: Sequence[tuple[str, object]]
+) -> FakeTwin:
+    """The twin as the user calls it: without the arguments that capture forced."""
+    if not forced:
+        return twin
+    names = {name for name, _ in forced if name not in kwargs}
+    return replace(twin, kwargs={k: v for k, v in twin.kwargs.items() if k not in names})
+
+
+def _loss_memory(footprint: LossFootprint, outside: bool) -> LossMemory:
+    """What `assemble` needs of the loss; `outside`: it is not part of the model."""
+    cotangents = sum(gradient.size_bytes for gradient in footprint.outputs)
+    if not outside:
+        return LossMemory(cotangents_held=True)
+    return LossMemory(
+        retained_bytes=footprint.retained_bytes,
+        forward_workspace_bytes=footprint.forward_peak_bytes - footprint.retained_bytes,
+        backward_workspace_bytes=max(
+            0, footprint.backward_peak_bytes - footprint.retained_bytes - cotangents))
 
 
 def _region_uses(twin: FakeTwin, recording: Recording, output: object) -> list[RegionUse]:
@@ -104,7 +150,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object) -> list[R
     trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
     resident = {storage_key(tensor) for tensor in _tensors((
         *twin.parameters.values(), *twin.buffers.values(), twin.args, twin.kwargs, twin.extra))}
-    held = {storage_key(tensor) for tensor in _tensors(output)}
+    held = {storage_key(tensor) for tensor in output_tensors(output)}
     repeated = Counter(id(call.region) for call in recording.calls)
     made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
     runs: Counter[int] = Counter()
@@ -161,7 +207,9 @@ def _forced_arguments(
     return (("use_cache", False),) if "use_cache" in accepted else ()
 
 
-def _notes(forced: Sequence[tuple[str, object]], recording: Recording) -> tuple[str, ...]:
+def _notes(
+    forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts
+) -> tuple[str, ...]:
     notes = []
     if forced:
         arguments = ", ".join(f"{name}={value}" for name, value in forced)
@@ -173,6 +221,9 @@ def _notes(forced: Sequence[tuple[str, object]], recording: Recording) -> tuple[
     if recording.inference_graphs:
         notes.append(f"{recording.inference_graphs} captured pieces need no gradient "
                      "and are not planned")
+    if costs.assumed:
+        notes.append("workspace is a stated margin, not a measurement, for: "
+                     + ", ".join(sorted(costs.assumed)))
     return tuple(notes)
 
 
@@ -206,3 +257,8 @@ def _is_inside(module: str, pattern: str) -> bool:
     parts = module.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:length]), pattern)
                for length in range(1, len(parts) + 1))
+
+
+def _trace_optimizer(optimizer, twin):
+    from graph_capture.optimizer_step import trace_optimizer
+    return trace_optimizer(optimizer, twin)

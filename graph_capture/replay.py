@@ -55,9 +55,13 @@ class Replay:
         held = sum(n.meta["val"].numel() * n.meta["val"].element_size()
                    for n in self.copied_inputs)
         if self.random and device.type == "cpu":
-            # The state that is held, and the one that a replay sets aside while it runs.
-            held += 2 * CPU_GENERATOR_STATE_BYTES
+            held += CPU_GENERATOR_STATE_BYTES
         return held
+
+    def workspace_bytes(self, device: torch.device) -> int:
+        """Bytes that a replay takes on top of the op's own workspace: the generator's state that it
+        sets aside."""
+        return CPU_GENERATOR_STATE_BYTES if self.random and device.type == "cpu" else 0
 
 
 CPU_GENERATOR_STATE_BYTES = 5056

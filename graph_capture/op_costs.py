@@ -1,0 +1,61 @@
+"""What one run of a captured op costs: FLOPs, traffic, seconds and workspace.
+
+Seconds come from the table of `graph_capture.device_model`, workspace from the probe of
+`graph_capture.op_probe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from graph_capture.assemble import OpCost
+from graph_capture.device_model import device_model
+from graph_capture.flops import bytes_moved, op_flops
+from graph_capture.joint import tensors_of
+from graph_capture.op_probe import OpProbe
+
+
+class OpCosts:
+    """Costs of the ops on one device; workspace is measured once for each signature."""
+
+    def __init__(self, device: torch.device, *, probe: bool = True) -> None:
+        self._model = device_model(device)
+        self._probe = OpProbe(device, probe=probe)
+
+    @property
+    def assumed(self) -> frozenset[str]:
+        """Ops whose workspace is a stated margin instead of a measurement."""
+        return frozenset(self._probe.assumed)
+
+    def workspace_bytes(
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> int:
+        """What the op's kernel allocates for itself."""
+        return self._probe.workspace_bytes(target, args, kwargs, out)
+
+    def __call__(self, node: fx.Node) -> OpCost:
+        """The cost of a node, by the values that tracing left in it."""
+        args = fx.map_arg(node.args, _value_of)
+        kwargs = fx.map_arg(dict(node.kwargs), _value_of)
+        out = node.meta.get("val")
+        target = node.target
+        if not isinstance(target, OpOverload):
+            moved = sum(t.numel() * t.element_size() for t in tensors_of((args, kwargs, out)))
+            return OpCost(0, moved, self._model.op_seconds(0, moved, torch.float32), 0)
+        flops = op_flops(target, args, kwargs, out)
+        moved = bytes_moved(target, args, kwargs, out)
+        tensors = tensors_of(out) or tensors_of(args)
+        dtype = tensors[0].dtype if tensors else torch.float32
+        return OpCost(flops, moved, self._model.op_seconds(flops, moved, dtype),
+                      self.workspace_bytes(target, args, kwargs, out))
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
