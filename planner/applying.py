@@ -6,8 +6,7 @@ step captures it; both raise `PlanMismatch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.errors import PlanMismatch
 from planner.plan import Plan
