@@ -14,6 +14,8 @@ simulator.
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,28 +40,39 @@ class _NoRoom(Exception):
 
 def lazy_schedule(
     problem: Problem, budget_bytes: int, *, taste: EvictionTaste = EvictionTaste(),
-    max_runs: int | None = None, seed: int = 0,
+    max_runs: int | None = None, deadline: float = math.inf, seed: int = 0,
 ) -> Schedule | None:
     """A legal schedule that aims at `budget_bytes`, or None where the walk runs out of room.
 
-    `max_runs` bounds the length of the schedule (default: 60 runs per op and 2,000 more).
+    `max_runs` bounds the length of the schedule (default: 12 runs per op and 1,000 more), and the
+    walk gives up at `deadline` (of `time.monotonic`).
     """
-    limit = max_runs if max_runs is not None else 60 * len(problem) + 2000
-    walk = _Walk(problem, budget_bytes, taste, limit, seed)
+    limit = max_runs if max_runs is not None else 12 * len(problem) + 1000
+    walk = _Walk(problem, budget_bytes, taste, limit, deadline, seed)
     try:
         for op in range(len(problem)):
             walk.first_run(op)
-    except (_NoRoom, RecursionError):
+    except _NoRoom:
         return None
     return tuple(walk.schedule)
 
 
+@dataclass(slots=True)
+class _Frame:
+    """A run that waits for inputs to be remade."""
+
+    op: int
+    again: bool
+    missing: list[int]
+
+
 class _Walk:
     def __init__(self, problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int,
-                 seed: int) -> None:
+                 deadline: float, seed: int) -> None:
         self.problem = problem
         self.budget = budget_bytes
         self.max_runs = max_runs
+        self.deadline = deadline
         self.taste = taste
         self.noise = np.random.default_rng(seed)
         self.schedule: list[int] = []
@@ -89,7 +102,7 @@ class _Walk:
 
     def first_run(self, op: int) -> None:
         self.stage = op
-        self._run(op, again=False)
+        self._run(op)
         for storage in self.problem.ops[op].inputs:
             readers = self.problem.consumers[storage]
             cursor = self.cursor[storage]
@@ -101,37 +114,50 @@ class _Walk:
             if self.held[storage] and self._next_use(storage, op + 1) == self.never:
                 self._drop_if_dead(storage)
 
-    def _run(self, op: int, again: bool) -> None:
-        """Run `op` now, remaking what it reads; `again`: as a recomputation."""
-        described = self.problem.ops[op]
-        if again and not self.problem.may_replay(op, self.stage):
-            raise _NoRoom
-        locked: list[int] = []
-        try:
-            for storage in described.inputs:
-                if self.held[storage]:
-                    self.locks[storage] += 1
-                    locked.append(storage)
-            for storage in described.inputs:
-                if storage not in locked:
-                    self._run(self.producer[storage], again=True)
-                    if not self.held[storage]:
+    def _run(self, op: int) -> None:
+        """Make the first run of `op`, remaking what it reads and what that takes."""
+        frames = [self._frame(op, again=False)]
+        while frames:
+            frame = frames[-1]
+            if frame.missing:
+                storage = frame.missing[-1]
+                if not self.held[storage]:
+                    producer = self.producer[storage]
+                    if not self.problem.may_replay(producer, self.stage):
                         raise _NoRoom
-                    self.locks[storage] += 1
-                    locked.append(storage)
-            if len(self.schedule) >= self.max_runs:
-                raise _NoRoom
-            self._make_room(op, again)
-            self.schedule.append(op)
-        finally:
-            for storage in locked:
-                self.locks[storage] -= 1
+                    frames.append(self._frame(producer, again=True))
+                    continue
+                frame.missing.pop()
+                self.locks[storage] += 1
+                continue
+            frames.pop()
+            self._execute(frame)
+
+    def _frame(self, op: int, again: bool) -> _Frame:
+        """Lock the inputs that are at hand; the others are to be remade."""
+        missing = []
+        for storage in reversed(self.problem.ops[op].inputs):
+            if self.held[storage]:
+                self.locks[storage] += 1
+            else:
+                missing.append(storage)
+        return _Frame(op, again, missing)
+
+    def _execute(self, frame: _Frame) -> None:
+        """Run an op whose inputs are all at hand and locked."""
+        described = self.problem.ops[frame.op]
+        if len(self.schedule) >= self.max_runs or time.monotonic() > self.deadline:
+            raise _NoRoom
+        self._make_room(frame.op, frame.again)
+        self.schedule.append(frame.op)
+        for storage in described.inputs:
+            self.locks[storage] -= 1
         here = self.problem.segment_of[min(self.stage, len(self.problem) - 1)]
         for storage in described.outputs:
             if not self.held[storage]:
                 self._hold(storage)
             self.born_in[storage] = here
-        if again:
+        if frame.again:
             for storage in described.inputs:
                 self._drop_if_dead(storage)
 
@@ -156,7 +182,8 @@ class _Walk:
             try:
                 self._evict_until(self.budget - need)
             except _NoRoom:
-                if candidate is None or not self._may_evict(candidate, self.stage + (not again)):
+                if candidate is None or not self._may_evict(
+                        candidate, self.stage + (not again), {}):
                     raise
                 self._evict(candidate, self.stage + (not again))
                 self._evict_until(self.budget - need)
@@ -179,9 +206,10 @@ class _Walk:
         if taste.noise:
             scores *= np.exp(taste.noise * self.noise.standard_normal(len(scores)))
         scores[dead] = 0.0
+        known: dict[tuple[int, int], bool] = {}
         for index in np.argsort(scores, kind="stable"):
             storage = int(victims[index])
-            if self._may_evict(storage, now):
+            if self._may_evict(storage, now, known):
                 self._evict(storage, now)
                 if self.used <= limit:
                     return
@@ -207,25 +235,45 @@ class _Walk:
                 return min(direct, wanted)
         return direct
 
-    def _may_evict(self, storage: int, start: int) -> bool:
-        """Whether the storage can be remade for each of its uses from `start` on."""
-        uses = {self.problem.segment_of[r]
-                for r in self.problem.consumers[storage][self.cursor[storage]:] if r >= start}
-        if self.wanted_last[storage] >= start:
-            uses.add(self.problem.segment_of[min(self.wanted_last[storage], len(self.problem) - 1)])
-            if self.wanted_next[storage] >= start:
-                uses.add(self.problem.segment_of[self.wanted_next[storage]])
-        return all(self._remakeable(self.producer[storage], segment) for segment in uses)
+    def _may_evict(self, storage: int, start: int, known: dict[tuple[int, int], bool]) -> bool:
+        """Whether the storage can be remade for each of its uses from `start` on; `known` holds
+        answers that stay true while nothing but evictions happens."""
+        uses = {self.problem.segment_of[reader]
+                for reader in self.problem.consumers[storage][self.cursor[storage]:]
+                if reader >= start}
+        uses.update(self._wanted_in(storage, start))
+        return all(self._remakeable(self.producer[storage], segment, known) for segment in uses)
 
-    def _remakeable(self, op: int, segment: int) -> bool:
-        if self.free_replay[segment][op]:
-            return True
-        problem = self.problem
-        if (not problem.ops[op].recomputable
-                or problem.segment_of[op] not in problem.segments[segment].replays):
-            return False
-        return all(self.held[s] or self._remakeable(self.producer[s], segment)
-                   for s in problem.ops[op].inputs)
+    def _wanted_in(self, storage: int, start: int) -> list[int]:
+        """Segments from `start` on in which something that is gone is remade from the storage."""
+        return [self.problem.segment_of[int(wanted[storage])]
+                for wanted in (self.wanted_next, self.wanted_last) if wanted[storage] >= start]
+
+    def _remakeable(self, op: int, segment: int, known: dict[tuple[int, int], bool]) -> bool:
+        """Whether `op` can be recomputed in the segment from what is held."""
+        todo = [op]
+        while todo:
+            here = todo[-1]
+            if (here, segment) in known:
+                todo.pop()
+                continue
+            if self.free_replay[segment][here]:
+                known[here, segment] = True
+                continue
+            problem = self.problem
+            if (not problem.ops[here].recomputable
+                    or problem.segment_of[here] not in problem.segments[segment].replays):
+                known[here, segment] = False
+                continue
+            # What is gone but wanted there was found remakeable when it was dropped.
+            open_inputs = [self.producer[s] for s in problem.ops[here].inputs
+                           if not self.held[s] and segment not in self._wanted_in(s, self.stage)]
+            unknown = [p for p in open_inputs if (p, segment) not in known]
+            if unknown:
+                todo.extend(unknown)
+            else:
+                known[here, segment] = all(known[p, segment] for p in open_inputs)
+        return known[op, segment]
 
     def _hold(self, storage: int) -> None:
         self.held[storage] = True

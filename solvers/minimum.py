@@ -1,7 +1,9 @@
 """The smallest peak: a bound that no schedule beats, and a schedule that comes as near as it can.
 
 The bound looks at one first run at a time and counts what must be alive there.  The schedule is
-found by walking lazily (`solvers.lazy`) at ever smaller budgets, whatever the recomputations cost.
+found by walking lazily (`solvers.lazy`) at ever smaller budgets, whatever the recomputations cost,
+and by annealing (`solvers.local_search.repair`) from there, which wins on graphs that are no
+training steps.
 
 Blind spots: the bound knows of no need that spans two runs (recomputing an input while its sibling
 is held), so it may lie below the smallest peak that exists; on training graphs the two mostly meet.
@@ -15,8 +17,13 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from solvers.lazy import EvictionTaste, lazy_schedule
+from solvers.local_search import repair
 from solvers.problem import Problem, Schedule
 from solvers.simulator import simulate
+
+_LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
+_ANNEAL_MOVES = 60_000  # per target
+_ANNEAL_SECONDS = 60.0  # only so that `moves` is what stops it
 
 
 def working_set_floor(problem: Problem) -> int:
@@ -97,41 +104,83 @@ def minimum_peak(problem: Problem, *, time_limit: float = 10.0, seed: int = 0) -
     Its cost plays no part.  Stops early where the peak meets `working_set_floor`.  The same seed
     gives the same schedule unless the time limit cuts the search short.
     """
-    deadline = time.monotonic() + time_limit
-    floor = working_set_floor(problem)
-    best = problem.plain_schedule
-    best_peak = simulate(problem, best).peak_bytes
+    return _Descent(problem, time.monotonic() + time_limit, seed).run()
 
-    def attempt(budget_bytes: int, taste: EvictionTaste, draw: int) -> None:
-        nonlocal best, best_peak
-        found = lazy_schedule(problem, budget_bytes, taste=taste, seed=draw)
-        if found is not None:
-            peak = simulate(problem, found).peak_bytes
-            if peak < best_peak:
-                best, best_peak = found, peak
 
-    for taste in _tastes(seed):
-        if best_peak <= floor or time.monotonic() > deadline:
-            return best
-        attempt(floor, taste, seed)
-        low = floor
-        # Invariant of the bisection: nothing was found at `low`, `best_peak` was found.
-        while best_peak - low > max(1, floor >> 10) and time.monotonic() < deadline:
-            middle = (low + best_peak) // 2
-            before = best_peak
-            attempt(middle, taste, seed)
-            if best_peak > middle or best_peak == before:
+class _Descent:
+    """Walks at ever smaller budgets, with ever more runs per op allowed and in other tastes."""
+
+    def __init__(self, problem: Problem, deadline: float, seed: int) -> None:
+        self.problem = problem
+        self.deadline = deadline
+        self.seed = seed
+        self.floor = working_set_floor(problem)
+        self.best = problem.plain_schedule
+        self.best_peak = simulate(problem, self.best).peak_bytes
+
+    @property
+    def done(self) -> bool:
+        return self.best_peak <= self.floor or time.monotonic() > self.deadline
+
+    def run(self) -> Schedule:
+        for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed)):
+            self._bisect(taste, runs_per_op * len(self.problem) + 200)
+            if not self.done and rank % 12 == 2:
+                self._anneal(time.monotonic() + (self.deadline - time.monotonic()) / 2)
+            if self.done:
+                break
+        return self.best
+
+    def _anneal(self, deadline: float) -> None:
+        """Lower the peak by local search, in smaller steps where larger ones fail."""
+        lean = len(self.best) <= _LEAN_RUNS_PER_OP * len(self.problem)
+        current = self.best if lean else self.problem.plain_schedule
+        peak = simulate(self.problem, current).peak_bytes
+        share = 0.25
+        while peak > self.floor and share > 0.01 and time.monotonic() < deadline:
+            target = peak - max(1, int(share * (peak - self.floor)))
+            found = repair(self.problem, target, current, time_limit=_ANNEAL_SECONDS,
+                           deadline=deadline, moves=_ANNEAL_MOVES, seed=self.seed)
+            if found is None:
+                share /= 2
+                continue
+            current, peak = found, simulate(self.problem, found).peak_bytes
+            if peak < self.best_peak:
+                self.best, self.best_peak = current, peak
+
+    def _bisect(self, taste: EvictionTaste, max_runs: int) -> None:
+        """Bisect for the smallest budget at which a walk in this taste succeeds."""
+        low = self.floor
+        step = max(1, self.floor >> 9)
+        if self._attempt(low, taste, max_runs) or not self._attempt(
+                self.best_peak - step, taste, max_runs):
+            return
+        while self.best_peak - low > step and not self.done:
+            middle = (low + self.best_peak) // 2
+            if not self._attempt(middle, taste, max_runs):
                 low = middle
-    return best
+
+    def _attempt(self, budget: int, taste: EvictionTaste, max_runs: int) -> bool:
+        found = lazy_schedule(self.problem, budget, taste=taste, max_runs=max_runs,
+                              deadline=self.deadline, seed=self.seed)
+        if found is None:
+            return False
+        peak = simulate(self.problem, found).peak_bytes
+        if peak >= self.best_peak:
+            return False
+        self.best, self.best_peak = found, peak
+        return True
 
 
-def _tastes(seed: int) -> Iterator[EvictionTaste]:
-    """Plain scores first, then a limited number of random ones."""
-    yield EvictionTaste()
-    yield EvictionTaste(cost=0.0, size=1.0, distance=1.0)
-    yield EvictionTaste(cost=1.0, size=1.0, distance=0.0)
-    yield EvictionTaste(cost=0.0, size=0.0, distance=1.0)
+def _tastes(seed: int) -> Iterator[tuple[EvictionTaste, int]]:
+    """Tastes with the runs per op to allow: plain scores first, then random ones, dearer ones."""
+    yield EvictionTaste(), 3
+    yield EvictionTaste(), 20
+    yield EvictionTaste(cost=0.0), 10
+    yield EvictionTaste(distance=0.0), 10
+    yield EvictionTaste(cost=0.0, size=0.0), 10
     chance = random.Random(seed)
-    for _ in range(40):
-        yield EvictionTaste(chance.uniform(0.0, 1.5), chance.uniform(0.0, 1.5),
-                            chance.uniform(0.0, 1.5), chance.uniform(0.0, 0.5))
+    for effort in (10, 10, 40):
+        for _ in range(20):
+            yield EvictionTaste(chance.uniform(0.0, 1.5), chance.uniform(0.0, 1.5),
+                                chance.uniform(0.0, 1.5), chance.uniform(0.0, 0.5)), effort
