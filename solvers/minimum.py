@@ -123,6 +123,7 @@ class _Descent:
         return self.best_peak <= self.floor or time.monotonic() > self.deadline
 
     def run(self) -> Schedule:
+        self._halve()
         for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed)):
             self._bisect(taste, runs_per_op * len(self.problem) + 200)
             if not self.done and rank % 12 == 2:
@@ -130,6 +131,12 @@ class _Descent:
             if self.done:
                 break
         return self.best
+
+    def _halve(self) -> None:
+        """Come down in big steps first, so that little time gives much."""
+        target = (self.floor + self.best_peak) // 2
+        while not self.done and self._attempt(target, EvictionTaste(), 3 * len(self.problem) + 200):
+            target = (self.floor + self.best_peak) // 2
 
     def _anneal(self, deadline: float) -> None:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
@@ -152,7 +159,7 @@ class _Descent:
         """Bisect for the smallest budget at which a walk in this taste succeeds."""
         low = self.floor
         step = max(1, self.floor >> 9)
-        if self._attempt(low, taste, max_runs) or not self._attempt(
+        if self.done or self._attempt(low, taste, max_runs) or not self._attempt(
                 self.best_peak - step, taste, max_runs):
             return
         while self.best_peak - low > step and not self.done:
