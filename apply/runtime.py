@@ -125,8 +125,7 @@ class _PlanBackend:
     """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self._names = {id(tensor): name for name, tensor in
-                       (*model.named_parameters(), *model.named_buffers())}
+        self._model = model
         self._recipe = recipe
         self._compiled_regions = 0
 
@@ -146,7 +145,7 @@ class _PlanBackend:
             return boxed_callable(graph)
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return _checked_backward(boxed_callable(graph), cotangents)
+            return _checked_backward(graph, cotangents)
 
         compiled = aot_backend(partition, forward, backward)(module, list(inputs))
 
@@ -163,7 +162,10 @@ class _PlanBackend:
         """The recipe's region that this graph is; raises `GraphMismatch`."""
         primals = [n for n in joint.graph.find_nodes(op="placeholder")
                    if "tangents" not in str(n.target)]
-        names = region_input_names([inputs[i] for i in primal_indices(primals)], self._names)
+        # Read now: the model may have been given other parameters since the plan was applied.
+        known = {id(tensor): name for name, tensor in
+                 (*self._model.named_parameters(), *self._model.named_buffers())}
+        names = region_input_names([inputs[i] for i in primal_indices(primals)], known)
         regions = self._recipe.regions
         first_difference = ""
         start = self._compiled_regions % max(len(regions), 1)
@@ -218,19 +220,27 @@ def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _checked_backward(
-    run: Callable[[list[Any]], Any], cotangents: tuple[bool, ...]
+    graph: fx.GraphModule, cotangents: tuple[bool, ...]
 ) -> Callable[[list[Any]], Any]:
-    """A backward that makes the zeros that autograd left out, and refuses a gradient through an
-    output that the plan took for one without."""
+    """A backward that makes the zeros that autograd left out where the plan counts on a gradient,
+    and refuses a gradient through an output that the plan took for one without."""
+    planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
+               ][-len(cotangents):] if cotangents else []
+    run = boxed_callable(graph)
 
     def call(args: list[Any]) -> Any:
         first = len(args) - len(cotangents)
-        for index, planned in enumerate(cotangents):
-            if (args[first + index] is not None) and not planned:
+        for index, expected in enumerate(cotangents):
+            is_given = args[first + index] is not None
+            if is_given and not expected:
                 raise GraphMismatch(
                     f"a gradient flows into differentiable output {index} of the model, which "
                     "the plan took for one without; make the plan with the loss_fn that is "
                     "trained with")
+            if expected and not is_given:
+                like = planned[index]
+                args[first + index] = torch.zeros(
+                    like.shape, dtype=like.dtype, device=like.device)
         return run(args)
 
     call._boxed_call = True  # type: ignore[attr-defined]
