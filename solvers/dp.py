@@ -28,7 +28,7 @@ from solvers.task import Proposal, Task
 STEPS = 500
 """Resolution of the retained bytes."""
 MOST_FRONTIERS = 128
-ROUNDS = 10
+ROUNDS = 13
 """Nominal budgets tried by bisection."""
 
 
@@ -40,21 +40,23 @@ def dp(task: Task) -> Proposal:
     if best_peak <= budget:
         return Proposal(best)
     chain = Chain.of(problem)
-    low, high = 0.0, 2.0
+    # Nominal budgets do not depend on the budget, so that one which is missed by a little leads to
+    # the same schedules as the one that it is then told to be the smallest.
+    low, high = 0, 2 * best_peak
     for _ in range(ROUNDS):
-        factor = (low + high) / 2
-        retained = chain.segmentation(int(budget * factor))
+        nominal = (low + high) // 2
+        retained = chain.segmentation(nominal)
         schedule = None if retained is None else realise(problem, (chain.pivot,), (retained,))
         if schedule is None:
-            low = factor
+            low = nominal
             continue
         peak, cost = simulate(problem, schedule)
         if peak <= budget:
             schedule = drop_recomputes(problem, budget, schedule)
             peak, cost = simulate(problem, schedule)
-            low = factor
+            low = nominal
         else:
-            high = factor
+            high = nominal
         if (peak <= budget and (best_peak > budget or cost < best_cost)) or (
                 peak < best_peak and best_peak > budget):
             best, best_peak, best_cost = schedule, peak, cost

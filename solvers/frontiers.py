@@ -89,7 +89,7 @@ def narrow_frontiers(problem: Problem, region: Region, limit: int) -> tuple[Fron
     chain = frontiers(problem, region)
     sizes = [f.size_bytes for f in chain]
     local = [f for i, f in enumerate(chain)
-             if (i == 0 or sizes[i - 1] > sizes[i])
+             if (i == 0 or sizes[i - 1] >= sizes[i])
              and (i + 1 == len(chain) or sizes[i + 1] >= sizes[i])]
     if len(local) <= limit:
         return tuple(local)

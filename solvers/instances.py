@@ -47,12 +47,13 @@ def problem_from_node_link(data: Any, name: str = "") -> Problem:
     except (nx.NetworkXError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"expected networkx node-link data, got what networkx refuses: "
                          f"{type(error).__name__}: {error}") from error
-    count = graph.number_of_nodes()
+    count = len(data["nodes"])
     if count == 0:
         raise ValueError("expected at least one node, got none")
     strangers = [node for node in graph.nodes if type(node) is not int or not 0 <= node < count]
-    if strangers:
-        raise ValueError(f"expected nodes numbered 0 to {count - 1}, got node {strangers[0]!r}")
+    if strangers or graph.number_of_nodes() != count:
+        got = f"node {strangers[0]!r}" if strangers else "the same number twice"
+        raise ValueError(f"expected nodes numbered 0 to {count - 1}, got {got}")
     wrong_way = next(((u, v) for u, v in graph.edges if u >= v), None)
     if wrong_way is not None:
         raise ValueError(f"expected nodes numbered in a topological order, got the edge "
