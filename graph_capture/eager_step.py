@@ -13,15 +13,15 @@ collector runs, at some other time than in the real step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graph_capture.fake_twin import FakeTwin
+from graph_capture.hollow import hollow_twin
 from graph_capture.loss import LossFn, LossFootprint, objective, trace_loss
 from graph_capture.memory_tracker import MemoryTracker, Workspace
 from graph_capture.training_graph import BufferKind
@@ -39,28 +39,42 @@ class EagerStep:
     end_bytes: int
     """What is left when the step ends and its output is released: the gradients."""
     loss: LossFootprint
+    plain: bool
+    """Whether the code ran on what it takes for plain tensors; else on fake ones, which some
+    libraries treat in another way."""
 
 
 def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
-                     forward_context: AbstractContextManager[Any] | None = None) -> EagerStep:
+                     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+                     ) -> EagerStep:
     """Trace forward, loss and backward of the twin; it has no gradients before and after.
 
-    `forward_context`: what the user wraps around the forward and the loss, e.g. `torch.autocast`;
-    an autocast that is active at the time of the call counts too.
+    `forward_context` makes what the user wraps around the forward and the loss, e.g.
+    `lambda: torch.autocast("cpu", torch.bfloat16)`; an autocast that is active at the time of the
+    call counts too.
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
-    resident = [*twin.parameters.values(), *twin.buffers.values(),
-                *(leaf for leaf in pytree.tree_leaves((twin.args, twin.kwargs))
-                  if isinstance(leaf, torch.Tensor)), *twin.fake_of.values()]
+    if twin.trace_device.type == "cpu":
+        try:
+            plain = hollow_twin(twin, extra=(loss_fn,))
+            return _trace(plain, plain.extra[-1], workspace, forward_context, plain=True)
+        except Exception:  # whatever a plain tensor without values cannot do, a fake one may
+            pass
+    return _trace(twin, loss_fn, workspace, forward_context, plain=False)
+
+
+def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
+           forward_context: Callable[[], AbstractContextManager[Any]], *, plain: bool) -> EagerStep:
+    copies = list(twin.fake_of.values())
     tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
-                            resident=resident)
+                            resident=copies)
     try:
-        with twin.mode, forward_context or nullcontext():
-            with tracker:
+        with forward_context():
+            with twin.mode, tracker:
                 output = twin.model(*twin.args, **twin.kwargs)
             footprint = trace_loss(loss_fn, output, twin, workspace)
-            with tracker:
+            with twin.mode, tracker:
                 goal = objective(output, loss_fn)
         # What leaving a user's outermost autocast does: casts of parameters are no longer kept.
         torch.clear_autocast_cache()
@@ -68,13 +82,13 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         first_of_backward = tracker.start_of_backward()
         with twin.mode, _no_autocast(twin.trace_device), tracker:
             goal.backward()
-        gradients = {tracker.number_of(tensor.grad) for tensor in twin.fake_of.values()
+        gradients = {tracker.number_of(tensor.grad) for tensor in copies
                      if tensor.is_leaf and tensor.grad is not None}
         del output, goal
         end = tracker.live_bytes
-        tracker.close()
     finally:
-        for tensor in twin.fake_of.values():
+        tracker.close()
+        for tensor in copies:
             if tensor.is_leaf:
                 tensor.grad = None
 
@@ -86,7 +100,7 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
                 else BufferKind.TEMPORARY if number >= first_of_backward
                 else BufferKind.ACTIVATION)
         by_category[kind] += size
-    return EagerStep(tracker.peak_bytes, by_category, forward_peak, end, footprint)
+    return EagerStep(tracker.peak_bytes, by_category, forward_peak, end, footprint, plain)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graph_capture.allocator import allocated_bytes
@@ -41,8 +41,8 @@ from graph_capture.training_graph import ResidentMemory
 class FakeTwin:
     """The fake copy of a model and of one batch."""
 
-    mode: FakeTensorMode
-    """Mode of every fake tensor here; run the twin's model under it."""
+    mode: TorchDispatchMode
+    """The fake mode of every tensor here; run the twin's model under it."""
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -85,7 +85,13 @@ def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str,
     """
     _refuse_what_has_no_twin(model)
     planned = _device_planned_for(model, device)
-    copier = _Copier(planned if _can_trace(planned) else torch.device("cpu"))
+    copier = TwinCopier(planned if _can_trace(planned) else torch.device("cpu"))
+    return twin_by(copier, model, args, kwargs or {}, tuple(extra), planned)
+
+
+def twin_by(copier: TwinCopier, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+            extra: tuple[Any, ...], planned: torch.device) -> FakeTwin:
+    """The twin that `copier` makes; `planned` is the device whose allocator sizes are counted by."""
     twin = copier.module(model)
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     buffers = dict(twin.named_buffers(remove_duplicate=False))
@@ -94,7 +100,7 @@ def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str,
     # The inputs are copied after the model, so that an input which is a parameter stays one.
     twin_args = tuple(copier.tree(arg, f"argument {index}") for index, arg in enumerate(args))
     twin_kwargs = {name: copier.tree(arg, f"argument {name!r}")
-                   for name, arg in (kwargs or {}).items()}
+                   for name, arg in kwargs.items()}
     of_inputs = set(copier.storage_bytes) - of_model
     twin_extra = tuple(copier.tree(item, "an extra object") for item in extra)
 
@@ -112,8 +118,8 @@ def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str,
         parameters=parameters, buffers=buffers, fake_of=copier.fake_of)
 
 
-class _Copier(TorchFunctionMode):
-    """Deep copies in which each real tensor becomes its one fake copy.
+class TwinCopier(TorchFunctionMode):
+    """Deep copies in which each tensor becomes its one copy without memory.
 
     As a mode it catches the tensors that `copy.deepcopy` reaches other than as a parameter or
     buffer of a module: plain attributes, those in lists, those of a dataclass.
@@ -121,14 +127,28 @@ class _Copier(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        # A constant that the model's code closes over is real; a fake mode may meet it.
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = self.new_mode()
         self.device = device
         self.memo: dict[int, Any] = {}
         self.fake_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.storage_bytes: dict[int, int] = {}  # by the key of the fake storage
-        self._storages: dict[int, torch.UntypedStorage] = {}  # meta storage by real storage's key
+        self._storages: dict[int, torch.UntypedStorage] = {}  # copy by the original storage's key
         self._alive: list[Any] = []  # storages whose keys would otherwise be given out again
+
+    def new_mode(self) -> TorchDispatchMode:
+        """The mode under which the copies are used."""
+        # A constant that the model's code closes over is real; a fake mode may meet it.
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
+        """A storage without memory."""
+        return torch.UntypedStorage(size_bytes, device="meta")
+
+    def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor in `storage` with the layout of `like`."""
+        meta = torch.empty(0, dtype=like.dtype, device="meta")
+        meta.set_(storage, like.storage_offset(), like.size(), like.stride())
+        return fake_tensor(self.mode, meta, self.device)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         if func is torch.Tensor.__deepcopy__ or func is tensor_clone:
@@ -194,12 +214,10 @@ class _Copier(TorchFunctionMode):
         storage = real.untyped_storage()
         key = storage_key(real)
         if key not in self._storages:
-            self._storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
+            self._storages[key] = self.new_storage(storage.nbytes())
             self._alive.append(storage)
-        meta = torch.empty(0, dtype=real.dtype, device="meta")
         with torch.no_grad():
-            meta.set_(self._storages[key], real.storage_offset(), real.size(), real.stride())
-        fake = fake_tensor(self.mode, meta, self.device)
+            fake = self.new_tensor(real, self._storages[key])
         self.storage_bytes[storage_key(fake)] = storage.nbytes()
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)

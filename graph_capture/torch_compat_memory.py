@@ -10,13 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
 # there is no public way to trace a model without allocating its memory.
-__all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "cpu_allocations", "fake_tensor", "no_active_modes",
-           "storage_key", "tensor_clone"]
+__all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "cpu_allocations",
+           "fake_tensor", "no_active_modes", "storage_at", "storage_key", "tensor_clone"]
+
+# What a fake tensor answers when the result of an op has a shape that depends on values (2.11-2.13).
+NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)
 
 # The function that a `TorchFunctionMode` sees when `Parameter.__deepcopy__` clones the data.
 tensor_clone = torch._C.TensorBase.clone
@@ -38,6 +46,15 @@ def no_active_modes() -> AbstractContextManager[object]:
     (2.11-2.13), which torch uses for the same purpose.
     """
     return _disable_current_modes()
+
+
+def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:
+    """A CPU storage over memory that somebody else owns.
+
+    `torch.frombuffer` does that for memory that exists; this one (2.11-2.13) lets many storages,
+    each of its own identity, share one address.
+    """
+    return torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), size_bytes)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -112,7 +129,8 @@ class GradientSums:
         if len(args) != 2 or not all(isinstance(arg, torch.Tensor) for arg in args):
             return False
         held, added = args
-        return (held.shape == added.shape and held.dtype == added.dtype
+        return (isinstance(held, FakeTensor) and isinstance(added, FakeTensor)
+                and held.shape == added.shape and held.dtype == added.dtype
                 and not torch.is_grad_enabled() and _is_dense(held)
                 and _use_counts(held) == GradientSums._alone)
 

@@ -1,0 +1,222 @@
+"""Plain tensors without memory: for code, and autograd, that treat fake tensors differently.
+
+The model of the world: to the model's Python code and to autograd a hollow tensor is a plain
+`torch.Tensor`; only its storage points to a page of zeros that all of them share, and a dispatch
+mode answers each op with another hollow tensor of the shape that a fake tensor would have.  Small
+integer tensors of the inputs keep their values, and ops on known values run, so that code may look
+at masks and positions as it does in a real step.  (transformers, for one, drops a mask of ones
+unless it sees a fake tensor.)
+
+Blind spots: a value that depends on the weights is not known, and asking for it is an error; code
+that reads memory behind the dispatcher's back reads zeros.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graph_capture.errors import CaptureError
+from graph_capture.fake_twin import FakeTwin, TwinCopier, twin_by
+from graph_capture.torch_compat_memory import (
+    FakeTensor,
+    FakeTensorMode,
+    NoStaticShape,
+    fake_tensor,
+    storage_at,
+    storage_key,
+)
+
+_KNOWN_BYTES = 1 << 24
+"""Known values are followed through tensors of at most this size."""
+
+_ITEM = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default,
+                   torch.ops.aten.is_nonzero.default})
+
+
+class UnknownValue(CaptureError):
+    """Code asked for a value that depends on values which a trace without memory lacks."""
+
+
+def hollow_twin(twin: FakeTwin, extra: tuple[Any, ...] = ()) -> FakeTwin:
+    """The twin of a twin, with hollow tensors in place of the fake ones; for the CPU only.
+
+    `extra`: further objects that refer to the twin's tensors; the copies come last in the result's
+    `extra`.  Integer inputs and buffers have the values of the originals that `twin` was made from, as far
+    as those are still alive.
+    """
+    if twin.trace_device.type != "cpu":
+        raise ValueError(f"expected a twin traced on the CPU, got one on {twin.trace_device}")
+    copier = _HollowCopier(twin)
+    return twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
+                   twin.device)
+
+
+class HollowMode(TorchDispatchMode):
+    """Runs ops of known values, and answers all others with hollow tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fakes = FakeTensorMode()
+        # Real storages into which an unknown value was written, by key; a key may be given out anew.
+        self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            raise CaptureError(f"cannot trace the higher-order op {func} in plain mode")
+        if func.is_view or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)  # touches no data
+        known = all(self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
+                    if isinstance(leaf, torch.Tensor))
+        if func in _ITEM:
+            if not known:
+                raise UnknownValue("the model's code looks at the value of a tensor that depends on "
+                                   "the weights or on values that are not given")
+            return func(*args, **kwargs)
+        if known and torch.Tag.nondeterministic_seeded not in func.tags:
+            return self._run_if_small(func, args, kwargs)
+        self._note_overwritten(func, args, kwargs)
+        return self._answer(func, args, kwargs)
+
+    def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],
+                          kwargs: Mapping[str, Any]) -> None:
+        if not func._schema.is_mutable:
+            return
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and self._known(tensor):
+                    self._overwritten[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
+
+    def _run_if_small(self, func: OpOverload, args: tuple[Any, ...],
+                      kwargs: Mapping[str, Any]) -> Any:
+        try:
+            answer = self._answer(func, args, kwargs)
+        except NoStaticShape:
+            return func(*args, **kwargs)
+        size = sum(leaf.untyped_storage().nbytes() for leaf in pytree.tree_leaves(answer)
+                   if isinstance(leaf, torch.Tensor))
+        if size <= _KNOWN_BYTES:
+            return func(*args, **kwargs)
+        self._note_overwritten(func, args, kwargs)
+        return answer
+
+    def _answer(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        originals: dict[int, torch.Tensor] = {}  # by identity of the fake tensor
+        storages: dict[int, torch.UntypedStorage] = {}  # meta storage, by key of the original
+        owners: dict[int, torch.Tensor] = {}  # a tensor of each storage, by key of the meta one
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = storage_key(leaf)
+            if key not in storages:
+                storages[key] = torch.UntypedStorage(leaf.untyped_storage().nbytes(), device="meta")
+            meta = torch.empty(0, dtype=leaf.dtype, device="meta").set_(
+                storages[key], leaf.storage_offset(), leaf.size(), leaf.stride())
+            made = fake_tensor(self._fakes, meta, leaf.device)
+            originals[id(made)] = leaf
+            owners[storage_key(made)] = leaf
+            return made
+
+        def answer(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) in originals:
+                return originals[id(leaf)]
+            owner = owners.get(storage_key(leaf))
+            if owner is not None:  # an alias, though the op is no view by its schema
+                return owner.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+            return hollow_tensor(leaf, hollow_storage(leaf.untyped_storage().nbytes()))
+
+        fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
+        with self._fakes:
+            out = func(*fake_args, **fake_kwargs)
+        return pytree.tree_map(answer, out)
+
+    def _known(self, tensor: torch.Tensor) -> bool:
+        overwritten = self._overwritten.get(storage_key(tensor))
+        return not (_ZEROS.holds(tensor)
+                    or (overwritten is not None and overwritten() is not None))
+
+
+def hollow_storage(size_bytes: int) -> torch.UntypedStorage:
+    """A storage of its own identity whose content is zeros that cost nothing."""
+    return storage_at(_ZEROS.address(size_bytes), size_bytes)
+
+
+def hollow_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A plain tensor in `storage` with the layout of `like`."""
+    return torch.empty(0, dtype=like.dtype).set_(
+        storage, like.storage_offset(), like.size(), like.stride())
+
+
+class _HollowCopier(TwinCopier):
+    def __init__(self, twin: FakeTwin) -> None:
+        super().__init__(twin.trace_device)
+        self._original = {id(fake): original for original, fake in twin.fake_of.items()}
+
+    def new_mode(self) -> HollowMode:
+        return HollowMode()
+
+    def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
+        return hollow_storage(size_bytes)
+
+    def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        return hollow_tensor(like, storage)
+
+    def tensor(self, real: torch.Tensor) -> torch.Tensor:
+        original = self._original.get(id(real))
+        if original is not None and real not in self.fake_of and _worth_knowing(original):
+            known = original.detach().clone()
+            self.fake_of[real] = self.memo[id(real)] = known
+            self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
+        return super().tensor(real)
+
+
+def _worth_knowing(tensor: torch.Tensor) -> bool:
+    return (tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor | nn.Parameter)
+            and not tensor.is_floating_point() and not tensor.is_complex()
+            and tensor.numel() * tensor.dtype.itemsize <= _KNOWN_BYTES)
+
+
+class _Zeros:
+    """Pages of zeros that cost nothing, each large enough for the storages that point to it."""
+
+    def __init__(self) -> None:
+        self._pages: list[tuple[int, int, object]] = []  # size, address, owner
+
+    def address(self, size_bytes: int) -> int:
+        """Address of at least `size_bytes` zeros."""
+        for size, address, _ in self._pages:
+            if size >= size_bytes:
+                return address
+        size = max(1 << 30, 2 * size_bytes)
+        # A private, read-only mapping of nothing: the system shares one page of zeros.
+        owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                          prot=mmap.PROT_READ)
+        address = np.frombuffer(owner, dtype=np.uint8).ctypes.data
+        self._pages.append((size, address, owner))
+        return address
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor points to these zeros."""
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(address == pointer for _, address, _ in self._pages)
+
+
+_ZEROS = _Zeros()
+"""Never released: a storage that points there may outlive everything else."""
