@@ -18,7 +18,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from apply.recipe import Recomputation, Takeover
-from apply.rng import generator_state, replay_random
+from apply.rng import generator_state, replay_random, run_random
 from graph_capture.inplace import write_inplace
 from graph_capture.joint import is_tuple_element
 from graph_capture.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
@@ -146,6 +146,8 @@ class _Rewriter:
             new = self._emit_inplace(op, op.inplace_operands[candidate])
         elif run:
             new = self._emit_replay(index, op)
+        elif op.replay.random and index in self.replayed:
+            new = self._emit_random(op)
         else:
             new = self._emit_copy(op.node)
         self.env[op.node] = new
@@ -184,6 +186,13 @@ class _Rewriter:
         with sample.fake_mode:
             state.meta["val"] = torch.empty(_state_size(device), dtype=torch.uint8, device="cpu")
         return state
+
+    def _emit_random(self, op: LoweredOp) -> fx.Node:
+        args = fx.map_arg(op.node.args, self._operand)
+        kwargs = fx.map_arg(op.node.kwargs, self._operand)
+        new = self.graph.call_function(run_random, (op.node.target, args, dict(kwargs)))
+        self._describe(new, op.node)
+        return new
 
     def _emit_replay(self, index: int, op: LoweredOp) -> fx.Node:
         inputs = self.replay_inputs[index]

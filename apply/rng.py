@@ -10,6 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
+
+
+@fx.has_side_effect
+def run_random(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`op(*args, **kwargs)`, and never dead code: even where only replays of it are read, the
+    generator must move on as in the original step."""
+    return op(*args, **kwargs)
 
 
 def generator_state(device_type: str, device_index: int | None) -> torch.Tensor:
