@@ -72,7 +72,7 @@ class OpProbe:
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         if not (_allocates(inputs, outputs) or target._schema.is_mutable):
             return 0
-        if _known_to_be_free(target, inputs, self.device):
+        if _known_to_be_free(target, args, inputs, self.device):
             return 0
         key = f"workspace:{signature(target, args, kwargs)}"
         known = self._cache.get(key)
@@ -225,7 +225,7 @@ def _allocates(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     return any(storage_key(tensor) not in of_inputs for tensor in outputs)
 
 
-def _known_to_be_free(target: OpOverload, inputs: list[torch.Tensor],
+def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[torch.Tensor],
                       device: torch.device) -> bool:
     name = target._schema.name.removeprefix("aten::")
     if name in _FREE:
@@ -238,9 +238,16 @@ def _known_to_be_free(target: OpOverload, inputs: list[torch.Tensor],
     if not all(tensor.is_contiguous() for tensor in inputs):
         return False
     if torch.Tag.pointwise in target.tags:
-        # On the CPU, operands of another dtype than the common one are converted in full first.
-        return len(dtypes) <= 1 or device.type == "cuda"
+        # On the CPU, operands of another dtype than the common one are converted in full first,
+        # and a number in the place of a tensor becomes one.
+        return device.type == "cuda" or (len(dtypes) <= 1 and not _has_number_operand(target, args))
     return name in _FREE_IF_CONTIGUOUS and sum(dtype.is_floating_point for dtype in dtypes) <= 1
+
+
+def _has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a number stands where the op has an operand (not a mere setting such as `alpha`)."""
+    return any(isinstance(value, (bool, int, float, complex)) and argument.name in ("self", "other")
+               for argument, value in zip(target._schema.arguments, args, strict=False))
 
 
 def _rearranged_bytes(target: OpOverload, inputs: list[torch.Tensor]) -> int:
