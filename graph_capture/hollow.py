@@ -47,16 +47,17 @@ class UnknownValue(CaptureError):
     """Code asked for a value that depends on values which a trace without memory lacks."""
 
 
-def hollow_twin(twin: FakeTwin, extra: tuple[Any, ...] = ()) -> FakeTwin:
-    """The twin of a twin, with hollow tensors in place of the fake ones; for the CPU only.
+def hollow_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
+                unknown_is_zero: bool = False) -> FakeTwin:
+    """The twin of a twin, with hollow tensors on the CPU in place of the fake ones.
 
     `extra`: further objects that refer to the twin's tensors; the copies come last in the result's
     `extra`.  Integer inputs and buffers have the values of the originals that `twin` was made from, as far
-    as those are still alive.
+    as those are still alive.  `unknown_is_zero`: code that asks for a value which is not known
+    gets 0 instead of an error.
     """
-    if twin.trace_device.type != "cpu":
-        raise ValueError(f"expected a twin traced on the CPU, got one on {twin.trace_device}")
-    copier = _HollowCopier(twin)
+    copier = HollowCopier({id(fake): original for original, fake in twin.fake_of.items()},
+                          unknown_is_zero=unknown_is_zero)
     return twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
                    twin.device)
 
@@ -64,8 +65,9 @@ def hollow_twin(twin: FakeTwin, extra: tuple[Any, ...] = ()) -> FakeTwin:
 class HollowMode(TorchDispatchMode):
     """Runs ops of known values, and answers all others with hollow tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, unknown_is_zero: bool = False) -> None:
         super().__init__()
+        self._unknown_is_zero = unknown_is_zero
         self._fakes = FakeTensorMode()
         # Real storages into which an unknown value was written, by key; a key may be given out anew.
         self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -80,7 +82,7 @@ class HollowMode(TorchDispatchMode):
         known = all(self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
                     if isinstance(leaf, torch.Tensor))
         if func in _ITEM:
-            if not known:
+            if not (known or self._unknown_is_zero):
                 raise UnknownValue("the model's code looks at the value of a tensor that depends on "
                                    "the weights or on values that are not given")
             return func(*args, **kwargs)
@@ -164,13 +166,17 @@ def hollow_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Te
         storage, like.storage_offset(), like.size(), like.stride())
 
 
-class _HollowCopier(TwinCopier):
-    def __init__(self, twin: FakeTwin) -> None:
-        super().__init__(twin.trace_device)
-        self._original = {id(fake): original for original, fake in twin.fake_of.items()}
+class HollowCopier(TwinCopier):
+    """Deep copies in which each tensor becomes hollow, but for small known values."""
+
+    def __init__(self, original_of: Mapping[int, torch.Tensor], *,
+                 unknown_is_zero: bool = False) -> None:
+        """`original_of`: by identity of a fake tensor, the one that has its value."""
+        self._original_of, self._unknown_is_zero = original_of, unknown_is_zero
+        super().__init__(torch.device("cpu"))
 
     def new_mode(self) -> HollowMode:
-        return HollowMode()
+        return HollowMode(unknown_is_zero=self._unknown_is_zero)
 
     def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
         return hollow_storage(size_bytes)
@@ -179,8 +185,8 @@ class _HollowCopier(TwinCopier):
         return hollow_tensor(like, storage)
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
-        original = self._original.get(id(real))
-        if original is not None and real not in self.fake_of and _worth_knowing(original):
+        original = self._original_of.get(id(real), real)
+        if real not in self.fake_of and _worth_knowing(original):
             known = original.detach().clone()
             self.fake_of[real] = self.memo[id(real)] = known
             self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
@@ -189,7 +195,7 @@ class _HollowCopier(TwinCopier):
 
 def _worth_knowing(tensor: torch.Tensor) -> bool:
     return (tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor | nn.Parameter)
-            and not tensor.is_floating_point() and not tensor.is_complex()
+            and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
             and tensor.numel() * tensor.dtype.itemsize <= _KNOWN_BYTES)
 
 

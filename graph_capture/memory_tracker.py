@@ -99,14 +99,21 @@ class MemoryTracker(TorchDispatchMode):
         out = func(*args, **kwargs)
         if isinstance(func, OpOverload):
             if not func.is_view:
-                for leaf in pytree.tree_leaves(out):
-                    if isinstance(leaf, torch.Tensor):
-                        self._follow(leaf)
+                self._follow_new(func, args, kwargs, out)
             transient = self._workspace(func, args, kwargs, out)
             if transient:
                 self._log.append((-1, transient))
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes + transient)
         return out
+
+    def _follow_new(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                    out: Any) -> None:
+        # What an op writes in place is no new storage, even if it was made out of sight.
+        written = {storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs))
+                   if isinstance(leaf, torch.Tensor)} if func._schema.is_mutable else ()
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in written:
+                self._follow(leaf)
 
     def _follow(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != self._trace_device.type or tensor.layout is not torch.strided:
