@@ -25,6 +25,7 @@ from graph_capture.joint import clean_joint_graph, count_cotangents
 from graph_capture.lower import RESIDENT, lower
 from graph_capture.loss import LossFootprint, objective, output_tensors
 from graph_capture.op_costs import OpCosts
+from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
 from graph_capture.record import Recording, record_step
 from graph_capture.specification import check
 from graph_capture.torch_compat import storage_key
@@ -41,7 +42,7 @@ class CapturedStep:
     graph: TrainingGraph
     baseline: EagerStep
     """The step as plain PyTorch runs it."""
-    optimizer: Any
+    optimizer: OptimizerFootprint | None
     """`None`: no optimizer was named, and none is counted."""
     training: bool
     """Whether the model was in training mode."""
@@ -93,7 +94,7 @@ def capture_step(
     check(graph)
     return CapturedStep(
         graph=graph, baseline=baseline,
-        optimizer=None if optimizer is None else _trace_optimizer(optimizer, twin),
+        optimizer=None if optimizer is None else trace_optimizer(optimizer, twin),
         training=model.training, overrides=forced)
 
 
@@ -257,8 +258,3 @@ def _is_inside(module: str, pattern: str) -> bool:
     parts = module.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:length]), pattern)
                for length in range(1, len(parts) + 1))
-
-
-def _trace_optimizer(optimizer, twin):
-    from graph_capture.optimizer_step import trace_optimizer
-    return trace_optimizer(optimizer, twin)
