@@ -1,26 +1,50 @@
 """The ladder: cheap methods first, each handing its schedule to the next, until one is proven.
 
-Working-set floor, keep all, square root, dynamic program, time-cut MILP.  The result is the best of
-all rungs, with the best bound of all.
+Keep all, lazy rematerialization, square root, dynamic program, time-cut MILP, and local search in
+turns with the rounds of the MILP.  The result is the best of all rungs, with the best bound of all.
+The search ends with a proof, with the time, or where the MILP has said all it can and local search
+has found nothing for `PATIENCE` of the time limit.
 """
 
 from __future__ import annotations
 
 from solvers.dp import dp
-from solvers.ilp import search_cuts
+from solvers.ilp import CutSearch
 from solvers.incumbent import Incumbent
+from solvers.local_search import improve
 from solvers.sqrt_n import sqrt_n
 from solvers.task import Proposal, Task
+
+PATIENCE = 0.15
 
 
 def auto(task: Task) -> Proposal:
     """The best of all rungs within the time limit."""
     incumbent = Incumbent(task)
+    incumbent.start()
+    if not incumbent.possible or incumbent.proven:
+        return incumbent.proposal()
     for rung in (sqrt_n, dp):
-        if incumbent.proven or task.seconds_left <= 0:
-            break
         incumbent.offer(rung(task).schedule)
         incumbent.report(rung.__name__)
-    if incumbent.ensure_fit():
-        search_cuts(task, incumbent)
+    whole = task.seconds_left
+    search = CutSearch(task, incumbent)
+    turn, turn_seconds, fruitless_seconds = 0, max(0.5, len(task.problem) / 1000), 0.0
+    while not incumbent.proven and task.seconds_left > 0:
+        if not search.settled:
+            search.round()
+        if not incumbent.ensure_fit() or (search.settled
+                                          and fruitless_seconds > PATIENCE * whole):
+            break
+        if not incumbent.proven:
+            turn, before = turn + 1, incumbent.cost
+            turn_seconds = min(turn_seconds, task.seconds_left)
+            incumbent.offer(improve(task.problem, task.budget_bytes, incumbent.schedule,
+                                    time_limit=turn_seconds, seed=task.seed + turn))
+            incumbent.report("local search")
+            fruitful = incumbent.cost < before
+            fruitless_seconds = 0.0 if fruitful else fruitless_seconds + turn_seconds
+            if fruitful or search.settled:
+                turn_seconds *= 2
+    incumbent.ensure_fit()
     return incumbent.proposal()

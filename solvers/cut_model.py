@@ -22,11 +22,10 @@ from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
 
-from solvers.working_set import fixed_bytes, takeover_candidates
 from solvers.milp import Engine, optimise
 from solvers.problem import Problem, Schedule
 from solvers.simulator import unroll
-
+from solvers.working_set import fixed_bytes, takeover_candidates
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 M. Kusumoto et al., "A Graph Theoretic Framework of Recomputation Algorithms for Memory-Efficient
 Backpropagation", NeurIPS 2019 (arXiv:1905.11722): a sequence of lower sets of the graph, whose
 boundaries are retained.  Here the lower sets are those that end at a narrow frontier; a segment
-between two of them is either retained whole or recomputed from its frontier, as in the heterogeneous
-chains of J. Herrmann et al. (arXiv:1911.13214).
+between two of them is either retained whole or recomputed from its frontier, as in the
+heterogeneous chains of J. Herrmann et al. (arXiv:1911.13214).
 
 The state is the bytes retained so far, in steps of 1/`STEPS` of the budget.  What a segment needs
 while it is recomputed is estimated from above by all it makes, so the program is run for several
@@ -20,7 +20,7 @@ import numpy as np
 
 from solvers.frontiers import Frontier, Region, narrow_frontiers, region_after
 from solvers.polish import drop_recomputes
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 from solvers.realise import realise
 from solvers.simulator import simulate, unroll
 from solvers.task import Proposal, Task

@@ -4,7 +4,7 @@ One cut at the peak of the plain order gives a bound and a choice of what to ret
 Recomputing the rest just in time gives a schedule; where it fits at the cost of the model, it is
 proven optimal.  Where it does not fit, there are three ways on.  *Anchors*, frontiers that have to
 be retained so that recomputations stay short (found by the dynamic program of `solvers.dp`), give
-schedules that fit.  *Slots* (`solvers.slot_model`) take the recomputations of all schedules found so
+schedules that fit.  *Slots* (`solvers.slot_model`) take the recomputations of schedules found so
 far, whether they fit or not, and choose anew among them.  Further *cuts* where memory is exceeded
 raise the bound and offer new recomputations.
 """
@@ -17,11 +17,11 @@ from solvers.cut_model import CutModel
 from solvers.dp import Chain
 from solvers.frontiers import narrow_frontiers, region_after
 from solvers.incumbent import Incumbent
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 from solvers.realise import realise
 from solvers.simulator import Timeline, unroll
 from solvers.slot_model import best_of_slots
-from solvers.slots import Gaps, block_gaps, gaps_of, template
+from solvers.slots import block_gaps, gaps_of, template
 from solvers.task import Proposal, Task
 
 ANCHOR_ROUNDS = 6
@@ -35,63 +35,87 @@ FIRST_ROUND_SECONDS = 1.0
 def ilp(task: Task) -> Proposal:
     """The best schedule that the time-cut MILP leads to within the time limit."""
     incumbent = Incumbent(task)
-    if incumbent.ensure_fit():
-        search_cuts(task, incumbent)
+    incumbent.start()
+    if incumbent.possible and not incumbent.proven:
+        search = CutSearch(task, incumbent)
+        while not search.settled and task.seconds_left > 0:
+            search.round()
+            if not incumbent.ensure_fit():
+                break
+        incumbent.ensure_fit()
     return incumbent.proposal()
 
 
-def search_cuts(task: Task, incumbent: Incumbent) -> None:
-    """Improve an incumbent by cuts, anchors and slots until it is proven, the ideas run out or the
-    time is over."""
-    problem, budget = task.problem, task.budget_bytes
-    if incumbent.proven:
-        return
-    pivot = unroll(problem, problem.plain_schedule).peak_position
-    cuts: tuple[int, ...] = (pivot,)
-    first = CutModel(problem, budget, cuts).solve(task.seconds_left / 3, seed=task.seed)
-    incumbent.raise_bound(first.extra_bound)
-    if first.retained is None:
-        return
-    relaxed = realise(problem, cuts, first.retained)
-    incumbent.offer(relaxed)
-    incumbent.report("one cut")
-    if incumbent.proven:
-        return
-    _anchored(task, incumbent, pivot)
-    blocks = _blocks(problem, pivot)
-    moments = frozenset({(pivot, pivot)})
-    round_seconds = FIRST_ROUND_SECONDS * max(1.0, len(problem) / 500)
-    settled = False
-    while not incumbent.proven and not settled and task.seconds_left > 0:
-        cost = incumbent.cost
-        offered = template(problem, gaps_of(problem, [relaxed, incumbent.schedule]), blocks)
+class CutSearch:
+    """Rounds of slots and cuts that improve an incumbent, each with twice the time of the one
+    before.  Mutable."""
+
+    def __init__(self, task: Task, incumbent: Incumbent) -> None:
+        """One cut, and anchors where that does not settle it."""
+        problem = task.problem
+        self._task, self._incumbent = task, incumbent
+        self.settled = False
+        """The incumbent is proven, or further rounds would bring nothing new."""
+        pivot = unroll(problem, problem.plain_schedule).peak_position
+        self._cuts: tuple[int, ...] = (pivot,)
+        self._moments = frozenset({(pivot, pivot)})
+        self._round_seconds = FIRST_ROUND_SECONDS * max(1.0, len(problem) / 500)
+        self._relaxed = problem.plain_schedule
+        self._cut(task.seconds_left / 3)
+        if not self.settled:
+            _anchored(task, incumbent, pivot)
+            self.settled = incumbent.proven
+        region = region_after(problem, pivot)
+        self._blocks = block_gaps(problem, region,
+                                  narrow_frontiers(problem, region, MOST_FRONTIERS))
+
+    def round(self) -> None:
+        """Slots, then new cuts."""
+        before = self._incumbent.cost, self._incumbent.fits
+        slots_settled = self._choose_slots()
+        if self._incumbent.proven:
+            self.settled = True
+        if self.settled:
+            return
+        problem = self._task.problem
+        added = _violated(problem, unroll(problem, self._relaxed), self._task.budget_bytes,
+                          self._cuts)
+        self._cuts = tuple(sorted({*self._cuts, *added}))
+        cuts_settled = self._cut(min(2 * self._round_seconds, self._task.seconds_left / 2))
+        unchanged = before == (self._incumbent.cost, self._incumbent.fits)
+        self.settled |= slots_settled and cuts_settled and not added and unchanged
+        self._round_seconds *= 2
+
+    def _cut(self, seconds: float) -> bool:
+        """Solve the model of the present cuts; whether to the end."""
+        task, incumbent = self._task, self._incumbent
+        model = CutModel(task.problem, task.budget_bytes, self._cuts)
+        solution = model.solve(seconds, seed=task.seed,
+                               hint=incumbent.schedule if incumbent.fits else None)
+        incumbent.raise_bound(solution.extra_bound)
+        if solution.retained is not None:
+            self._relaxed = realise(task.problem, self._cuts, solution.retained)
+            incumbent.offer(self._relaxed)
+        elif solution.solved:
+            self.settled = True  # no schedule fits
+        incumbent.report(f"{len(self._cuts)} cuts" if len(self._cuts) > 1 else "one cut")
+        self.settled |= incumbent.proven
+        return solution.solved
+
+    def _choose_slots(self) -> bool:
+        """Choose anew among the recomputations known; whether that was solved to the end."""
+        task, incumbent = self._task, self._incumbent
+        known = gaps_of(task.problem, [self._relaxed, incumbent.schedule])
         answer = best_of_slots(
-            problem, budget, offered, start=incumbent.schedule, moments=moments, seed=task.seed,
-            round_seconds=round_seconds,
-            deadline=time.monotonic() + min(4 * round_seconds, task.seconds_left / 2))
+            task.problem, task.budget_bytes, template(task.problem, known, self._blocks),
+            start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
+            seed=task.seed, round_seconds=self._round_seconds,
+            deadline=time.monotonic() + min(4 * self._round_seconds, task.seconds_left / 2))
+        self._moments = answer.moments
         if answer.schedule is not None:
             incumbent.offer(answer.schedule)
         incumbent.report("slots")
-        if incumbent.proven:
-            return
-        moments = answer.moments
-        added = _violated(problem, unroll(problem, relaxed), budget, cuts)
-        cuts = tuple(sorted({*cuts, *added}))
-        solution = CutModel(problem, budget, cuts).solve(
-            min(2 * round_seconds, task.seconds_left / 2), seed=task.seed, hint=incumbent.schedule)
-        incumbent.raise_bound(solution.extra_bound)
-        if solution.retained is None:
-            return
-        relaxed = realise(problem, cuts, solution.retained)
-        incumbent.offer(relaxed)
-        incumbent.report(f"{len(cuts)} cuts")
-        settled = (answer.settled and solution.solved and not added and incumbent.cost >= cost)
-        round_seconds *= 2
-
-
-def _blocks(problem: Problem, pivot: int) -> Gaps:
-    region = region_after(problem, pivot)
-    return block_gaps(problem, region, narrow_frontiers(problem, region, MOST_FRONTIERS))
+        return answer.settled
 
 
 def _anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:

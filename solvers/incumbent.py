@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from solvers.lazy import lazy_schedule
-from solvers.minimum import minimum_peak
+from solvers.local_search import repair
+from solvers.minimum import minimum_peak, working_set_floor
 from solvers.polish import drop_recomputes
 from solvers.problem import Schedule
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 
-MINIMUM_SECONDS = 20.0
-"""At most this long for finding the smallest peak."""
+LEAST_SECONDS = 4.0
+"""Time for finding any schedule that fits, even if the time limit is over."""
 PROOF_TOLERANCE = 1e-8
 """Cost and bound that differ by less than this fraction of the plain cost are equal."""
 
@@ -52,19 +53,34 @@ class Incumbent:
             self.schedule, self.peak_bytes, self.cost = schedule, peak, cost
         return peak
 
-    def ensure_fit(self) -> bool:
-        """Look for any schedule within the budget, whatever it costs; whether there is one.
+    @property
+    def possible(self) -> bool:
+        """Whether the working sets fit; where they do not, no schedule does."""
+        return working_set_floor(self._task.problem) <= self._task.budget_bytes
 
-        Without one the incumbent becomes the schedule with the smallest peak that could be found.
-        """
-        problem, budget = self._task.problem, self._task.budget_bytes
-        if not self.fits:
-            found = lazy_schedule(problem, budget)
+    def start(self) -> None:
+        """Offer a lazy schedule, which takes no time to speak of; where no schedule can fit, look
+        for the smallest peak instead."""
+        if not self.possible:
+            self.ensure_fit()
+        elif not self.fits:
+            found = lazy_schedule(self._task.problem, self._task.budget_bytes)
+            if found is not None:
+                self.offer(found)
+
+    def ensure_fit(self) -> bool:
+        """Where nothing fits yet, repair what is there, or else find the smallest peak, even if
+        the time is over: a budget that can be met must be met.  Whether something fits."""
+        if self.fits:
+            return True
+        problem, budget, seed = self._task.problem, self._task.budget_bytes, self._task.seed
+        seconds = max(LEAST_SECONDS, self._task.seconds_left / 4)
+        if self.possible:
+            found = repair(problem, budget, self.schedule, time_limit=seconds, seed=seed)
             if found is not None:
                 self.offer(found)
         if not self.fits:
-            seconds = min(MINIMUM_SECONDS, max(1.0, self._task.seconds_left / 2))
-            self.offer(minimum_peak(problem, time_limit=seconds, seed=self._task.seed))
+            self.offer(minimum_peak(problem, time_limit=seconds, seed=seed))
         return self.fits
 
     def raise_bound(self, extra_cost: float) -> None:

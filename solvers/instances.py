@@ -85,7 +85,8 @@ def _number(node: int, fields: Mapping[str, Any], key: str) -> float:
         raise ValueError(f"expected node {node} to have a {key!r}, got the fields "
                          f"{sorted(map(str, fields))}")
     value = fields[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < float("inf"):
         raise ValueError(f"expected node {node} to have a finite number >= 0 as {key!r}, "
                          f"got {value!r}")
     return value

@@ -2,8 +2,8 @@
 
 A *template* is a legal schedule with more recomputations than needed; each of them is a slot that
 may be used or not.  Per storage, the runs of the template that make or read it cut time into
-intervals; A says whether the storage is alive throughout one.  A read needs A before it, A falls at
-will and rises only at a run that makes the storage.  Memory at a run of the template is then linear.
+intervals; A says whether the storage is alive throughout one.  A read needs A before it, A falls
+at will and rises only at a run that makes the storage.  Memory at a run is then linear.
 
 The optimum is the cheapest schedule among the sub-schedules of the template, an upper bound for the
 problem: how good it is depends on the template (`solvers.slots`).  Memory rows are added only where

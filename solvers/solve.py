@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import MappingProxyType
 
 from solvers.auto import auto
+from solvers.baselines import checkmate, moccasin
 from solvers.dp import dp
 from solvers.errors import InfeasibleBudget
 from solvers.ilp import ilp
@@ -15,7 +17,18 @@ from solvers.problem import Problem, Schedule
 from solvers.result import Result
 from solvers.simulator import simulate
 from solvers.sqrt_n import sqrt_n
-from solvers.task import Algorithm, Progress, Task
+from solvers.task import Algorithm, Progress, Proposal, Task
+
+
+def _published(method: Callable[..., tuple[Schedule | None, float]]) -> Algorithm:
+    """A method of `solvers.baselines` with the signature of all others."""
+    def algorithm(task: Task) -> Proposal:
+        schedule, bound = method(
+            task.problem, task.budget_bytes, time_limit=max(0.01, task.seconds_left),
+            seed=task.seed, progress=task.progress, warm_start=task.warm_start)
+        return Proposal(task.problem.plain_schedule if schedule is None else schedule, bound)
+    return algorithm
+
 
 ALGORITHMS: MappingProxyType[str, Algorithm] = MappingProxyType({
     "auto": auto,
@@ -23,6 +36,8 @@ ALGORITHMS: MappingProxyType[str, Algorithm] = MappingProxyType({
     "sqrt_n": sqrt_n,
     "dp": dp,
     "ilp": ilp,
+    "checkmate": _published(checkmate),
+    "moccasin": _published(moccasin),
 })
 """Every solver by name."""
 

@@ -7,7 +7,7 @@ from solvers.problem import Problem
 
 def fixed_bytes(problem: Problem, index: int) -> int:
     """Bytes held at the first run of op `index` whatever else is retained: its inputs, outputs and
-    workspace, and what earlier ops made that is kept to the end.  Nothing is taken over in place."""
+    workspace, and what earlier ops made that is kept to the end; nothing taken over in place."""
     op, storages = problem.ops[index], problem.storages
     held = {s for s, storage in enumerate(storages)
             if storage.kept_to_end and storage.producer < index}

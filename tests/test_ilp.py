@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from solvers import simulate, unroll
 from solvers.cut_model import CutModel
+from solvers.frontiers import narrow_frontiers, region_after
 from solvers.polish import drop_recomputes
 from solvers.realise import realise
 from solvers.slot_model import best_of_slots
 from solvers.slots import block_gaps, gaps_of, template
-from solvers.frontiers import narrow_frontiers, region_after
 from tests.oracle_small import cheapest
 from tests.oracles import judge, training_chain
 from tests.strategies_small import problems, schedules
