@@ -1,0 +1,109 @@
+"""Training steps, measured: peak, gradients, and times that other load on the machine spares.
+
+Steps are forward, loss and backward from `grad = None`; there is no optimizer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+from torch import nn
+
+from benchmarks.models import Workload
+from graph_capture.allocator import record_peak
+from graph_capture.loss import objective
+
+MEGABYTE = 1e6
+
+
+def run_step(workload: Workload, model: nn.Module) -> None:
+    """One step of `model`, which stands in for the workload's; gradients start from `None`."""
+    model.zero_grad(set_to_none=True)
+    objective(workload.call(model), workload.loss_fn).backward()
+
+
+def peak_bytes(workload: Workload, model: nn.Module) -> int:
+    """Measured peak of one step above what is resident before it; a step before it compiles."""
+    run_step(workload, model)
+    model.zero_grad(set_to_none=True)
+    peak = record_peak(lambda: run_step(workload, model), "cpu").peak_bytes
+    model.zero_grad(set_to_none=True)
+    return peak
+
+
+def gradients(workload: Workload, model: nn.Module, *, seed: int = 1) -> torch.Tensor:
+    """All gradients of the second of two steps in a row, as one vector, in float64.
+
+    The second step is that which shows random numbers that were not replayed; buffers are put back
+    afterwards, so that every model starts from the same ones.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    torch.manual_seed(seed)
+    run_step(workload, model)
+    run_step(workload, model)
+    vector = torch.cat([p.grad.double().flatten() for p in model.parameters()
+                        if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return vector
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 distance of two vectors."""
+    return float((found - expected).norm() / expected.norm())
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How much longer one thing takes than another."""
+
+    median: float
+    low: float
+    """Lower quartile."""
+    high: float
+    """Upper quartile."""
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f} {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of several alternatives, run in turns."""
+
+    seconds: tuple[tuple[float, ...], ...]
+    """One row for each alternative, one entry for each round."""
+
+    def typical_seconds(self, index: int) -> float:
+        """Median time of an alternative."""
+        return median(self.seconds[index])
+
+    def ratio(self, index: int, base: int) -> Ratio:
+        """Of the times of two alternatives in the same round."""
+        ratios = [a / b for a, b in zip(self.seconds[index], self.seconds[base], strict=True)]
+        low, middle, high = quantiles(ratios, n=4, method="inclusive")
+        return Ratio(middle, low, high)
+
+
+def time_in_turns(alternatives: Sequence[Callable[[], object]], rounds: int,
+                  warm_up: int = 2) -> Times:
+    """Run the alternatives A, B, C, A, B, C, … `rounds` times, after some rounds that do not count.
+
+    Every other round runs backwards, so that none profits from its place.
+    """
+    seconds: list[list[float]] = [[] for _ in alternatives]
+    for count in range(warm_up + rounds):
+        order = range(len(alternatives)) if count % 2 else reversed(range(len(alternatives)))
+        for index in order:
+            started = time.perf_counter()
+            alternatives[index]()
+            elapsed = time.perf_counter() - started
+            if count >= warm_up:
+                seconds[index].append(elapsed)
+    return Times(tuple(map(tuple, seconds)))

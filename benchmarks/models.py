@@ -1,0 +1,204 @@
+"""Models to measure on two cores: activations outweigh parameters, a step takes about a second.
+
+All are built from a config with seeded random weights, dropout at the published rate, and train on
+one fixed random batch.  Vocabularies are small: the logits of a large one would hold the peak of
+every step, and no recomputation lowers that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LAYERS, WIDTH, VOCABULARY = 4, 256, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a training step needs."""
+
+    name: str
+    model: nn.Module
+    inputs: tuple[Any, ...] | Mapping[str, Any]
+    loss_fn: Callable[[Any], Tensor] | None = None
+    """`None`: the model makes its own loss."""
+
+    def call(self, model: nn.Module) -> Any:
+        """The output of `model`, which takes what `self.model` takes."""
+        if isinstance(self.inputs, tuple):
+            return model(*self.inputs)
+        return model(**self.inputs)
+
+
+def gpt2(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1) -> Workload:
+    """GPT-2."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(
+        n_layer=LAYERS, n_embd=WIDTH, n_head=8, vocab_size=VOCABULARY, n_positions=sequence,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
+        bos_token_id=0, eos_token_id=0))
+    ids = torch.randint(0, VOCABULARY, (batch, sequence))
+    return Workload("gpt2", model.train(), {"input_ids": ids, "labels": ids})
+
+
+def bert(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1) -> Workload:
+    """BERT as a masked language model; half of the last row is padding."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(
+        num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
+        num_attention_heads=8, vocab_size=VOCABULARY, max_position_embeddings=sequence,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
+    ids = torch.randint(0, VOCABULARY, (batch, sequence))
+    mask = torch.ones(batch, sequence, dtype=torch.long)
+    mask[-1, sequence // 2:] = 0
+    return Workload("bert", model.train(),
+                    {"input_ids": ids, "attention_mask": mask, "labels": ids})
+
+
+def llama(*, batch: int = 8, sequence: int = 192) -> Workload:
+    """Llama with grouped-query attention; it has no dropout."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=3 * WIDTH,
+        num_attention_heads=8, num_key_value_heads=4, vocab_size=VOCABULARY, use_cache=False,
+        max_position_embeddings=sequence, bos_token_id=0, eos_token_id=0))
+    ids = torch.randint(0, VOCABULARY, (batch, sequence))
+    return Workload("llama", model.train(), {"input_ids": ids, "labels": ids})
+
+
+def t5(*, batch: int = 8, sequence: int = 128, dropout: float = 0.1) -> Workload:
+    """T5: as many layers in the encoder as in the decoder."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(
+        num_layers=LAYERS // 2, d_model=WIDTH, d_kv=WIDTH // 8, d_ff=4 * WIDTH, num_heads=8,
+        vocab_size=VOCABULARY, dropout_rate=dropout, use_cache=False, decoder_start_token_id=0))
+    ids = torch.randint(0, VOCABULARY, (batch, sequence))
+    return Workload("t5", model.train(), {"input_ids": ids, "labels": ids})
+
+
+def vit(*, batch: int = 8, image: int = 56) -> Workload:
+    """ViT, with 196 patches; no dropout, as published."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(
+        num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
+        num_attention_heads=8, image_size=image, patch_size=4, num_labels=10))
+    return Workload("vit", model.train(), {"pixel_values": torch.randn(batch, 3, image, image),
+                                           "labels": torch.arange(batch) % 10})
+
+
+class _Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions around which the input is added."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = 4 * width
+        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False),
+                                          nn.BatchNorm2d(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm1(self.conv1(x)))
+        y = self.relu(self.norm2(self.conv2(y)))
+        y = self.norm3(self.conv3(y))
+        y += self.shortcut(x)
+        return self.relu(y)
+
+
+def _resnet(width: int, blocks: tuple[int, ...], classes: int) -> nn.Module:
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1)]
+    channels = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            inner = width * 2 ** stage
+            layers.append(_Bottleneck(channels, inner, 2 if stage and not block else 1))
+            channels = 4 * inner
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(channels, classes))
+
+
+def resnet(*, batch: int = 8, image: int = 112, width: int = 32) -> Workload:
+    """ResNet-50's layout, at half of its width."""
+    torch.manual_seed(0)
+    labels = torch.arange(batch) % 10
+    return Workload("resnet", _resnet(width, (3, 4, 6, 3), 10).train(),
+                    (torch.randn(batch, 3, image, image),),
+                    lambda logits: F.cross_entropy(logits, labels))
+
+
+class _Double(nn.Sequential):
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(
+            nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(True),
+            nn.Conv2d(outside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(True))
+
+
+class _UNet(nn.Module):
+    """Contracting and expanding path with concatenated skips."""
+
+    def __init__(self, width: int, depth: int, classes: int) -> None:
+        super().__init__()
+        sizes = [width * 2 ** level for level in range(depth + 1)]
+        steps = list(zip(sizes, sizes[1:], strict=False))
+        self.entry = _Double(3, width)
+        self.down = nn.ModuleList(_Double(a, b) for a, b in steps)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in steps)
+        self.merge = nn.ModuleList(_Double(2 * a, a) for a in sizes[:-1])
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = [self.entry(x)]
+        for down in self.down:
+            skips.append(down(F.max_pool2d(skips[-1], 2)))
+        x = skips.pop()
+        for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
+            x = merge(torch.cat([skips.pop(), up(x)], 1))
+        return self.head(x)
+
+
+def unet(*, batch: int = 4, image: int = 128, width: int = 16, depth: int = 4) -> Workload:
+    """U-Net at a quarter of its width."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 3, (batch, image, image))
+    return Workload("unet", _UNet(width, depth, 3).train(), (torch.randn(batch, 3, image, image),),
+                    lambda logits: F.cross_entropy(logits, labels))
+
+
+def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6) -> Workload:
+    """A perceptron in which one layer is far wider than the others."""
+    torch.manual_seed(0)
+    sizes = [width] * layers + [huge] + [width] * layers
+    stack: list[nn.Module] = []
+    for inside, outside in zip(sizes, sizes[1:], strict=False):
+        stack += [nn.Linear(inside, outside), nn.ReLU()]
+    return Workload("mlp", nn.Sequential(*stack).train(), (torch.randn(batch, width),),
+                    lambda output: output.square().mean())
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    build.__name__: build for build in (gpt2, bert, llama, t5, vit, resnet, unet, mlp)}
+"""Every model by name."""
