@@ -12,6 +12,8 @@ from solvers.task import Proposal, Task
 
 LEAST_SECONDS = 4.0
 """Time for finding any schedule that fits, even if the time limit is over."""
+NEAR_MISS = 0.03
+"""A peak over the budget by no more than this fraction is worth all the time that is left."""
 PROOF_TOLERANCE = 1e-8
 """Cost and bound that differ by less than this fraction of the plain cost are equal."""
 
@@ -22,6 +24,7 @@ class Incumbent:
     def __init__(self, task: Task) -> None:
         problem = task.problem
         self._task = task
+        self._searched = False
         self.schedule = problem.plain_schedule
         self.peak_bytes, self.cost = simulate(problem, self.schedule)
         self.lower_bound = problem.plain_cost
@@ -69,18 +72,19 @@ class Incumbent:
                 self.offer(found)
 
     def ensure_fit(self) -> bool:
-        """Where nothing fits yet, repair what is there, or else find the smallest peak, even if
-        the time is over: a budget that can be met must be met.  Whether something fits."""
-        if self.fits:
-            return True
+        """Where nothing fits yet, look for the smallest peak, even if the time is over: a budget
+        that can be met must be met.  Whether something fits; the search is made only once."""
+        if self.fits or self._searched:
+            return self.fits
+        self._searched = True
         problem, budget, seed = self._task.problem, self._task.budget_bytes, self._task.seed
         seconds = max(LEAST_SECONDS, self._task.seconds_left / 4)
-        if self.possible:
+        self.offer(minimum_peak(problem, time_limit=seconds, seed=seed))
+        if not self.fits and self.peak_bytes <= budget * (1 + NEAR_MISS) and self.possible:
+            seconds = max(LEAST_SECONDS, self._task.seconds_left)
             found = repair(problem, budget, self.schedule, time_limit=seconds, seed=seed)
             if found is not None:
                 self.offer(found)
-        if not self.fits:
-            self.offer(minimum_peak(problem, time_limit=seconds, seed=seed))
         return self.fits
 
     def raise_bound(self, extra_cost: float) -> None:
