@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
+from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
 from graph_capture.hollow import hollow_twin
 from graph_capture.loss import LossFn, LossFootprint, objective, trace_loss
 from graph_capture.memory_tracker import MemoryTracker, Workspace
+from graph_capture.torch_compat_memory import NoStaticShape
 from graph_capture.training_graph import BufferKind
 
 
@@ -61,7 +63,12 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
             return _trace(plain, plain.extra[-1], workspace, forward_context, plain=True)
         except Exception:  # whatever a plain tensor without values cannot do, a fake one may
             pass
-    return _trace(twin, loss_fn, workspace, forward_context, plain=False)
+    try:
+        return _trace(twin, loss_fn, workspace, forward_context, plain=False)
+    except NoStaticShape as error:
+        raise CaptureError(
+            f"the model's code depends on a value of a tensor (it asked for {error}), and a plan is "
+            "made without values; decide by shapes or by arguments instead") from error
 
 
 def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
@@ -82,6 +89,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         first_of_backward = tracker.start_of_backward()
         with twin.mode, _no_autocast(twin.trace_device), tracker:
             goal.backward()
+        seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
         gradients = {tracker.number_of(tensor.grad) for tensor in copies
                      if tensor.is_leaf and tensor.grad is not None}
         del output, goal
@@ -97,7 +105,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
     by_category[BufferKind.TEMPORARY] = transient
     for number, size in alive.items():
         kind = (BufferKind.GRADIENT if number in gradients
-                else BufferKind.TEMPORARY if number >= first_of_backward
+                else BufferKind.TEMPORARY if number >= first_of_backward or number in seeds
                 else BufferKind.ACTIVATION)
         by_category[kind] += size
     return EagerStep(tracker.peak_bytes, by_category, forward_peak, end, footprint, plain)

@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from graph_capture.allocator import record_peak
+from graph_capture.allocator import AllocationRecord, record_peak_of_op
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import make_twin
 from graph_capture.optimizer_step import OPTIMIZERS, OptimizerFootprint, trace_optimizer
+
+
+def record(fn) -> AllocationRecord:
+    return record_peak_of_op(fn, torch.device("cpu"))
 
 
 def network() -> nn.Module:
@@ -28,8 +32,7 @@ def measured(model: nn.Module, optimizer: torch.optim.Optimizer, state_bytes: in
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.randn_like(parameter)
-    first = record_peak(optimizer.step, "cpu")
-    second = record_peak(optimizer.step, "cpu")
+    first, second = record(optimizer.step), record(optimizer.step)
     state = state_bytes + first.end_bytes
     return state, max(first.peak_bytes - first.end_bytes, second.peak_bytes)
 
@@ -51,15 +54,15 @@ CONFIGURATIONS = [
 def test_footprint_equals_a_real_step(name, options):
     model = network()
     held = []
-    record = record_peak(lambda: held.append(getattr(torch.optim, name)(
-        [p for p in model.parameters() if p.requires_grad], **options)), "cpu")
+    made = record(lambda: held.append(getattr(torch.optim, name)(
+        [p for p in model.parameters() if p.requires_grad], **options)))
     optimizer = held[0]
     twin = make_twin(model)
     before = copy.deepcopy(optimizer.state_dict())
     footprint = trace_optimizer(optimizer, twin)
     assert str(optimizer.state_dict()) == str(before)  # untouched
     assert footprint.name == name
-    state, temporaries = measured(model, optimizer, record.end_bytes)
+    state, temporaries = measured(model, optimizer, made.end_bytes)
     assert footprint.state_bytes == pytest.approx(state, abs=128)  # a few scalars
     assert footprint.step_peak_bytes == pytest.approx(temporaries, rel=0.01, abs=128)
     # And with its state at hand, from a later step on.
