@@ -22,7 +22,7 @@ from solvers.problem import Problem, Schedule
 from solvers.simulator import simulate
 
 _LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
-_ANNEAL_MOVES = 60_000  # per target
+_ANNEAL_MOVES = 30_000  # per target
 _ANNEAL_SECONDS = 60.0  # only so that `moves` is what stops it
 
 
@@ -123,7 +123,8 @@ class _Descent:
         return self.best_peak <= self.floor or time.monotonic() > self.deadline
 
     def run(self) -> Schedule:
-        self._halve()
+        if not self._halve():
+            self._anneal(time.monotonic() + (self.deadline - time.monotonic()) / 2)
         for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed)):
             self._bisect(taste, runs_per_op * len(self.problem) + 200)
             if not self.done and rank % 12 == 2:
@@ -132,25 +133,29 @@ class _Descent:
                 break
         return self.best
 
-    def _halve(self) -> None:
-        """Come down in big steps first, so that little time gives much."""
-        target = (self.floor + self.best_peak) // 2
-        while not self.done and self._attempt(target, EvictionTaste(), 3 * len(self.problem) + 200):
-            target = (self.floor + self.best_peak) // 2
+    def _halve(self) -> bool:
+        """Come down in big steps first, so that little time gives much; whether walks helped."""
+        helped = False
+        while not self.done and self._attempt((self.floor + self.best_peak) // 2, EvictionTaste(),
+                                              3 * len(self.problem) + 200):
+            helped = True
+        return helped
 
     def _anneal(self, deadline: float) -> None:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
         lean = len(self.best) <= _LEAN_RUNS_PER_OP * len(self.problem)
         current = self.best if lean else self.problem.plain_schedule
         peak = simulate(self.problem, current).peak_bytes
-        share = 0.25
-        while peak > self.floor and share > 0.01 and time.monotonic() < deadline:
+        share, draw, moves = 0.1, self.seed, _ANNEAL_MOVES
+        while peak > self.floor and share > 0.002 and time.monotonic() < deadline:
+            draw += 1
             target = peak - max(1, int(share * (peak - self.floor)))
             found = repair(self.problem, target, current, time_limit=_ANNEAL_SECONDS,
-                           deadline=deadline, moves=_ANNEAL_MOVES, seed=self.seed)
+                           deadline=deadline, moves=moves, seed=draw)
             if found is None:
-                share /= 2
+                share, moves = share / 2, moves * 2
                 continue
+            share *= 1.5
             current, peak = found, simulate(self.problem, found).peak_bytes
             if peak < self.best_peak:
                 self.best, self.best_peak = current, peak
