@@ -7,10 +7,12 @@ results are dropped and recomputed anywhere, in the forward and in the backward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +21,12 @@ from graph_capture.allocator import record_peak
 from graph_capture.loss import objective, output_tensors
 from planner.api import capture
 from planner.decisions import build_recipe
-from planner.planning import PreparedStep
+from planner.errors import InfeasibleBudget
+from planner.plan import Plan
+from planner.planning import Effort, PreparedStep, plan_within
 from solvers.problem import Problem, Schedule
 from solvers.simulator import Timeline, unroll
-from tests.models import Case
+from tests.models import BUILDERS, HF, Case
 
 SEED = 5
 
@@ -171,3 +175,52 @@ def random_schedule(problem: Problem, seed: int, share: float) -> Schedule:
         runs.append(index)
         held.update(op.outputs)
     return tuple(runs)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model of `tests.models` with everything that plans for it are judged by."""
+
+    case: Case
+    step: PreparedStep
+    reference: Trace
+    plain: Trace
+
+    @functools.cached_property
+    def smallest(self) -> Plan:
+        """The plan for the smallest budget that can be met."""
+        with pytest.raises(InfeasibleBudget) as refusal:
+            plan_within(self.step, self.step.resident_bytes, EFFORT)
+        return plan_within(self.step, refusal.value.minimum_bytes, EFFORT)
+
+    @functools.cache  # noqa: B019 - subjects are kept for the whole run anyway
+    def plan_at(self, share: float | None) -> Plan:
+        """The plan for a share of what the unplanned step takes above its resident memory, or for
+        the smallest budget where that is more; `None`: no limit."""
+        if share is None:
+            return plan_within(self.step, None)
+        resident = self.step.resident_bytes
+        budget = resident + int(share * (self.step.keep_all_peak_bytes - resident))
+        if budget <= self.smallest.peak_bytes:
+            return self.smallest
+        return plan_within(self.step, budget, EFFORT)
+
+
+EFFORT = Effort(time_limit=3.0)
+"""Enough for models of this size."""
+
+
+@functools.cache
+def subject(name: str) -> Subject:
+    """The subject with this name, in a small size; made once and used by many tests."""
+    case = BUILDERS[name](**SIZES.get(name, {}))
+    return Subject(case, captured(case), reference(case), train(case.model, case))
+
+
+SIZES: dict[str, dict[str, int]] = {
+    **{name: {"layers": 1} for name in HF},
+    "resnet": {"stages": 2, "blocks": 1, "image": 32},
+    "unet": {"depth": 1, "image": 32},
+    "untied_embedding": {"layers": 1, "vocab": 1024},
+}
+"""Sizes other than the default ones of `tests.models`."""
