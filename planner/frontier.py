@@ -93,7 +93,7 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
 
 def trace_frontier(prepared: PreparedStep, points: int, effort: Effort) -> Frontier:
     """The curve of a captured step, with `effort` spent on each point."""
-    result = smallest_result(prepared, effort)
+    _, result = smallest_result(prepared, effort)
     smallest = make_plan(prepared, None, result)
     low, high = smallest.peak_bytes, prepared.keep_all_peak_bytes
     plans: list[Plan] = []

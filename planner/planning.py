@@ -8,7 +8,7 @@ the solver sees it, and the optimizer's step, which no schedule changes either, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import solvers.errors
@@ -34,6 +34,10 @@ from solvers.solve import solve
 if TYPE_CHECKING:
     from apply.recipe import ParameterKey
     from graph_capture.capture import CapturedStep
+
+
+_DIAGNOSIS_SECONDS = 10.0
+"""Longest search for a schedule that only serves to explain a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,28 +122,30 @@ def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Ef
 
 
 def smallest_result(prepared: PreparedStep, effort: Effort,
-                    known_net_bytes: int | None = None) -> Result:
-    """The schedule at the smallest budget that the solver meets, or, where the optimizer's step
-    holds more than that, at the optimizer's peak.
+                    known_net_bytes: int | None = None) -> tuple[int, Result]:
+    """The smallest budget that is known to be met, in bytes of the whole step, and a schedule
+    within it.  Where the optimizer's step holds more than any schedule needs, that is its peak.
 
     `known_net_bytes`: the solver's minimum, resident memory not included, where it is known.
     """
     floor = optimizer_step_bytes(prepared.graph, prepared.optimizer) - prepared.resident_bytes
     net = max(floor, known_net_bytes or 0, 0)
     try:
-        return _solve(prepared, net, effort)
+        result = _solve(prepared, net, effort)
     except solvers.errors.InfeasibleBudget as refusal:
-        return _solve(prepared, refusal.minimum_bytes, effort)
+        net = refusal.minimum_bytes
+        result = _solve(prepared, net, effort)
+    return prepared.resident_bytes + net, result
 
 
 def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort,
                known_net_bytes: int | None = None) -> InfeasibleBudget:
     """The error for a budget that cannot be met: the smallest that can, and what holds it."""
-    result = smallest_result(prepared, effort, known_net_bytes)
-    timeline = unroll(prepared.problem, result.schedule)
-    minimum = account(prepared.graph, timeline, prepared.optimizer).peak_bytes
-    bottleneck = describe_bottleneck(prepared.graph, timeline, prepared.optimizer)
-    return InfeasibleBudget(budget_bytes, minimum, bottleneck)
+    brief = replace(effort, time_limit=min(effort.time_limit, _DIAGNOSIS_SECONDS))
+    minimum_bytes, result = smallest_result(prepared, brief, known_net_bytes)
+    bottleneck = describe_bottleneck(
+        prepared.graph, unroll(prepared.problem, result.schedule), prepared.optimizer)
+    return InfeasibleBudget(budget_bytes, minimum_bytes, bottleneck)
 
 
 def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) -> Plan:

