@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -135,15 +136,17 @@ class _Rewriter:
         op = self.region.ops[index]
         run = self.runs[index]
         self.runs[index] += 1
+        copied = op.replay.copied_inputs if run else ()
         for source in op.node.all_input_nodes:
-            self._value(source)
+            if source not in copied:
+                self._value(source)
         if run:
             self._forget(op)
         elif index in self.replayed:
             self._prepare_replays(index, op)
         candidate = self.takeovers.get((index, run))
         if candidate is not None:
-            new = self._emit_inplace(op, op.inplace_operands[candidate])
+            new = self._emit_inplace(index, op, run, op.inplace_operands[candidate])
         elif run:
             new = self._emit_replay(index, op)
         elif op.replay.random and index in self.replayed:
@@ -188,40 +191,45 @@ class _Rewriter:
         return state
 
     def _emit_random(self, op: LoweredOp) -> fx.Node:
-        args = fx.map_arg(op.node.args, self._operand)
-        kwargs = fx.map_arg(op.node.kwargs, self._operand)
-        new = self.graph.call_function(run_random, (op.node.target, args, dict(kwargs)))
+        new = self.graph.call_function(run_random, (op.node.target, *self._arguments(op, {})))
         self._describe(new, op.node)
         return new
 
     def _emit_replay(self, index: int, op: LoweredOp) -> fx.Node:
         inputs = self.replay_inputs[index]
-
-        def operand(node: fx.Node) -> fx.Node:
-            new = inputs.copies.get(node) or self.env[node]
-            self._note_crossing(new)
-            return new
-
-        args = fx.map_arg(op.node.args, operand)
-        kwargs = fx.map_arg(op.node.kwargs, operand)
+        args, kwargs = self._arguments(op, inputs.copies)
         if inputs.state is None:
             new = self.graph.call_function(op.node.target, args, kwargs)
         else:
             device = _device_of(op.node)
             self._note_crossing(inputs.state)
             new = self.graph.call_function(replay_random, (
-                inputs.state, device.type, device.index, op.node.target, args, dict(kwargs)))
+                inputs.state, device.type, device.index, op.node.target, args, kwargs))
         self._describe(new, op.node)
         return new
 
-    def _emit_inplace(self, op: LoweredOp, operand: fx.Node) -> fx.Node:
+    def _emit_inplace(
+        self, index: int, op: LoweredOp, run: int, overwritten: fx.Node
+    ) -> fx.Node:
         target = op.node.target
         assert isinstance(target, OpOverload)
-        args = fx.map_arg(op.node.args, self._operand)
-        kwargs = fx.map_arg(op.node.kwargs, self._operand)
-        new = write_inplace(self.graph, target, args, dict(kwargs), self.env[operand])
+        args, kwargs = self._arguments(op, self.replay_inputs[index].copies if run else {})
+        new = write_inplace(self.graph, target, args, kwargs, self.env[overwritten])
         self._describe(new, op.node)
         return new
+
+    def _arguments(
+        self, op: LoweredOp, copies: Mapping[fx.Node, fx.Node]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Current operands of a run; `copies` stand in for inputs that the step mutates."""
+
+        def operand(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                return self._operand(node)
+            self._note_crossing(copies[node])
+            return copies[node]
+
+        return fx.map_arg(op.node.args, operand), dict(fx.map_arg(op.node.kwargs, operand))
 
     def _emit_copy(self, node: fx.Node) -> fx.Node:
         new = self.graph.node_copy(node, self._operand)
