@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class _UNet(nn.Module):
     def __init__(self, width: int, depth: int, classes: int) -> None:
         super().__init__()
         sizes = [width * 2 ** level for level in range(depth + 1)]
-        steps = list(zip(sizes, sizes[1:], strict=False))
+        steps = list(pairwise(sizes))
         self.entry = _Double(3, width)
         self.down = nn.ModuleList(_Double(a, b) for a, b in steps)
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in steps)
@@ -193,7 +194,7 @@ def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6
     torch.manual_seed(0)
     sizes = [width] * layers + [huge] + [width] * layers
     stack: list[nn.Module] = []
-    for inside, outside in zip(sizes, sizes[1:], strict=False):
+    for inside, outside in pairwise(sizes):
         stack += [nn.Linear(inside, outside), nn.ReLU()]
     return Workload("mlp", nn.Sequential(*stack).train(), (torch.randn(batch, width),),
                     lambda output: output.square().mean())
