@@ -164,7 +164,7 @@ class EditableTimeline:
     # Edits proper.  `_memory` always holds the exact memory of each position.
 
     def _death(self, storage: int, index: int) -> int:
-        """Key of the last moment of the storage's instance with that index (not kept to the end)."""
+        """Key at which the storage's instance with that index dies; not for one kept to the end."""
         births, reads = self.births[storage], self.reads[storage]
         if index + 1 < len(births):
             last = bisect_left(reads, births[index + 1]) - 1

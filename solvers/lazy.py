@@ -206,7 +206,8 @@ class _Walk:
         here = self.problem.segment_of[min(self.stage, len(self.problem) - 1)]
         candidate = next((s for s in described.inplace if self.locks[s] == 1 and self.evictable[s]
                           and self.born_in[s] == here), None)
-        if candidate is not None and self._next_use(candidate, self.stage + (not again)) >= self.never:
+        after = self.stage + (not again)  # uses from then on are not those of this run
+        if candidate is not None and self._next_use(candidate, after) >= self.never:
             self._drop(candidate)
             candidate = None
         if self.used + need <= self.budget:
@@ -219,10 +220,9 @@ class _Walk:
             try:
                 self._evict_until(self.budget - need)
             except _NoRoom:
-                if candidate is None or not self._may_evict(
-                        candidate, self.stage + (not again), {}):
+                if candidate is None or not self._may_evict(candidate, after, {}):
                     raise
-                self._evict(candidate, self.stage + (not again))
+                self._evict(candidate, after)
                 self._evict_until(self.budget - need)
         finally:
             for storage in barred:
@@ -264,8 +264,9 @@ class _Walk:
         """The first stage from `start` on that reads the storage, also to remake what is gone."""
         direct = int(self.next_read[storage])
         if direct < start:  # read by the run in progress: look behind it
-            readers = self.problem.consumers[storage]
-            later = [r for r in readers[self.cursor[storage]:self.cursor[storage] + 2] if r >= start]
+            cursor = self.cursor[storage]
+            later = [reader for reader in self.problem.consumers[storage][cursor:cursor + 2]
+                     if reader >= start]
             direct = later[0] if later else self.never
         for wanted in (int(self.wanted_next[storage]), int(self.wanted_last[storage])):
             if wanted >= start:

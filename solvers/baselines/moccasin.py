@@ -1,12 +1,12 @@
 """MOCCASIN: retention intervals under CP-SAT (Bartan et al., ICML 2023, arXiv:2304.14463).
 
 Stage j ends with the first run of op j and has an event for each op up to j, in their order.  Every
-op has up to `INTERVALS` runs, each at an event of its own column, and every run a retention interval
-per output, which lasts to some later event.  A run reads an input from an interval that is open
+op has up to `INTERVALS` runs, each at an event of its own column, and every run an interval
+of retention per output, to some later event.  A run reads an input from an interval that is open
 there; the intervals' sizes stay within the budget at every event (one cumulative constraint).
 
 Class of schedules: at most `INTERVALS` runs per op, at most one run of an op per stage, a stage's
-runs in the order of the ops.  Memory is modelled from the safe side: nothing is taken over in place.
+runs in the order of the ops.  Memory is modelled from the safe side: nothing runs in place.
 """
 
 from __future__ import annotations
