@@ -44,7 +44,7 @@ class DeviceModel:
 
 def _gpu(name: str, *, float32: float, half: float, bandwidth: float, bfloat16: float | None = None,
          float64: float | None = None) -> DeviceModel:
-    """`float32`, `half`, …: TFLOP/s; `bandwidth`: GB/s.  `float32` without TF32, torch's default."""
+    """`float32`, `half`, …: TFLOP/s; `bandwidth`: GB/s.  `float32` is without TF32, as in torch."""
     return DeviceModel(
         name=name,
         flops_per_second={
@@ -81,8 +81,8 @@ _CPU = DeviceModel(
     flops_per_second={torch.float32: 120e9, torch.float64: 60e9,
                       torch.bfloat16: 240e9, torch.float16: 60e9},
     bytes_per_second=10e9, launch_seconds=5e-6)
-"""A small CPU: two cores with AVX-512.  Only ratios matter to a plan, and they change little with the
-number of cores."""
+"""A small CPU: two cores with AVX-512.  Only ratios matter to a plan, and they change little
+with the number of cores."""
 
 
 def device_model(device: torch.device | str, name: str | None = None) -> DeviceModel:

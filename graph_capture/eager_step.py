@@ -67,8 +67,8 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         return _trace(twin, loss_fn, workspace, forward_context, plain=False)
     except NoStaticShape as error:
         raise CaptureError(
-            f"the model's code depends on a value of a tensor (it asked for {error}), and a plan is "
-            "made without values; decide by shapes or by arguments instead") from error
+            f"the model's code depends on a value of a tensor (it asked for {error}), and a plan "
+            "is made without values; decide by shapes or by arguments instead") from error
 
 
 def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,

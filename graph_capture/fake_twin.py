@@ -91,7 +91,7 @@ def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str,
 
 def twin_by(copier: TwinCopier, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
             extra: tuple[Any, ...], planned: torch.device) -> FakeTwin:
-    """The twin that `copier` makes; `planned` is the device whose allocator sizes are counted by."""
+    """The twin that `copier` makes; sizes are counted as by the allocator of `planned`."""
     twin = copier.module(model)
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     buffers = dict(twin.named_buffers(remove_duplicate=False))
@@ -150,7 +150,7 @@ class TwinCopier(TorchFunctionMode):
         meta.set_(storage, like.storage_offset(), like.size(), like.stride())
         return fake_tensor(self.mode, meta, self.device)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__deepcopy__ or func is tensor_clone:
             return self.tensor(args[0])
         with torch._C.DisableTorchFunctionSubclass():

@@ -204,9 +204,9 @@ _MOVERS = frozenset({
     "scalar_tensor", "lift_fresh", "lift_fresh_copy", "cat", "stack", "index", "_unsafe_index",
     "index_select", "gather", "embedding", "slice_backward", "select_backward", "slice_scatter",
     "select_scatter", "diagonal_backward", "unfold_backward", "as_strided_scatter", "roll", "flip",
-    "repeat", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d", "tril",
-    "triu", "_unsafe_view", "view", "detach", "scatter", "masked_fill", "masked_scatter", "where",
-    "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "_local_scalar_dense", "set", "resize",
+    "repeat", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d",
+    "tril", "triu", "_unsafe_view", "view", "detach", "scatter", "masked_fill", "masked_scatter",
+    "where", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "_local_scalar_dense", "set", "resize",
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "im2col",
     "split_with_sizes_copy", "_foreach_copy", "_foreach_zero", "tril_indices", "triu_indices"})
 """Ops that move or make data, by name without a trailing underscore."""

@@ -52,9 +52,9 @@ def hollow_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
     """The twin of a twin, with hollow tensors on the CPU in place of the fake ones.
 
     `extra`: further objects that refer to the twin's tensors; the copies come last in the result's
-    `extra`.  Integer inputs and buffers have the values of the originals that `twin` was made from, as far
-    as those are still alive.  `unknown_is_zero`: code that asks for a value which is not known
-    gets 0 instead of an error.
+    `extra`.  Integer inputs and buffers have the values of the originals that `twin` was made from,
+    as far as those are still alive.  `unknown_is_zero`: code that asks for a value which is not
+    known gets 0 instead of an error.
     """
     copier = HollowCopier({id(fake): original for original, fake in twin.fake_of.items()},
                           unknown_is_zero=unknown_is_zero)
@@ -69,7 +69,7 @@ class HollowMode(TorchDispatchMode):
         super().__init__()
         self._unknown_is_zero = unknown_is_zero
         self._fakes = FakeTensorMode()
-        # Real storages into which an unknown value was written, by key; a key may be given out anew.
+        # Real storages into which an unknown value was written; a key may be given out anew.
         self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
@@ -83,8 +83,8 @@ class HollowMode(TorchDispatchMode):
                     if isinstance(leaf, torch.Tensor))
         if func in _ITEM:
             if not (known or self._unknown_is_zero):
-                raise UnknownValue("the model's code looks at the value of a tensor that depends on "
-                                   "the weights or on values that are not given")
+                raise UnknownValue("the model's code looks at the value of a tensor that depends "
+                                   "on the weights or on values that are not given")
             return func(*args, **kwargs)
         if known and torch.Tag.nondeterministic_seeded not in func.tags:
             return self._run_if_small(func, args, kwargs)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -274,18 +275,14 @@ def _environment(device: torch.device) -> str:
         torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled)))
 
 
-class _random_state_kept:  # noqa: N801 - reads as a statement
-    """The global random state of the CPU and of `device`, as it was."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = (torch.cuda.get_rng_state(self._device) if self._device.type == "cuda"
-                      else None)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """The global random state of the CPU and of `device` is afterwards as it was."""
+    of_cpu = torch.get_rng_state()
+    of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_cpu)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, device)

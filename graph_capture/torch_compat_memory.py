@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "cpu_allocations",
            "fake_tensor", "no_active_modes", "storage_at", "storage_key", "tensor_clone"]
 
-# What a fake tensor answers when the result of an op has a shape that depends on values (2.11-2.13).
+# What a fake tensor answers to an op whose result has a shape that depends on values (2.11-2.13).
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)
 
 # The function that a `TorchFunctionMode` sees when `Parameter.__deepcopy__` clones the data.
@@ -87,8 +87,9 @@ def cpu_allocations(fn: Callable[[], object]) -> list[int]:
             fn()
         finally:
             result = torch.autograd._disable_profiler()
+    cpu = torch.autograd.DeviceType.CPU
     events = [event for event in result.events()
-              if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU]
+              if event.name() == "[memory]" and event.device_type() == cpu]
     events.sort(key=lambda event: event.start_ns())  # a stable sort: equal times stay in order
     return [event.nbytes() for event in events]
 
@@ -154,7 +155,7 @@ class _CountsOfSums(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[int, int]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.add.Tensor:
             self._note(args)
         return func(*args, **(kwargs or {}))

@@ -8,6 +8,7 @@ one call (a tuple or a mapping) and a loss of its output, or `None` where the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -163,9 +164,9 @@ class UNet(nn.Module):
         super().__init__()
         sizes = [width * 2 ** level for level in range(depth + 1)]
         self.entry = _Double(3, width)
-        self.down = nn.ModuleList(_Double(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.down = nn.ModuleList(_Double(a, b) for a, b in pairwise(sizes))
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2)
-                                for a, b in zip(sizes, sizes[1:], strict=False))
+                                for a, b in pairwise(sizes))
         self.merge = nn.ModuleList(_Double(2 * a, a) for a in sizes[:-1])
         self.head = nn.Conv2d(width, classes, 1)
 
@@ -340,9 +341,10 @@ def mlp_huge(batch: int = 64, width: int = 64, huge: int = 2048, layers: int = 4
     torch.manual_seed(0)
     sizes = [width] * layers + [huge] + [width] * layers
     stack: list[nn.Module] = []
-    for inside, outside in zip(sizes, sizes[1:], strict=False):
+    for inside, outside in pairwise(sizes):
         stack += [nn.Linear(inside, outside), nn.ReLU()]
-    return Case(nn.Sequential(*stack), (torch.randn(batch, width),), lambda out: out.square().mean())
+    return Case(nn.Sequential(*stack), (torch.randn(batch, width),),
+                lambda out: out.square().mean())
 
 
 def gpt2_cache(**size: int) -> Case:

@@ -23,14 +23,12 @@ from graph_capture.op_probe import OpProbe
 from tests import models
 from tests.models import BUILDERS, Case
 
+DEFAULT_SIZE = {"layers": 2, "batch": 4, "seq": 96, "width": 64}
 SIZES = {
-    **dict.fromkeys(("gpt2", "llama", "bert", "t5", "gpt2_cache", "llama_cache"),
-                    {"layers": 2, "batch": 4, "seq": 96, "width": 64}),
     "vit": {"layers": 2, "batch": 8, "width": 64}, "unet": {"batch": 2, "image": 32},
     "resnet": {"batch": 4, "image": 32},
     "views": {"batch": 8, "seq": 64, "width": 64}, "many_outputs": {"batch": 512, "width": 128},
     "mlp_huge": {}}
-DEFAULT_SIZE = {"layers": 2, "batch": 4, "seq": 96, "width": 64}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from graph_capture.fake_twin import make_twin
-from graph_capture.hollow import HollowMode, UnknownValue, hollow_storage, hollow_tensor, hollow_twin
+from graph_capture.hollow import (
+    HollowMode,
+    UnknownValue,
+    hollow_storage,
+    hollow_tensor,
+    hollow_twin,
+)
 from graph_capture.torch_compat_memory import storage_key
 
 

@@ -52,7 +52,8 @@ def calls():
         grad, x, weight, [16], *CONV, [False, True, False])
     yield "channels last", aten.convolution.default, (
         x.to(memory_format=torch.channels_last), weight, None, *CONV)
-    yield "attention", aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q, 0.0, True)
+    yield "attention", aten._scaled_dot_product_flash_attention_for_cpu.default, (
+        q, q, q, 0.0, True)
     yield "its gradient", aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (
         out, q, q, q, out, lse, 0.0, True)
     yield "softmax", aten._safe_softmax.default, (rows, -1)
@@ -120,14 +121,16 @@ def test_other_free_ops_are_rightly_taken_as_free():
             (aten._softmax_backward_data.default, dense, dense, 1, torch.float32),
             (aten._log_softmax_backward_data.default, dense, dense, 1, torch.float32),
             (aten.nll_loss_forward.default, logs, target, None, 1, -100),
-            (aten.nll_loss_backward.default, torch.tensor(1.0), logs, target, None, 1, -100, weight),
+            (aten.nll_loss_backward.default, torch.tensor(1.0), logs, target, None, 1, -100,
+             weight),
             (aten.embedding.default, dense, target)):
         assert measured(call[0], *call[1:]) == 0, call[0]
 
 
 def test_views_run_nothing(probe):
     probe._measure = None  # would fail if it were called
-    for target, args in ((aten.t.default, (torch.ones(2, 3),)), (aten.detach.default, (torch.ones(2),)),
+    for target, args in ((aten.t.default, (torch.ones(2, 3),)),
+                         (aten.detach.default, (torch.ones(2),)),
                          (aten.expand.default, (torch.ones(1, 3), [4, 3]))):
         assert probed(probe, target, *args) == 0
 
@@ -153,11 +156,13 @@ def test_damaged_cache_is_skipped(tmp_path: Path):
     cache = OpCache("here", tmp_path)
     cache.put("a", 3)
     (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes() + b'{"key": "torn", "val\n\xff\xfe[1]\n{"key": 1, "value": 2}\n'
+    path.write_bytes(path.read_bytes() + b'{"key": "torn", "val\n\xff\xfe[1]\n'
+                     b'{"key": 1, "value": 2}\n'
                      b'{"key": "negative", "value": -1}\n{"key": "b"')
     OpCache("here", tmp_path).put("c", 4.5)
     again = OpCache("here", tmp_path)
-    assert [again.get(key) for key in ("a", "b", "c", "torn", "negative")] == [3, None, 4.5, None, None]
+    assert [again.get(key) for key in ("a", "b", "c", "torn", "negative")] == [
+        3, None, 4.5, None, None]
     assert OpCache("elsewhere", tmp_path).get("a") is None
     path.unlink()
     path.mkdir()  # neither readable nor writable as a file
