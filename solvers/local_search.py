@@ -3,8 +3,9 @@
 The idea of annealing on sequences is that of FastSA (Yonetsu et al., NeurIPS 2023); here the order
 of first runs stays, and what moves are the recomputations: one is put before a read, dropped, or
 moved, alone or with the chain of recomputations that it needs.  The energy is the cost plus a price
-on every byte above the budget, summed over the runs; the price follows how often the walk is within
-the budget.  `solvers.incremental` makes a move cost tens of microseconds, so a minute sees millions.
+on what exceeds the budget, in turns that of all runs together and that of the peak alone; the price
+follows how often the walk is within the budget.  `solvers.incremental` makes a move cost tens of
+microseconds, so a minute sees millions.
 
 Blind spots: no bound comes out of it, and with a time limit the result depends on the machine's
 speed (`moves` bounds the work instead, and makes it reproducible).
@@ -98,8 +99,8 @@ def _anneal(problem: Problem, budget: int, schedule: Schedule, limit: _Limit, se
     moves = 0
     while (share := limit.spent(moves)) < 1.0 and not (until_feasible and walk.best):
         fresh, temperature = rounds.at(share)
-        if fresh and walk.best is not None:
-            walk.restart()
+        if fresh:
+            walk.next_round()
         walk.batch(temperature)
         moves += _BATCH
     return walk.best
@@ -137,6 +138,7 @@ class _Walk:
         self.mean_cost = problem.plain_cost / len(problem) or 1.0
         mean_size = sum(s.size_bytes for s in problem.storages) / max(len(problem.storages), 1)
         self.price = 2.0 * self.mean_cost / max(mean_size, 1.0)
+        self.peak_only = False
         self.excess = self._excess()
         self.best: Schedule | None = None
         self.best_cost = math.inf
@@ -144,16 +146,20 @@ class _Walk:
         self._note()
 
     def _excess(self) -> float:
+        if self.peak_only:
+            return max(0.0, float(self.timeline.peak_bytes - self.budget))
         return float(np.maximum(self.timeline.memory_bytes - self.budget, 0).sum())
 
     def _note(self) -> None:
         if self.excess == 0 and self.timeline.cost < self.best_cost * (1 - 1e-12):
             self.best, self.best_cost = self.timeline.schedule, self.timeline.cost
 
-    def restart(self) -> None:
-        assert self.best is not None
-        self.timeline = EditableTimeline(self.problem, self.best)
-        self.excess = 0.0
+    def next_round(self) -> None:
+        """Go back to the best schedule, if there is one, and look at the excess the other way."""
+        if self.best is not None:
+            self.timeline = EditableTimeline(self.problem, self.best)
+        self.peak_only = not self.peak_only
+        self.excess = self._excess()
 
     def batch(self, temperature: float) -> None:
         timeline, chance = self.timeline, self.chance
@@ -187,9 +193,23 @@ class _Walk:
         outputs = self.problem.ops[self.timeline.op_at[key]].outputs
         self._remove(key)
         if draw > 0.65:
-            elsewhere = not outputs or self.chance.random() < 0.3
-            self._insert(self.chance.choice(self.candidates if elsewhere else outputs))
+            where = self.chance.random()
+            if outputs and where < 0.4:
+                self._insert(self.chance.choice(outputs))
+            elif outputs and where < 0.7:
+                self._insert(self._neighbour(self.chance.choice(outputs)))
+            else:
+                self._insert(self.chance.choice(self.candidates))
         return True
+
+    def _neighbour(self, storage: int) -> int:
+        """A storage that the given one is made from, or that is made from it."""
+        ops, chance = self.problem.ops, self.chance
+        readers = self.problem.consumers[storage]
+        sources = ops[self.problem.storages[storage].producer].inputs
+        results = ops[chance.choice(readers)].outputs if readers else ()
+        choices = (*sources, *results)
+        return chance.choice(choices) if choices else storage
 
     def _random_recomputation(self) -> int | None:
         timeline = self.timeline
@@ -209,7 +229,8 @@ class _Walk:
             return False
         timeline, chance = self.timeline, self.chance
         reads, births = timeline.reads[storage], timeline.births[storage]
-        if not reads:
+        if not reads or not self.problem.ops[
+                self.problem.storages[storage].producer].recomputable:
             return False
         index = int(chance.random() * len(reads))
         read = reads[index]
