@@ -19,15 +19,15 @@ def step():
     return prepared(HandMadeStep(chain(12), 2600))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps(), st.integers(0, 6000))
 def test_a_plan_keeps_its_budget_or_names_one_that_works(step, budget_bytes):
     ready = prepared(step)
     try:
-        plan = plan_within(ready, budget_bytes, Effort(time_limit=5.0))
+        plan = plan_within(ready, budget_bytes, Effort(time_limit=2.0))
     except planner.InfeasibleBudget as refusal:
         assert refusal.budget_bytes == budget_bytes < refusal.minimum_bytes
-        plan = plan_within(ready, refusal.minimum_bytes, Effort(time_limit=5.0))
+        plan = plan_within(ready, refusal.minimum_bytes, Effort(time_limit=2.0))
         assert plan.peak_bytes <= refusal.minimum_bytes
     else:
         assert plan.peak_bytes <= budget_bytes

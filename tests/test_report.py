@@ -106,3 +106,9 @@ def test_sizes_are_decimal_with_three_digits():
         "0 B", "999 B", "1.00 kB", "999 kB", "1.00 MB", "8.12 GB"]
     assert format_bytes(-2_500_000) == "-2.50 MB"
     assert format_flops(12_345_678_901_234) == "12.3 TFLOP"
+
+
+def test_a_notebook_gets_the_text_too(monkeypatch):
+    plan = plan_within(prepared(HandMadeStep(chain(3), 2600)), None)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "predicted peak" in str(plan)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from planner.units import GIGABYTE
+from planner.units import BYTES_PER_UNIT
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -17,13 +17,14 @@ def draw_frontier(plans: Iterable[Plan], path: str | PathLike[str]) -> None:
     """Extra time over peak memory, found and proven, with the plain step for comparison."""
     figure, axes = new_figure()
     points = sorted(plans, key=lambda plan: plan.peak_bytes)
-    sizes = [plan.peak_bytes / GIGABYTE for plan in points]
+    unit, scale = _unit(points[0].baseline_peak_bytes)
+    sizes = [plan.peak_bytes / scale for plan in points]
     axes.plot(sizes, [100 * plan.overhead for plan in points], marker="o", label="found")
     axes.plot(sizes, [100 * plan.overhead_bound for plan in points], linestyle=":",
               label="proven lower bound")
-    axes.axvline(points[0].baseline_peak_bytes / GIGABYTE, color="grey", linestyle="--",
+    axes.axvline(points[0].baseline_peak_bytes / scale, color="grey", linestyle="--",
                  label="plain step")
-    axes.set_xlabel("peak memory of the step (GB)")
+    axes.set_xlabel(f"peak memory of the step ({unit})")
     axes.set_ylabel("extra time (%)")
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -34,20 +35,20 @@ def draw_timeline(timelines: dict[str, MemoryTimeline], path: str | PathLike[str
     """Memory over the runs of the step, one panel for each timeline, stacked by category."""
     figure, panels = new_figure(len(timelines))
     highest = max(timeline.peak_bytes for timeline in timelines.values())
+    unit, scale = _unit(highest)
     for axes, (title, timeline) in zip(panels if len(timelines) > 1 else [panels],
                                        timelines.items(), strict=True):
         runs = range(len(timeline))
-        layers = {name: [size / GIGABYTE for size in sizes]
+        layers = {name: [size / scale for size in sizes]
                   for name, sizes in timeline.by_category().items() if any(sizes)}
         axes.stackplot(runs, *layers.values(), labels=list(layers), step="mid", linewidth=0)
         axes.set_title(title)
         axes.set_xlabel("runs of ops")
-        axes.set_ylim(0, 1.05 * highest / GIGABYTE)
+        axes.set_ylim(0, 1.05 * highest / scale)
         if timeline.backward_begins is not None:
             axes.axvline(timeline.backward_begins, color="black", linewidth=0.8, linestyle="--")
-    first = panels[0] if len(timelines) > 1 else panels
-    first.set_ylabel("memory (GB)")
-    first.legend(loc="lower right", fontsize="small")
+    (panels[0] if len(timelines) > 1 else panels).set_ylabel(f"memory ({unit})")
+    axes.legend(loc="upper right", fontsize="small")
     figure.savefig(path)
 
 
@@ -66,3 +67,10 @@ def new_figure(panels: int = 1) -> tuple[Any, Any]:
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels)
     return figure, axes
+
+
+def _unit(highest_bytes: int) -> tuple[str, int]:
+    """The unit, and its bytes, in which sizes up to `highest_bytes` read well on an axis."""
+    unit = next((name for name in ("TB", "GB", "MB") if highest_bytes >= BYTES_PER_UNIT[name]),
+                "kB")
+    return unit, BYTES_PER_UNIT[unit]

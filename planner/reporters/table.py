@@ -30,8 +30,9 @@ def render_plan(plan: Plan) -> str:
 def plain_text(report: RenderableType) -> str:
     """What rich would print, without colour, at a fixed width."""
     stream = io.StringIO()
+    # In a notebook rich would display the report instead of writing it to the stream.
     console = Console(file=stream, width=_PLAIN_WIDTH, color_system=None, force_terminal=False,
-                      legacy_windows=False, highlight=False)
+                      force_jupyter=False, legacy_windows=False, highlight=False)
     console.print(report)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
