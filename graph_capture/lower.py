@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from graph_capture.errors import CaptureError
 from graph_capture.inplace import inplace_candidates
@@ -28,7 +27,7 @@ from graph_capture.naming import (
     target_name,
 )
 from graph_capture.replay import Replay, replay_of
-from graph_capture.torch_compat import storage_key
+from graph_capture.torch_compat import OpOverload, storage_key
 from graph_capture.training_graph import Phase
 
 RESIDENT = -1
@@ -127,7 +126,8 @@ class _Lowering:
         self.region = region
         self.mutated = {joint.primals[index] for index in joint.mutations.values()}
         for primal, name in zip(joint.primals, primal_names, strict=True):
-            self._add_resident(primal, name)
+            # Its layout is in no op's result, yet decides what kernels take for themselves.
+            self._add_resident(primal, f"{name} {describe_value(primal.meta['val'])}")
         self.cotangents: list[int | None] = []
         for index, node in enumerate(joint.cotangents):
             self.references[node] = f"cotangent:{index}"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from apply.runtime import apply_recipe
 from graph_capture.allocator import record_peak
 from graph_capture.loss import objective, output_tensors
+from graph_capture.torch_compat import compile_settings
 from planner.api import capture
 from planner.decisions import build_recipe
 from planner.errors import InfeasibleBudget
@@ -113,7 +114,8 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 def reference(case: Case) -> Trace:
     """What the model computes under `torch.compile` with nothing compiled: the same order of
     accumulation as a captured step, everything else plain PyTorch."""
-    return train(torch.compile(case.model, backend="eager"), case)
+    with compile_settings():
+        return train(torch.compile(case.model, backend="eager"), case)
 
 
 def measured_peak(model: Callable[..., object], case: Case) -> int:

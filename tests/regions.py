@@ -1,0 +1,40 @@
+"""Captured regions of small models, for tests of what stands between capture and planning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from graph_capture.fake_twin import make_twin
+from graph_capture.input_names import region_input_names
+from graph_capture.joint import JointGraph, clean_joint_graph
+from graph_capture.loss import objective
+from graph_capture.lower import LoweredRegion, lower
+from graph_capture.record import Recording, record_step
+
+
+def recorded(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None
+             ) -> Recording:
+    """The calls of captured regions in one step of `model(*args)`."""
+    twin = make_twin(model, args, {}, extra=(loss_fn,))
+    return record_step(
+        twin, lambda run: objective(run(*twin.args), twin.extra[0]).backward())
+
+
+def joint_graph(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None,
+                cotangents: tuple[bool, ...] | None = None) -> JointGraph:
+    """The clean joint graph of a model with one region; by default for the cotangents that
+    the recorded step had."""
+    (call,) = recorded(model, *args, loss_fn=loss_fn).calls
+    region = call.region
+    return clean_joint_graph(region.joint, region.num_forward_outputs,
+                             region.cotangents[0] if cotangents is None else cotangents)
+
+
+def lowered(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None
+            ) -> LoweredRegion:
+    """The lowered region of a model with one."""
+    joint = joint_graph(model, *args, loss_fn=loss_fn)
+    return lower(joint, region_input_names(joint.primals, {}))
