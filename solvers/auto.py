@@ -1,7 +1,7 @@
 """The ladder: cheap methods first, each handing its schedule to the next, until one is proven.
 
-Keep all, lazy rematerialization, square root, dynamic program, time-cut MILP, and local search in
-turns with the rounds of the MILP.  The result is the best of all rungs, with the best bound of all.
+Keep all, lazy rematerialization, the time-cut MILP with one cut, square root, dynamic program, then
+rounds of the MILP in turns with local search.  The result is the best of all rungs, with the best bound of all.
 The search ends with a proof, with the time, or where the MILP has said all it can and local search
 has found nothing for `PATIENCE` of the time limit.
 """
@@ -24,11 +24,12 @@ def auto(task: Task) -> Proposal:
     incumbent.start()
     if not incumbent.possible or incumbent.proven:
         return incumbent.proposal()
-    for rung in (sqrt_n, dp):
-        incumbent.offer(rung(task).schedule)
-        incumbent.report(rung.__name__)
     whole = task.seconds_left
     search = CutSearch(task, incumbent)
+    for rung in (sqrt_n, dp):
+        if not incumbent.proven:
+            incumbent.offer(rung(task).schedule)
+            incumbent.report(rung.__name__)
     turn, turn_seconds, fruitless_seconds = 0, max(0.5, len(task.problem) / 1000), 0.0
     while not incumbent.proven and task.seconds_left > 0:
         if not search.settled:

@@ -104,16 +104,18 @@ class Chain:
                  for piece in range(start, end))
         return self._borders(segments).union(self.region.forced, *whole)
 
-    def anchors(self, nominal_bytes: int) -> frozenset[int] | None:
-        """Only the frontiers of the segmentation."""
-        segments = self._segments(nominal_bytes)
+    def anchors(self, nominal_bytes: int, generosity: float = 1.0) -> frozenset[int] | None:
+        """Only the frontiers of the segmentation; with more generosity, a segment that is being
+        recomputed may take as many times the nominal budget."""
+        segments = self._segments(nominal_bytes, generosity)
         return None if segments is None else self._borders(segments)
 
     def _borders(self, segments: list[tuple[int, int, bool]]) -> frozenset[int]:
         return frozenset().union(*(self.frontiers[start - 1].storages
                                    for start, _, _ in segments if start > 0))
 
-    def _segments(self, nominal_bytes: int) -> list[tuple[int, int, bool]] | None:
+    def _segments(self, nominal_bytes: int,
+                  generosity: float = 1.0) -> list[tuple[int, int, bool]] | None:
         """(start, end, retained whole) of each segment, last first."""
         count = len(self.frontiers) + 1
         step = max(1.0, nominal_bytes / STEPS)
@@ -130,7 +132,8 @@ class Chain:
                         continue  # a longer stretch is retained whole piece by piece
                     held = self.kept[start, end] if whole else self.again[start, end]
                     stays = (self.kept[start, end] if whole else 0.0) + into
-                    limit = min(room - stays, nominal_bytes - self.around[start, end] - held)
+                    limit = min(room - stays,
+                                generosity * nominal_bytes - self.around[start, end] - held)
                     if limit < 0:
                         continue
                     shift = int(np.ceil(stays / step))

@@ -8,9 +8,14 @@ can never be recomputed are retained anyway and count as free.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from solvers.problem import Problem
+
+WAIST = 2.5
+"""A frontier this many times as wide as its narrower neighbours still bounds a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,19 @@ def frontiers(problem: Problem, region: Region) -> tuple[Frontier, ...]:
         size = sum(problem.storages[s].size_bytes for s in crossing)
         result.append(Frontier(index, frozenset(crossing), size))
     return tuple(result)
+
+
+def waists(chain: Sequence[Frontier]) -> tuple[Frontier, ...]:
+    """The frontiers that bound blocks: those not much wider than the nearest narrower ones on both
+    sides, such as the residual stream between the layers of a network but not within them."""
+    accepted: list[Frontier] = []
+    for frontier in sorted(chain, key=lambda f: (f.size_bytes, f.position)):
+        at = bisect_left(accepted, frontier.position, key=lambda f: f.position)
+        inside = 0 < at < len(accepted)
+        if not inside or frontier.size_bytes <= WAIST * max(
+                accepted[at - 1].size_bytes, accepted[at].size_bytes):
+            accepted.insert(at, frontier)
+    return tuple(accepted)
 
 
 def narrow_frontiers(problem: Problem, region: Region, limit: int) -> tuple[Frontier, ...]:

@@ -15,7 +15,7 @@ import time
 
 from solvers.cut_model import CutModel
 from solvers.dp import Chain
-from solvers.frontiers import narrow_frontiers, region_after
+from solvers.frontiers import narrow_frontiers, region_after, waists
 from solvers.incumbent import Incumbent
 from solvers.problem import Problem
 from solvers.realise import realise
@@ -25,9 +25,12 @@ from solvers.slots import block_gaps, gaps_of, template
 from solvers.task import Proposal, Task
 
 ANCHOR_ROUNDS = 6
+GENEROSITY = 3.0
 NEW_CUTS = 3
 """Cuts added per round, at the worst violations."""
-MOST_FRONTIERS = 128
+COARSE_GAP = 5e-4
+"""Models with cuts are solved to within this fraction of the plain cost, and to the end only where
+that could close the proof."""
 FIRST_ROUND_SECONDS = 1.0
 """Time for one model in the first round, per 500 ops; doubled from round to round."""
 
@@ -51,7 +54,7 @@ class CutSearch:
     before.  Mutable."""
 
     def __init__(self, task: Task, incumbent: Incumbent) -> None:
-        """One cut, and anchors where that does not settle it."""
+        """Solve with one cut, at the peak of the plain order."""
         problem = task.problem
         self._task, self._incumbent = task, incumbent
         self.settled = False
@@ -61,16 +64,17 @@ class CutSearch:
         self._moments = frozenset({(pivot, pivot)})
         self._round_seconds = FIRST_ROUND_SECONDS * max(1.0, len(problem) / 500)
         self._relaxed = problem.plain_schedule
+        self._anchored = False
         self._cut(task.seconds_left / 3)
-        if not self.settled:
-            _anchored(task, incumbent, pivot)
-            self.settled = incumbent.proven
         region = region_after(problem, pivot)
-        self._blocks = block_gaps(problem, region,
-                                  narrow_frontiers(problem, region, MOST_FRONTIERS))
+        self._blocks = block_gaps(problem, region, waists(
+            narrow_frontiers(problem, region, len(problem))))
 
     def round(self) -> None:
-        """Slots, then new cuts."""
+        """Anchors at first, then slots, then new cuts."""
+        if not self._anchored:
+            self._anchored = True
+            _offer_anchored(self._task, self._incumbent, self._cuts[0])
         before = self._incumbent.cost, self._incumbent.fits
         slots_settled = self._choose_slots()
         if self._incumbent.proven:
@@ -90,14 +94,19 @@ class CutSearch:
         """Solve the model of the present cuts; whether to the end."""
         task, incumbent = self._task, self._incumbent
         model = CutModel(task.problem, task.budget_bytes, self._cuts)
-        solution = model.solve(seconds, seed=task.seed,
-                               hint=incumbent.schedule if incumbent.fits else None)
-        incumbent.raise_bound(solution.extra_bound)
-        if solution.retained is not None:
-            self._relaxed = realise(task.problem, self._cuts, solution.retained)
-            incumbent.offer(self._relaxed)
-        elif solution.solved:
-            self.settled = True  # no schedule fits
+        deadline = time.monotonic() + seconds
+        for gap in (COARSE_GAP * task.problem.plain_cost, 0.0):
+            solution = model.solve(deadline - time.monotonic(), seed=task.seed, gap=gap,
+                                   hint=incumbent.schedule if incumbent.fits else None)
+            incumbent.raise_bound(solution.extra_bound)
+            if solution.retained is not None:
+                self._relaxed = realise(task.problem, self._cuts, solution.retained)
+                incumbent.offer(self._relaxed)
+            elif solution.solved:
+                self.settled = True  # no schedule fits
+            proof_in_reach = incumbent.cost - incumbent.lower_bound <= 2 * gap
+            if incumbent.proven or not (incumbent.fits and proof_in_reach):
+                break
         incumbent.report(f"{len(self._cuts)} cuts" if len(self._cuts) > 1 else "one cut")
         self.settled |= incumbent.proven
         return solution.solved
@@ -118,7 +127,7 @@ class CutSearch:
         return answer.settled
 
 
-def _anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
+def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
     """One cut, with a chain of frontiers retained: bisect for the most room that really fits."""
     problem, budget = task.problem, task.budget_bytes
     chain = Chain.of(problem)
@@ -126,12 +135,15 @@ def _anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
     for round_ in range(ANCHOR_ROUNDS):
         factor = 1.0 if round_ == 0 else (low + high) / 2
         anchors = chain.anchors(int(budget * factor))
+        if anchors is None:  # what a segment needs is overestimated: try its frontiers all the same
+            anchors = chain.anchors(int(budget * factor), generosity=GENEROSITY)
         if anchors is None:
             low = factor
             continue
         solution = CutModel(problem, budget, (pivot,), anchors=anchors,
                             room_bytes=(int(budget * factor),)).solve(
-                                min(2.0, task.seconds_left / 4), seed=task.seed)
+                                min(2.0, task.seconds_left / 4), seed=task.seed,
+                                gap=COARSE_GAP * problem.plain_cost)
         if solution.retained is None:
             low = factor
             continue
