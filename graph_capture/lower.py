@@ -1,4 +1,4 @@
-"""A joint fx graph as ops that exchange storages: the form in which a step is planned and rewritten.
+"""A joint fx graph as ops that exchange storages: how a step is planned and rewritten.
 
 Nodes are grouped by the storage that their value lives in.  A node whose result only aliases its
 inputs (a view, `detach`, a tuple element) is no op: it costs nothing and is re-made wherever it is
@@ -174,8 +174,8 @@ class _Lowering:
         mutated = [node for position, node in enumerate(joint.forward_outputs)
                    if node is not None and position in joint.mutations]
         return LoweredRegion(
-            joint=joint, index=self.region, ops=tuple(self.ops), storages=storages, num_forward=num_forward,
-            storage_of=self.storage_of,
+            joint=joint, index=self.region, ops=tuple(self.ops), storages=storages,
+            num_forward=num_forward, storage_of=self.storage_of,
             mutation_sources=self._storages(mutated), held_outputs=self._storages(outputs),
             gradient_storages=tuple(
                 (self.storage_of[node], index) for index, node in enumerate(joint.gradients)
@@ -204,12 +204,15 @@ class _Lowering:
         index = len(self.ops)
         made = {storage_key(tensor): tensor for tensor in tensors_of(value)}
         outputs = tuple(self._new_storage(tensor, index) for tensor in made.values())
+        if node.target in _WHOLE_STORAGE_COPIES:
+            self.sizes[outputs[0]] = self._storage_bytes(node.args[0])
         module, target = module_of(node), target_name(node)
         name = self.namer.name(phase, module, target)
         call = describe_call(node, self.references)
         candidates = inplace_candidates(node, self._same_base) if len(outputs) == 1 else ()
         usable = [(self.storage_of[operand], operand) for operand in candidates
-                  if self.storage_of.get(operand, RESIDENT) != RESIDENT]
+                  if self.storage_of.get(operand, RESIDENT) != RESIDENT
+                  and self._storage_bytes(operand) == self.sizes[outputs[0]]]
         self.references[node] = name
         self.base_of[node] = node
         if isinstance(value, torch.Tensor):
@@ -222,6 +225,12 @@ class _Lowering:
             inplace_operands=tuple(operand for _, operand in usable),
             replay=replay_of(node, lambda operand: self.base_of[operand] in self.mutated),
             digest=digest(call), result=describe_value(value)))
+
+    def _storage_bytes(self, node: fx.Node) -> int:
+        storage = self.storage_of[node]
+        if storage != RESIDENT:
+            return self.sizes[storage]
+        return int(self.base_of[node].meta["val"].untyped_storage().nbytes())
 
     def _note_alias(self, node: fx.Node, base: fx.Node, value: object) -> None:
         if is_tuple_element(node):
@@ -271,6 +280,16 @@ def _aliased_operand(node: fx.Node) -> fx.Node | None:
             return operand if isinstance(operand, fx.Node) else None
     return None
 
+
+_WHOLE_STORAGE_COPIES = frozenset({
+    torch.ops.aten.copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+    torch.ops.aten.as_strided_scatter.default,
+})
+"""Ops that keep the strides of their first operand by copying its whole storage, of which it may
+be a small part; the traced storages do not show that."""
 
 _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 """Ops whose result aliases their operand although their schema does not say so."""
