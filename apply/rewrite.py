@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from apply.recipe import Recomputation, Takeover
 from apply.rng import generator_state, replay_random, run_random
 from graph_capture.inplace import write_inplace
 from graph_capture.joint import is_tuple_element
 from graph_capture.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
-from graph_capture.torch_compat import split_joint_graph
+from graph_capture.torch_compat import OpOverload, split_joint_graph
 from graph_capture.training_graph import Phase
 
 

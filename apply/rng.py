@@ -1,7 +1,7 @@
 """Random ops that give the same numbers again.
 
-The first run notes the state of the device's default generator; a replay runs under that state and
-then puts back the one it found, so that the sequence of random numbers is that of the original step.
+The first run notes the state of the device's default generator; a replay runs under that state
+and then puts back the one it found, so that the random numbers are those of the original step.
 """
 
 from __future__ import annotations

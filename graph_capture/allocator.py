@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import torch
 
-from graph_capture.torch_compat_memory import cpu_allocations
+from graph_capture.torch_compat import cpu_allocations
 
 _CUDA_GRANULE_BYTES = 512
 """The caching allocator of CUDA rounds each request up to a multiple of this."""

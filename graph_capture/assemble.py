@@ -26,7 +26,6 @@ from graph_capture.training_graph import (
     TrainingOp,
 )
 
-
 SCALAR_BYTES = 4
 """Size of a loss, and of the cotangent that its backward starts from."""
 

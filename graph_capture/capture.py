@@ -22,8 +22,8 @@ from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin, make_twin
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
-from graph_capture.lower import RESIDENT, lower
 from graph_capture.loss import LossFootprint, objective, output_tensors
+from graph_capture.lower import RESIDENT, lower
 from graph_capture.op_costs import OpCosts
 from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
 from graph_capture.record import Recording, record_step

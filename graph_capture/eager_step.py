@@ -25,7 +25,7 @@ from graph_capture.fake_twin import FakeTwin
 from graph_capture.hollow import hollow_twin
 from graph_capture.loss import LossFn, LossFootprint, objective, trace_loss
 from graph_capture.memory_tracker import MemoryTracker, Workspace
-from graph_capture.torch_compat_memory import NoStaticShape
+from graph_capture.torch_compat import NoStaticShape
 from graph_capture.training_graph import BufferKind
 
 

@@ -27,10 +27,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graph_capture.allocator import allocated_bytes
 from graph_capture.errors import CaptureError
-from graph_capture.torch_compat_memory import (
+from graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     fake_tensor,
+    no_subclass_functions,
     storage_key,
     tensor_clone,
 )
@@ -153,7 +154,7 @@ class TwinCopier(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__deepcopy__ or func is tensor_clone:
             return self.tensor(args[0])
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             return func(*args, **(kwargs or {}))
 
     def module(self, model: nn.Module) -> nn.Module:

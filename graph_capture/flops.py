@@ -17,11 +17,10 @@ from math import log2, prod
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from graph_capture.torch_compat_memory import storage_key
+from graph_capture.torch_compat import OpOverload, storage_key
 
 
 def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -206,7 +205,8 @@ _MOVERS = frozenset({
     "select_scatter", "diagonal_backward", "unfold_backward", "as_strided_scatter", "roll", "flip",
     "repeat", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d",
     "tril", "triu", "_unsafe_view", "view", "detach", "scatter", "masked_fill", "masked_scatter",
-    "where", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "_local_scalar_dense", "set", "resize",
+    "where", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "_local_scalar_dense",
+    "set", "resize",
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "im2col",
     "split_with_sizes_copy", "_foreach_copy", "_foreach_zero", "tril_indices", "triu_indices"})
 """Ops that move or make data, by name without a trailing underscore."""

@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin, TwinCopier, twin_by
-from graph_capture.torch_compat_memory import (
+from graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     NoStaticShape,
+    OpOverload,
     fake_tensor,
     storage_at,
     storage_key,

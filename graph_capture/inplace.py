@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+
+from graph_capture.torch_compat import OpOverload
 
 _aten = torch.ops.aten
 
@@ -34,15 +35,16 @@ def inplace_candidates(
 ) -> tuple[fx.Node, ...]:
     """Operands of `node`, in order of preference, that its result may overwrite.
 
-    `share_storage` tells whether two operands live in one storage.  The operand's tensor must have the result's shape, strides and dtype and cover its whole
-    storage; no other operand may see that storage through a different view.
+    `share_storage` tells whether two operands live in one storage.  The operand's tensor must have
+    the result's shape, strides and dtype and cover its whole storage; no other operand may see that
+    storage through a different view.
     """
-    if not isinstance(node.target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+    result = node.meta.get("val")
+    if not isinstance(node.target, OpOverload) or not isinstance(result, torch.Tensor):
         return ()
     writer = _writer(node.target)
     if writer is None and node.target is not _aten.clone.default:
         return ()
-    result = node.meta["val"]
     if not _fills_its_storage(result):
         return ()
     found = []
@@ -98,7 +100,7 @@ class _Writer:
         return graph.call_function(self.out, args, {**kwargs, self.out_name: operand})
 
 
-@lru_cache(maxsize=None)
+@cache
 def _writer(target: OpOverload) -> _Writer | None:
     if torch.Tag.pointwise not in target.tags and target not in _ROW_WISE:
         return None

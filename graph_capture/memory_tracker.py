@@ -21,12 +21,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.allocator import allocated_bytes
-from graph_capture.torch_compat_memory import GradientSums, storage_key
+from graph_capture.torch_compat import GradientSums, OpOverload, storage_key
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
 """Bytes that an op allocates for itself: `OpProbe.workspace_bytes`, for one."""

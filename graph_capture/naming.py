@@ -17,6 +17,7 @@ from pathlib import PurePath
 import torch
 from torch import fx
 
+from graph_capture.torch_compat import OpOverload
 from graph_capture.training_graph import Phase
 
 
@@ -70,7 +71,7 @@ def target_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, str):
         return target
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(
+    return str(target) if isinstance(target, OpOverload) else getattr(
         target, "__name__", str(target))
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from graph_capture.assemble import OpCost
 from graph_capture.device_model import device_model
 from graph_capture.flops import bytes_moved, op_flops
 from graph_capture.joint import tensors_of
 from graph_capture.op_probe import OpProbe
+from graph_capture.torch_compat import OpOverload
 
 
 class OpCosts:

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from graph_capture.allocator import allocated_bytes, record_peak_of_op
 from graph_capture.free_memory import free_bytes
 from graph_capture.op_cache import OpCache, cache_directory
-from graph_capture.torch_compat_memory import no_active_modes, storage_key
+from graph_capture.torch_compat import OpOverload, no_active_modes, storage_key
 
 _SAFE_FRACTION = 0.25
 """An op is run only if its tensors take at most this part of the memory that is free."""

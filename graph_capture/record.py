@@ -1,7 +1,7 @@
 """Running a fake twin through Dynamo and AOTAutograd, and keeping the joint graphs.
 
-The forward, the loss and the backward of the twin really take place, on fake tensors: that shows in
-which order the captured pieces (regions) run, and into which outputs a gradient flows.  The compiled
+The forward, the loss and the backward of the twin really take place, on fake tensors: that shows
+in which order the captured pieces (regions) run, and into which outputs a gradient flows.  The compiled
 pieces themselves are stand-ins that only make results of the right shapes.
 """
 
@@ -20,6 +20,7 @@ from graph_capture.fake_twin import FakeTwin
 from graph_capture.joint import count_cotangents
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
+    TorchDynamoException,
     aot_backend,
     compile_module,
     compile_settings,
@@ -78,7 +79,7 @@ def record_step(
             if isinstance(inner, CaptureError):
                 raise inner from None
             raise CaptureError(f"the model cannot be captured: {_first_line(inner)}") from inner
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             raise CaptureError(
                 f"torch.compile cannot capture the model: {_first_line(error)}") from error
     return recording
@@ -175,9 +176,9 @@ def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
             needed.add(node)
             pending.extend(node.all_input_nodes)
     for node in joint.graph.nodes:
-        if node.op == "placeholder" and "tangents" in str(node.target):
-            dependent.add(node)
-        elif any(source in dependent for source in node.all_input_nodes):
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or any(
+            source in dependent for source in node.all_input_nodes
+        ):
             dependent.add(node)
     return [
         node for node in joint.graph.nodes

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
+
+from graph_capture.torch_compat import HigherOrderOperator, OpOverload
 
 _aten = torch.ops.aten
 

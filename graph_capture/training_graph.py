@@ -134,7 +134,7 @@ class TrainingGraph:
     device: str
     """The device planned for, e.g. `cpu` or `cuda:0`."""
     notes: tuple[str, ...] = ()
-    """What the user should know about this capture (a cache that was switched off, a graph break)."""
+    """What the user should know about this capture, e.g. that a cache was switched off."""
 
     @cached_property
     def step_flops(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 Schedule = tuple[int, ...]
 """Indices of ops in the order in which they run; an op that occurs again is recomputed."""
@@ -32,7 +33,7 @@ class Storage:
     producer: int
     """Index of the op whose run makes it."""
     kept_to_end: bool = False
-    """Alive from its first run to the end of the schedule: a gradient, an output the caller holds."""
+    """Alive from its first run to the end: a gradient, an output that the caller holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _check(problem: Problem) -> None:
     if not ops:
         raise ValueError("a problem needs at least one op, got none")
     starts: Sequence[int] = [segment.start for segment in problem.segments]
-    if not starts or starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
+    if not starts or starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
         raise ValueError(f"segments must start at 0 and ascend, got starts {list(starts)}")
     for index, storage in enumerate(storages):
         if storage.size_bytes < 0:

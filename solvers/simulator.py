@@ -29,7 +29,7 @@ class Simulation(NamedTuple):
 
 
 class IllegalSchedule(ValueError):
-    """A schedule that breaks a rule of `solvers.problem`: the message names the run and the rule."""
+    """A schedule that breaks a rule of `solvers.problem`; the message names run and rule."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from graph_capture.hollow import (
     hollow_tensor,
     hollow_twin,
 )
-from graph_capture.torch_compat_memory import storage_key
+from graph_capture.torch_compat import storage_key
 
 
 class Inspecting(nn.Module):

@@ -1,7 +1,4 @@
-"""Private names of torch that the memory account needs, each with its reason; torch 2.11 to 2.13.
-
-Nothing else in the memory account touches a private name.
-"""
+"""Private names of torch that the memory account needs; torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
 # there is no public way to trace a model without allocating its memory.
 __all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "cpu_allocations",
-           "fake_tensor", "no_active_modes", "storage_at", "storage_key", "tensor_clone"]
+           "fake_tensor", "no_active_modes", "no_subclass_functions",
+           "storage_at", "storage_key", "tensor_clone"]
 
 # What a fake tensor answers to an op whose result has a shape that depends on values (2.11-2.13).
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)
@@ -46,6 +44,11 @@ def no_active_modes() -> AbstractContextManager[object]:
     (2.11-2.13), which torch uses for the same purpose.
     """
     return _disable_current_modes()
+
+
+def no_subclass_functions() -> AbstractContextManager[object]:
+    """Inside, `__torch_function__` of subclasses is not called, while modes still are."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:

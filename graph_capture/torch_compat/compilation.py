@@ -1,8 +1,4 @@
-"""The one door to private torch APIs, for torch 2.11 to 2.13.
-
-Everything that is imported here is not covered by torch's compatibility promise.  Each entry says
-what it is used for; nothing else in the project imports a private torch module.
-"""
+"""Private names of torch that capturing and running compiled regions needs; torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -18,9 +14,10 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
@@ -29,6 +26,9 @@ PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 __all__ = [
     "BackendCompilerFailed",
     "BoxedCodeGen",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDynamoException",
     "aot_backend",
     "compile_module",
     "compile_settings",
@@ -39,7 +39,6 @@ __all__ = [
     "pass_absent_gradients",
     "primal_indices",
     "split_joint_graph",
-    "storage_key",
 ]
 
 
@@ -206,8 +205,3 @@ def primal_indices(primals: Sequence[fx.Node]) -> list[int]:
         else position
         for position, node in enumerate(primals)
     ]
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage, valid while the tensor lives (views share it)."""
-    return tensor.untyped_storage()._cdata
