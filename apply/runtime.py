@@ -1,9 +1,9 @@
 """The applied model: the user's module, whose training step runs the planned graphs.
 
 `torch.compile` captures the model again, now with its real tensors; AOTAutograd keeps aliasing,
-input mutation and tied weights right; the partitioner here checks that each captured region is the one
-that the plan was made for and puts the plan's graphs in its place.  They run op by op, boxed, so
-that memory is what the simulator says.
+input mutation and tied weights right; the partitioner here checks that each captured region is the
+one that the plan was made for and puts the plan's graphs in its place.  They run op by op, boxed,
+so that memory is what the simulator says.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Running a fake twin through Dynamo and AOTAutograd, and keeping the joint graphs.
 
 The forward, the loss and the backward of the twin really take place, on fake tensors: that shows
-in which order the captured pieces (regions) run, and into which outputs a gradient flows.  The compiled
-pieces themselves are stand-ins that only make results of the right shapes.
+in which order the captured pieces (regions) run, and into which outputs a gradient flows.  The
+compiled pieces themselves are stand-ins that only make results of the right shapes.
 """
 
 from __future__ import annotations
