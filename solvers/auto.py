@@ -1,7 +1,8 @@
 """The ladder: cheap methods first, each handing its schedule to the next, until one is proven.
 
 Keep all, lazy rematerialization, the time-cut MILP with one cut, square root, dynamic program, then
-rounds of the MILP in turns with local search.  The result is the best of all rungs, with the best bound of all.
+rounds of the MILP in turns with local search.  The result is the best of all rungs, with the best
+bound of all.
 The search ends with a proof, with the time, or where the MILP has said all it can and local search
 has found nothing for `PATIENCE` of the time limit.
 """
