@@ -23,7 +23,7 @@ from benchmarks.problem_file import read_problem
 from benchmarks.published import PUBLISHED
 from solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
 from solvers.baselines import checkmate, moccasin
-from solvers.lazy import lazy_schedule
+from solvers.lazy import cheapest_walk
 from solvers.local_search import improve, repair
 from solvers.minimum import minimum_peak, working_set_floor
 from solvers.problem import Problem, Schedule
@@ -53,15 +53,18 @@ Method = Callable[[Problem, int, float, int], Found]
 
 
 def lazy(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-    """The lazy walk alone."""
-    return Found(lazy_schedule(problem, budget_bytes, seed=seed), None)
+    """Lazy walks alone."""
+    deadline = time.monotonic() + time_limit
+    return Found(cheapest_walk(problem, budget_bytes, deadline=deadline, seed=seed), None)
 
 
 def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-    """Annealing alone, from the lazy walk or, where that fails, from the plain order."""
-    deadline = time.monotonic() + time_limit
-    start = lazy_schedule(problem, budget_bytes, seed=seed) or repair(
-        problem, budget_bytes, problem.plain_schedule, time_limit=time_limit / 2, seed=seed)
+    """Annealing alone, from lazy walks or, where they fail, from the plain order."""
+    begin = time.monotonic()
+    deadline = begin + time_limit
+    start = cheapest_walk(
+        problem, budget_bytes, deadline=begin + time_limit / 10, seed=seed,
+    ) or repair(problem, budget_bytes, problem.plain_schedule, time_limit=time_limit / 2, seed=seed)
     if start is None:
         return Found(None, None)
     return Found(improve(problem, budget_bytes, start, time_limit=time_limit, deadline=deadline,
