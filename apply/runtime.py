@@ -94,7 +94,7 @@ class _PlannedCall:
         self._recipe = recipe
         self._mismatch = mismatch
         self._warned = False
-        self._compiled = compile_module(model, _PlanBackend(model, recipe))
+        self._compiled = compile_module(model, _PlanBackend(model, recipe, mismatch))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -124,9 +124,10 @@ class _PlannedCall:
 class _PlanBackend:
     """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> None:
         self._model = model
         self._recipe = recipe
+        self._mismatch = mismatch
         self._compiled_regions = 0
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -145,7 +146,7 @@ class _PlanBackend:
             return boxed_callable(graph)
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return _checked_backward(graph, cotangents)
+            return _checked_backward(graph, cotangents, self._mismatch)
 
         compiled = aot_backend(partition, forward, backward)(module, list(inputs))
 
@@ -220,7 +221,7 @@ def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _checked_backward(
-    graph: fx.GraphModule, cotangents: tuple[bool, ...]
+    graph: fx.GraphModule, cotangents: tuple[bool, ...], mismatch: type[Exception]
 ) -> Callable[[list[Any]], Any]:
     """A backward that makes the zeros that autograd left out where the plan counts on a gradient,
     and refuses a gradient through an output that the plan took for one without."""
@@ -233,7 +234,7 @@ def _checked_backward(
         for index, expected in enumerate(cotangents):
             is_given = args[first + index] is not None
             if is_given and not expected:
-                raise GraphMismatch(
+                raise mismatch(
                     f"a gradient flows into differentiable output {index} of the model, which "
                     "the plan took for one without; make the plan with the loss_fn that is "
                     "trained with")

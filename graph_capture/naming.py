@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import torch
 from torch import fx
@@ -59,7 +59,8 @@ def _plain_path(path: str) -> str:
 def source_of(node: fx.Node) -> str:
     """`file:line` of the innermost frame of the model's own code."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0]]
+    here = str(Path(__file__).parent)
+    own = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith(here)]
     if not own:
         return ""
     path, line = own[-1]

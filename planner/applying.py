@@ -33,6 +33,6 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
-    from apply import apply_recipe
+    from apply.runtime import apply_recipe
 
     return apply_recipe(model, plan.recipe, mismatch=PlanMismatch)
