@@ -1,0 +1,145 @@
+"""Step times: the applied model without recomputation against the plain eager step, and under the
+memory of Hugging Face's gradient checkpointing against that.
+
+    python -m benchmarks.step_time --model gpt2,bert,llama,t5,resnet,unet,vit --rounds 15
+
+All alternatives of a model run in turns in one process, and what is reported is the median of the
+ratios within a round, with quartiles: other load on the machine then meets all of them alike.
+Peaks are those of forward, loss and backward above resident memory.
+
+`--profile` prints where the applied model's time goes, op by op, beside the plain step's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measure import MEGABYTE, Times, peak_bytes, run_step, time_in_turns
+from benchmarks.models import WORKLOADS, Workload
+from planner.api import capture
+from planner.errors import InfeasibleBudget
+from planner.planning import Effort, plan_within
+
+TARGETS = {"gpt2": 1.05, "bert": 1.05, "llama": 1.10, "t5": 1.10, "resnet": 1.10, "unet": 1.15}
+"""The most that the applied model without recomputation may take, in plain steps."""
+
+
+def with_gradient_checkpointing(workload: Workload) -> nn.Module | None:
+    """A copy of the model under `gradient_checkpointing_enable()`; `None` where it has none."""
+    if not hasattr(workload.model, "gradient_checkpointing_enable"):
+        return None
+    model = copy.deepcopy(workload.model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def compare(workload: Workload, rounds: int, time_limit: float, show_profile: bool) -> bool:
+    """Measure one model and print its lines; whether it meets its targets."""
+    plain = workload.model
+    prepared = capture(plain, workload.inputs, loss_fn=workload.loss_fn)
+    keep_all = plan_within(prepared, None).apply(plain)
+    models = {"plain": plain, "nothing recomputed": keep_all}
+    checkpointed = with_gradient_checkpointing(workload)
+    notes = dict.fromkeys(models, "")
+    if checkpointed is not None:
+        budget = prepared.resident_bytes + peak_bytes(workload, checkpointed)
+        models["gradient_checkpointing_enable"] = checkpointed
+        try:
+            plan = plan_within(prepared, budget, Effort(time_limit=time_limit))
+        except InfeasibleBudget as refusal:
+            print(f"{workload.name}: no plan at the memory of gradient_checkpointing_enable(): "
+                  f"{refusal}")
+            return False
+        models["planned at its peak"] = plan.apply(plain)
+        notes["planned at its peak"] = (f"estimated {plan.overhead:.1%}, bound "
+                                        f"{plan.overhead_bound:.1%}, {plan.status}")
+    peaks = {name: peak_bytes(workload, model) for name, model in models.items()}
+    times = time_in_turns([partial(run_step, workload, model) for model in models.values()], rounds)
+    names = list(models)
+    for index, name in enumerate(names):
+        print(f"| {workload.name:<6} | {name:<29} | {peaks[name] / MEGABYTE:>8.2f} | "
+              f"{times.typical_seconds(index):>7.3f} | {times.ratio(index, 0)!s:<19} | "
+              f"{notes.get(name, '')}", flush=True)
+    if show_profile:
+        print_profile(workload, plain, keep_all, rounds)
+    return met(workload.name, names, times)
+
+
+def met(model: str, names: Sequence[str], times: Times) -> bool:
+    """Print the verdicts on one model."""
+    ratio = times.ratio(names.index("nothing recomputed"), 0)
+    limit = TARGETS.get(model)
+    ok = limit is None or ratio.median <= limit
+    if limit is not None:
+        print(f"{model}: nothing recomputed takes {ratio.median:.3f} plain steps, at most {limit} "
+              f"wanted: {'met' if ok else 'MISSED'}")
+    if "planned at its peak" in names:
+        planned = times.ratio(names.index("planned at its peak"),
+                              names.index("gradient_checkpointing_enable"))
+        print(f"{model}: planned takes {planned} of the time of gradient_checkpointing_enable(), "
+              f"less than 1 wanted: {'met' if planned.median < 1 else 'MISSED'}")
+        ok = ok and planned.median < 1
+    return ok
+
+
+HEADER = (f"| {'model':<6} | {'step':<29} | {'peak MB':>8} | {'seconds':>7} | "
+          f"{'of the plain step':<19} | plan\n|{'-' * 8}|{'-' * 31}|{'-' * 9}:|{'-' * 8}:|"
+          f"{'-' * 21}|---")
+
+
+def print_profile(workload: Workload, plain: nn.Module, applied: nn.Module, rounds: int) -> None:
+    """Time of each kernel in both, largest difference first."""
+    totals: list[dict[str, tuple[float, int]]] = []
+    for model in (plain, applied):
+        run_step(workload, model)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(rounds):
+                run_step(workload, model)
+        totals.append({event.key: (event.self_cpu_time_total / rounds / 1e3, event.count // rounds)
+                       for event in profiler.key_averages()})
+    nothing = (0.0, 0)
+    before, after = totals
+    keys = sorted(before.keys() | after.keys(), reverse=True, key=lambda key: abs(
+        after.get(key, nothing)[0] - before.get(key, nothing)[0]))
+    print(f"  {'kernel: self ms (calls)':<56} {'plain':>16} {'applied':>16} {'difference':>10}")
+    for key in keys[:20]:
+        (ms, calls), (applied_ms, applied_calls) = before.get(key, nothing), after.get(key, nothing)
+        print(f"  {key[:56]:<56} {ms:>9.2f} ({calls:>4}) {applied_ms:>9.2f} ({applied_calls:>4}) "
+              f"{applied_ms - ms:>10.2f}")
+    total = [sum(ms for ms, _ in part.values()) for part in totals]
+    print(f"  {'all':<56} {total[0]:>9.2f} {'':6} {total[1]:>9.2f} {'':6} "
+          f"{total[1] - total[0]:>10.2f}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; exit status 1 where a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time",
+                                     description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="gpt2,bert,llama,t5,vit,resnet,unet",
+                        help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan")
+    parser.add_argument("--profile", action="store_true", help="compare the steps kernel by kernel")
+    arguments = parser.parse_args(argv)
+    names = arguments.model.split(",")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        parser.error(f"expected models of {', '.join(WORKLOADS)}; got {', '.join(unknown)}")
+    torch.set_num_threads(arguments.threads)
+    print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds; "
+          f"ratios: median [quartiles]\n{HEADER}", flush=True)
+    ok = [compare(WORKLOADS[name](), arguments.rounds, arguments.time_limit, arguments.profile)
+          for name in names]
+    return 0 if all(ok) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
