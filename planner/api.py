@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         cost_model: `"roofline"`: seconds from FLOPs, bytes and the device's figures.
         device: the device planned for; by default the model's, the CPU for a `meta` model.
         probe: measure the workspace of single ops where the device is at hand.
-        time_limit: seconds for the solver; soft.
+        time_limit: seconds for planning; soft.  What capture has used is taken off the solver's
+            share, down to half of the limit.
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
@@ -67,11 +69,13 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
     """
     limit = parse_budget(budget_gb, budget)
     check_effort(solver, time_limit)
+    started = time.monotonic()
     with watched(progress) as report:
         prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
                            cost_model=cost_model, device=device, probe=probe, keep=keep,
                            progress=report)
-        effort = Effort(solver=solver, time_limit=time_limit, progress=report)
+        left = 0.9 * time_limit - (time.monotonic() - started)
+        effort = Effort(solver=solver, time_limit=max(left, time_limit / 2), progress=report)
         return plan_within(prepared, resolve(limit, prepared), effort)
 
 

@@ -3,8 +3,9 @@
 Keep all, lazy rematerialization, the time-cut MILP with one cut, square root, dynamic program, then
 rounds of the MILP in turns with local search.  The result is the best of all rungs, with the best
 bound of all.
-The search ends with a proof, with the time, or where the MILP has said all it can and local search
-has found nothing for `PATIENCE` of the time limit.
+The search ends with a proof, with the time, where the MILP has said all it can and local search has
+found nothing for `PATIENCE` of the time limit, or, once half of the time is over, where the gap is
+below `GOOD_ENOUGH`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from solvers.sqrt_n import sqrt_n
 from solvers.task import Proposal, Task
 
 PATIENCE = 0.15
+GOOD_ENOUGH = 0.002
+"""A gap (as a fraction of the plain cost) that is not worth the second half of the time limit."""
 
 
 def auto(task: Task) -> Proposal:
@@ -37,6 +40,8 @@ def auto(task: Task) -> Proposal:
             search.round()
         if not incumbent.ensure_fit() or (search.settled
                                           and fruitless_seconds > PATIENCE * whole):
+            break
+        if task.seconds_left < whole / 2 and incumbent.gap < GOOD_ENOUGH:
             break
         if not incumbent.proven:
             turn, before = turn + 1, incumbent.cost

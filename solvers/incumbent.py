@@ -42,6 +42,14 @@ class Incumbent:
         tolerance = PROOF_TOLERANCE * self._task.problem.plain_cost
         return self.fits and self.cost <= self.lower_bound + tolerance
 
+    @property
+    def gap(self) -> float:
+        """Cost above the bound, as a fraction of the plain cost; infinite where nothing fits."""
+        if not self.fits:
+            return float("inf")
+        plain = self._task.problem.plain_cost
+        return (self.cost - self.lower_bound) / plain if plain else 0.0
+
     def offer(self, schedule: Schedule, *, polish: bool = True) -> int:
         """Take a legal schedule if it is better; its peak."""
         problem, budget = self._task.problem, self._task.budget_bytes
