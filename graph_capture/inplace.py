@@ -5,8 +5,9 @@ it writes it can be put back in place.  That holds for every pointwise op (torch
 the softmax backwards, which reduce a whole row before they write it.  Whether the input really dies
 depends on the schedule: `solvers.simulator` decides, by the candidates found here.
 
-Blind spot: out-variants that torch generated (functional call, then copy) would save nothing and
-are not used.
+Blind spots: out-variants that torch generated (functional call, then copy) would save nothing and
+are not used; where a kernel lays out a result in another way than its traced twin, what should have
+been written over it takes new memory after all (see `overwrite`).
 """
 
 from __future__ import annotations
@@ -70,11 +71,40 @@ def write_inplace(
     """Emit `target(*args, **kwargs)` such that its result is written over `operand`, one of the
     candidates of `inplace_candidates`."""
     if target is _aten.clone.default:
-        return graph.call_function(_aten.alias.default, (operand,))
-    writer = _writer(target)
-    if writer is None:
-        raise ValueError(f"{target} has no variant that writes into an operand")
-    return writer.emit(graph, args, kwargs, operand)
+        variant, settings = _aten.alias.default, {}
+    else:
+        writer = _writer(target)
+        if writer is None:
+            raise ValueError(f"{target} has no variant that writes into an operand")
+        variant, destination = writer.variant(args, operand)
+        settings = {**kwargs, **destination}
+    strides = tuple(arg.meta["val"].stride() for arg in args if isinstance(arg, fx.Node))
+    return graph.call_function(overwrite, (variant, settings, target, args, kwargs, strides))
+
+
+def overwrite(
+    variant: OpOverload, settings: dict[str, Any], target: OpOverload, args: tuple[Any, ...],
+    kwargs: dict[str, Any], strides: tuple[tuple[int, ...], ...],
+) -> torch.Tensor:
+    """`variant(*args, **settings)`, which writes over an operand, where the operands are laid out
+    as they were traced, else `target(*args, **kwargs)`, the functional op.
+
+    Some kernels lay their results out in another way than their traced twins say (BatchNorm of a
+    transposed input does); what is written over such a result would not have the strides that
+    later views expect.
+    """
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if all(map(_has_strides, tensors, strides)):
+        return variant(*args, **settings)
+    return target(*args, **kwargs)
+
+
+def _has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether these are the strides of `tensor`, dimensions of size 1 aside."""
+    found = tensor.stride()
+    return found == strides or all(
+        mine == wanted or size == 1
+        for mine, wanted, size in zip(found, strides, tensor.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +120,15 @@ class _Writer:
     def accepts(self, position: int) -> bool:
         return self.out is not None or (self.inplace is not None and position == 0)
 
-    def emit(
-        self, graph: fx.Graph, args: tuple[Any, ...], kwargs: dict[str, Any], operand: fx.Node
-    ) -> fx.Node:
+    def variant(
+        self, args: tuple[Any, ...], operand: fx.Node
+    ) -> tuple[OpOverload, dict[str, Any]]:
+        """The op to call and the keyword that names the operand, if it takes one."""
         if self.inplace is not None and args and args[0] is operand:
-            return graph.call_function(self.inplace, args, kwargs)
+            return self.inplace, {}
         if self.out is None:
             raise ValueError(f"{self.inplace} can write only into its first operand")
-        return graph.call_function(self.out, args, {**kwargs, self.out_name: operand})
+        return self.out, {self.out_name: operand}
 
 
 @cache
