@@ -7,8 +7,11 @@ compiled pieces themselves are stand-ins that only make results of the right sha
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -74,20 +77,39 @@ def record_step(
         compiled = compile_module(twin.model, recorder)
         try:
             run_step(compiled)
+        except CaptureError:
+            raise
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, CaptureError):
                 raise inner from None
-            raise CaptureError(f"the model cannot be captured: {_first_line(inner)}") from inner
+            raise CaptureError(f"the model cannot be captured: {_summary(inner)}") from inner
         except TorchDynamoException as error:
             raise CaptureError(
-                f"torch.compile cannot capture the model: {_first_line(error)}") from error
+                f"torch.compile cannot capture the model: {_summary(error)}") from error
+        except Exception as error:  # whatever the user's code raises
+            raise CaptureError(_failure(error)) from error
     return recording
 
 
-def _first_line(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
+    """What Dynamo says happened: the error that it quotes, or else its first line."""
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
+    return f"{quoted[1]}: {quoted[3]}" if quoted else text.splitlines()[0]
+
+
+def _failure(error: Exception) -> str:
+    """What is said of an error in code that was run as it is."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not {"torch", "graph_capture"} & set(PurePath(frame.filename).parts)]
+    place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    kind = type(error).__name__
+    if kind == "DataDependentOutputException":
+        return (f"the model asks for the value of a tensor{place}, and a step that is captured "
+                "without being run has none; expected control flow and sizes that do not depend "
+                "on data: use torch.where or torch.cond, or leave that part out of the model")
+    return f"the training step fails on fake tensors{place}: {kind}: {error}"
 
 
 class _Recorder:
