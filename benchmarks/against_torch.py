@@ -283,7 +283,7 @@ def run(workload: Workload, ratios: Sequence[float], time_limit: float) -> bool:
         rows.append(compare(workload, prepared, ratio, expected, time_limit,
                             rows[-1] if rows else None))
         print(line(rows[-1]), flush=True)
-    lowest = min(row.torch_peak_bytes for row in rows)
+    lowest = min(row.peak_bytes for row in rows)
     minimum = minimum_bytes(prepared, time_limit)
     print(f"smallest peak: torch {lowest / MEGABYTE:.2f} MB, ours {minimum / MEGABYTE:.2f} MB "
           f"({minimum / lowest:.2f} of it)")

@@ -21,9 +21,11 @@ MEGABYTE = 1e6
 
 
 def run_step(workload: Workload, model: nn.Module) -> None:
-    """One step of `model`, which stands in for the workload's; gradients start from `None`."""
+    """One step of `model`, which stands in for the workload's; gradients start from `None` and the
+    output is held to the end, as a training loop holds it."""
     model.zero_grad(set_to_none=True)
-    objective(workload.call(model), workload.loss_fn).backward()
+    output = workload.call(model)
+    objective(output, workload.loss_fn).backward()
 
 
 def peak_bytes(workload: Workload, model: nn.Module) -> int:
