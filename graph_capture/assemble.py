@@ -25,6 +25,7 @@ from graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
+from graph_capture.uncaptured import UncapturedCode
 
 SCALAR_BYTES = 4
 """Size of a loss, and of the cotangent that its backward starts from."""
@@ -64,10 +65,10 @@ class RegionUse:
     """Index of a primal -> name, for those whose gradient the user gets."""
     linked_inputs: Mapping[int, tuple[int, int]]
     """Index of a primal -> (region, storage of that region) that it is."""
-    foreign_inputs: Mapping[int, int]
-    """Index of a primal -> bytes, for those that uncaptured code made."""
     returned: frozenset[int]
     """Storages of its outputs that the user holds to the end of the step."""
+    released: Mapping[int, int]
+    """Storage of an output -> the last gap in which uncaptured code holds it."""
     repeated: bool = False
     """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
 
@@ -75,35 +76,49 @@ class RegionUse:
 def assemble(
     uses: Sequence[RegionUse], *, loss: LossMemory, cost_of: Callable[[fx.Node], OpCost],
     pinned_by_user: Callable[[str, str], bool], resident: ResidentMemory, device: torch.device,
-    notes: Sequence[str] = (),
+    uncaptured: UncapturedCode | None = None, notes: Sequence[str] = (),
 ) -> TrainingGraph:
     """The graph of the whole step: forwards in order, the loss, backwards in reverse.
 
-    `pinned_by_user(module, target)` tells which ops the user wants kept.
+    `pinned_by_user(module, target)` tells which ops the user wants kept.  Where code runs between
+    the regions, `uncaptured` accounts for the loss too, and `loss` is not used.
     """
-    return _Assembly(uses, loss, cost_of, pinned_by_user, device).run(resident, notes)
+    return _Assembly(uses, LossMemory() if uncaptured else loss, uncaptured, cost_of,
+                     pinned_by_user, device).run(resident, notes)
 
 
 class _Assembly:
     def __init__(
-        self, uses: Sequence[RegionUse], loss: LossMemory, cost_of: Callable[[fx.Node], OpCost],
-        pinned_by_user: Callable[[str, str], bool], device: torch.device,
+        self, uses: Sequence[RegionUse], loss: LossMemory, uncaptured: UncapturedCode | None,
+        cost_of: Callable[[fx.Node], OpCost], pinned_by_user: Callable[[str, str], bool],
+        device: torch.device,
     ) -> None:
         self.uses, self.loss, self.cost_of = uses, loss, cost_of
+        self.uncaptured = uncaptured
         self.pinned_by_user, self.device = pinned_by_user, device
         self.ops: list[TrainingOp] = []
         self.buffers: list[Buffer] = []
         self.index: dict[tuple[int, int], int] = {}  # (region, storage) -> buffer
-        self.foreign: dict[tuple[int, int], int] = {}  # (region, primal) -> buffer
+        self.foreign: dict[int, int] = {}  # storage of uncaptured code -> buffer
+        self.handed_over: list[int] = []  # gradients that uncaptured code reads next
         self.input_gradients: dict[tuple[int, int], list[int]] = {}
         # (region, storage of an output) -> buffers of its gradients from later regions
 
     def run(self, resident: ResidentMemory, notes: Sequence[str]) -> TrainingGraph:
-        forwards = [self._forward(number) for number in range(len(self.uses))]
+        last = len(self.uses)
+        forwards = []
+        for number in range(last):
+            self._gap(number, Phase.FORWARD)
+            forwards.append(self._forward(number))
+        self._gap(last, Phase.LOSS)
         self._loss()
         backwards: dict[int, range] = {}
-        for number in reversed(range(len(self.uses))):
+        for number in reversed(range(last)):
+            if self.uncaptured and number in self.uncaptured.before_backward:
+                self._gap(self.uncaptured.before_backward[number], Phase.BACKWARD, number)
             backwards[number] = self._backward(number)
+        if self.uncaptured:
+            self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents)
                         for number, use in enumerate(self.uses))
         return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
@@ -112,12 +127,6 @@ class _Assembly:
     def _forward(self, number: int) -> range:
         use = self.uses[number]
         start = len(self.ops)
-        if use.foreign_inputs:
-            made = [self._buffer(size, BufferKind.ACTIVATION)
-                    for size in use.foreign_inputs.values()]
-            self.foreign.update({(number, primal): buffer for primal, buffer in
-                                 zip(use.foreign_inputs, made, strict=True)})
-            self._moment(f"{number}:/uncaptured code#0", Phase.FORWARD, number, (), tuple(made))
         lowered = use.lowered
         for op in lowered.ops[:lowered.num_forward]:
             self._op(number, op)
@@ -141,7 +150,8 @@ class _Assembly:
             made.append(self._buffer(value, BufferKind.TEMPORARY, kept_to_end=True))
         for number, use in enumerate(self.uses):
             for position, storage in enumerate(use.lowered.cotangent_storages):
-                if storage is None or self._fed_by_later_region(number, position):
+                if (storage is None or self._fed_by_later_region(number, position)
+                        or self._foreign_cotangent(number, position) is not None):
                     continue
                 size = use.lowered.storages[storage].size_bytes
                 self.index[number, storage] = self._buffer(
@@ -149,6 +159,42 @@ class _Assembly:
                 made.append(self.index[number, storage])
         self._moment("loss/backward#0", Phase.LOSS, -1, reads, tuple(made),
                      max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
+
+    def _gap(self, gap: int, phase: Phase, next_backward: int | None = None) -> None:
+        """What uncaptured code makes, and reads for the last time, between two regions.
+
+        Before the backward of region `next_backward` it sums that region's cotangents.
+        """
+        code = self.uncaptured
+        if code is None:
+            return
+        last_read = [self.foreign[index] for index, storage in enumerate(code.storages)
+                     if storage.released == gap and storage.made < gap]
+        for number, use in enumerate(self.uses):
+            last_read += [self.index[number, storage] for storage, released
+                          in use.released.items() if released == gap]
+        for (number, _), gradients in self.input_gradients.items():
+            if number == next_backward:
+                last_read += gradients
+        last_read += self.handed_over
+        self.handed_over = []
+        made = []
+        for index, storage in enumerate(code.storages):
+            if storage.made == gap:
+                kind = (BufferKind.ACTIVATION if phase is not Phase.BACKWARD else
+                        BufferKind.GRADIENT if storage.parameter else BufferKind.TEMPORARY)
+                self.foreign[index] = self._buffer(
+                    storage.size_bytes, kind, kept_to_end=storage.released is None,
+                    label=storage.parameter if kind is BufferKind.GRADIENT else "")
+                made.append(self.foreign[index])
+        if made or last_read or code.workspace_bytes[gap]:
+            self._moment(f"/uncaptured code#{gap}", phase, -1, tuple(dict.fromkeys(last_read)),
+                         tuple(made), code.workspace_bytes[gap])
+
+    def _foreign_cotangent(self, number: int, position: int) -> int | None:
+        """The storage of uncaptured code that is a cotangent of a region."""
+        return None if self.uncaptured is None else (
+            self.uncaptured.cotangents.get((number, position)))
 
     def _fed_by_later_region(self, number: int, position: int) -> bool:
         output = self._output_of_cotangent(number, position)
@@ -166,7 +212,12 @@ class _Assembly:
         use = self.uses[number]
         lowered = use.lowered
         for position, storage in enumerate(lowered.cotangent_storages):
-            if storage is not None and (number, storage) not in self.index:
+            foreign = self._foreign_cotangent(number, position)
+            if storage is None:
+                continue
+            if foreign is not None:
+                self.index[number, storage] = self.foreign[foreign]
+            elif (number, storage) not in self.index:
                 self._receive_gradient(number, position, storage)
         start = len(self.ops)
         for op in lowered.ops[lowered.num_forward:]:
@@ -195,6 +246,9 @@ class _Assembly:
             return
         if primal in use.linked_inputs:
             self.input_gradients.setdefault(use.linked_inputs[primal], []).append(buffer)
+            return
+        if self.uncaptured and (number, primal) in self.uncaptured.inputs:
+            self.handed_over.append(buffer)
             return
         name = use.parameter_names.get(primal, "")
         gradient = use.lowered.joint.gradients[primal]
@@ -243,14 +297,15 @@ class _Assembly:
     def _inputs_from_elsewhere(self, number: int, node: fx.Node) -> list[int]:
         """Buffers of other regions, or of uncaptured code, that the op reads."""
         use = self.uses[number]
-        if not use.linked_inputs and not use.foreign_inputs:
+        foreign = {} if self.uncaptured is None else self.uncaptured.inputs
+        if not use.linked_inputs and not foreign:
             return []
         found = []
         for primal in use.lowered.primals_read_by(node):
             if primal in use.linked_inputs:
                 found.append(self.index[use.linked_inputs[primal]])
-            elif (number, primal) in self.foreign:
-                found.append(self.foreign[number, primal])
+            elif (number, primal) in foreign:
+                found.append(self.foreign[foreign[number, primal]])
         return found
 
     def _buffer(

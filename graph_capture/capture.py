@@ -24,11 +24,12 @@ from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
 from graph_capture.loss import LossFootprint, objective, output_tensors
 from graph_capture.lower import RESIDENT, lower
+from graph_capture.memory_tracker import Workspace
 from graph_capture.op_costs import OpCosts
 from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
 from graph_capture.record import Recording, record_step
 from graph_capture.specification import check
-from graph_capture.torch_compat import storage_key
+from graph_capture.torch_compat import quiet_fake_tensors, storage_key
 from graph_capture.training_graph import TrainingGraph
 
 Progress = Callable[[str], None]
@@ -50,6 +51,7 @@ class CapturedStep:
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
 
 
+@quiet_fake_tensors()
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
@@ -73,7 +75,7 @@ def capture_step(
     twin_loss = None if loss_fn is None else twin.extra[0]
     costs = OpCosts(twin.device, probe=probe)
     say("capturing the forward and the backward")
-    recording, output = _record(twin, twin_loss)
+    recording, output = _record(twin, twin_loss, costs.workspace_bytes)
     uses = _region_uses(twin, recording, output)
     say("tracing the plain step")
     try:
@@ -89,7 +91,7 @@ def capture_step(
     graph = assemble(
         uses, loss=_loss_memory(baseline.loss, loss_fn is not None), cost_of=costs,
         pinned_by_user=keeper, resident=twin.resident, device=twin.device,
-        notes=_notes(forced, recording, costs))
+        uncaptured=recording.uncaptured, notes=_notes(forced, recording, costs))
     keeper.check_all_used()
     check(graph)
     return CapturedStep(
@@ -99,23 +101,20 @@ def capture_step(
 
 
 def _record(
-    twin: FakeTwin, loss_fn: Callable[[Any], torch.Tensor] | None
+    twin: FakeTwin, loss_fn: Callable[[Any], torch.Tensor] | None, workspace: Workspace
 ) -> tuple[Recording, object]:
     """One captured step of the twin, and what its forward returned."""
     outputs: list[object] = []
 
-    def run(compiled: Callable[..., Any]) -> None:
+    def run(compiled: Callable[..., Any], before_backward: Callable[[], object]) -> object:
         output = compiled(*twin.args, **twin.kwargs)
         outputs.append(output)
         goal = objective(output, loss_fn)
+        before_backward()
         goal.backward()
+        return goal
 
-    try:
-        recording = record_step(twin, run)
-    finally:
-        for parameter in twin.model.parameters():
-            parameter.grad = None
-    return recording, outputs[0]
+    return record_step(twin, run, workspace), outputs[0]
 
 
 def _plain_twin(
@@ -149,8 +148,6 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object) -> list[R
     names = {id(tensor): name for name, tensor in
              (*twin.model.named_parameters(), *twin.model.named_buffers())}
     trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
-    resident = {storage_key(tensor) for tensor in _tensors((
-        *twin.parameters.values(), *twin.buffers.values(), twin.args, twin.kwargs, twin.extra))}
     held = {storage_key(tensor) for tensor in output_tensors(output)}
     repeated = Counter(id(call.region) for call in recording.calls)
     made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
@@ -165,29 +162,29 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object) -> list[R
                       else (False,) * count_cotangents(region.joint))
         joint = clean_joint_graph(region.joint, region.num_forward_outputs, cotangents)
         lowered = lower(joint, region_input_names(call.inputs, names), number)
-        linked, foreign = {}, {}
-        for index, tensor in enumerate(call.inputs):
-            if not isinstance(tensor, torch.Tensor) or storage_key(tensor) in resident:
-                continue
-            if storage_key(tensor) in made:
-                linked[index] = made[storage_key(tensor)]
-            else:
-                foreign[index] = tensor.untyped_storage().nbytes()
+        linked = {
+            index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}
         returned: set[int] = set()
+        released: dict[int, int] = {}
         outputs = [node for position, node in enumerate(joint.forward_outputs)
                    if position not in joint.mutations]
-        for node, tensor in zip(outputs, call.outputs, strict=False):
+        for position, (node, tensor) in enumerate(zip(outputs, call.outputs, strict=False)):
             storage = None if node is None else lowered.storage_of.get(node)
             if storage is None or storage == RESIDENT or not isinstance(tensor, torch.Tensor):
                 continue
             made[storage_key(tensor)] = (number, storage)
+            last = None if recording.uncaptured is None else (
+                recording.uncaptured.outputs_released.get((number, position)))
             if storage_key(tensor) in held:
                 returned.add(storage)
+            elif last is not None:
+                released[storage] = max(last, released.get(storage, 0))
         uses.append(RegionUse(
             lowered=lowered, cotangents=cotangents,
             parameter_names={index: trainable.get(id(tensor), f"input {index}")
                              for index, tensor in enumerate(call.inputs)},
-            linked_inputs=linked, foreign_inputs=foreign, returned=frozenset(returned),
+            linked_inputs=linked, returned=frozenset(returned), released=released,
             repeated=repeated[id(region)] > 1))
     return uses
 

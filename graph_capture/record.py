@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
 from graph_capture.joint import count_cotangents
+from graph_capture.memory_tracker import Workspace
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     TorchDynamoException,
@@ -31,6 +32,7 @@ from graph_capture.torch_compat import (
     primal_indices,
     split_joint_graph,
 )
+from graph_capture.uncaptured import GapTracker, UncapturedCode
 
 
 @dataclass
@@ -61,22 +63,29 @@ class Recording:
     calls: list[RegionCall] = field(default_factory=list)
     inference_graphs: int = 0
     """Captured pieces that need no gradient."""
+    uncaptured: UncapturedCode | None = None
+    """What runs between the regions; `None`: the model is one region and nothing else."""
 
 
-def record_step(
-    twin: FakeTwin, run_step: Callable[[Callable[..., Any]], None]
-) -> Recording:
-    """Record one step of the twin.
+RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
+"""A step: given the compiled model and what to call before the backward, it calls the model with the
+twin's inputs, makes the loss, and runs the backward.  What it returns is held until it is over."""
 
-    `run_step` gets the compiled model, calls it with the twin's inputs, makes the loss and runs the
-    backward.
+
+def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace) -> Recording:
+    """Record one step of the twin, which has no gradients before and after.
+
+    The step runs twice: the first time Dynamo compiles it, the second time what code between the
+    regions allocates is followed; `workspace` tells what its ops take for themselves.
     """
     recording = Recording()
     recorder = _Recorder(twin, recording)
     with compile_settings(), twin.mode:
         compiled = compile_module(twin.model, recorder)
         try:
-            run_step(compiled)
+            run_step(compiled, lambda: None)
+            _drop_gradients(twin)
+            recording.uncaptured = _follow_uncaptured(twin, run_step, compiled, recorder, workspace)
         except CaptureError:
             raise
         except BackendCompilerFailed as error:
@@ -89,7 +98,37 @@ def record_step(
                 f"torch.compile cannot capture the model: {_summary(error)}") from error
         except Exception as error:  # whatever the user's code raises
             raise CaptureError(_failure(error)) from error
+        finally:
+            _drop_gradients(twin)
     return recording
+
+
+def _drop_gradients(twin: FakeTwin) -> None:
+    for parameter in twin.model.parameters():
+        parameter.grad = None
+
+
+def _follow_uncaptured(
+    twin: FakeTwin, run_step: RunStep, compiled: Callable[..., Any], recorder: _Recorder,
+    workspace: Workspace,
+) -> UncapturedCode | None:
+    """Run the compiled step again and follow what is allocated outside of the regions."""
+    tracker = GapTracker(twin, workspace)
+    found = len(recorder.recording.calls) > 1
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        nonlocal found
+        output = compiled(*args, **kwargs)
+        found = found or tracker.made_any
+        return output
+
+    recorder.tracker = tracker
+    with tracker:
+        held = run_step(model, tracker.start_of_backward)
+    seen = tracker.finish({name: parameter.grad for name, parameter
+                           in twin.model.named_parameters() if parameter.grad is not None})
+    del held
+    return seen if found else None
 
 
 def _summary(error: BaseException) -> str:
@@ -118,10 +157,13 @@ class _Recorder:
     def __init__(self, twin: FakeTwin, recording: Recording) -> None:
         self.mode = twin.mode
         self.recording = recording
+        self.tracker: GapTracker | None = None
+        """Set while the step runs again."""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region: RecordedRegion | None = None
         primal_positions: list[int] = []
+        open_calls: list[int] = []  # forwards, by number, whose backward is still to come
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
@@ -142,23 +184,42 @@ class _Recorder:
             count = count_cotangents(region.joint)
 
             def run(args: list[Any]) -> list[Any]:
-                given = args[len(args) - count:] if count else []
-                region.cotangents.append(tuple(value is not None for value in given))
-                return make(args)
+                first = len(args) - count
+                if self.tracker is None:
+                    region.cotangents.append(tuple(value is not None for value in args[first:]))
+                    return make(args)
+                self.tracker.begin_backward(open_calls.pop(), args[first:])
+                try:
+                    return make(args)
+                finally:
+                    self.tracker.end_region()
 
             return _boxed(run)
 
         compiled = aot_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
+            if self.tracker is not None and region is not None:
+                return followed(self.tracker, args)
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             if region is None:
-                self.recording.inference_graphs += 1
+                self.recording.inference_graphs += self.tracker is None
             else:
                 self.recording.calls.append(RegionCall(
                     region, tuple(args[i] for i in primal_positions),
                     tuple(pytree.tree_leaves(outputs))))
+            return outputs
+
+        def followed(tracker: GapTracker, args: tuple[Any, ...]) -> Any:
+            number = tracker.begin_forward([args[i] for i in primal_positions])
+            open_calls.append(number)
+            try:
+                outputs = compiled(*args)
+            finally:
+                tracker.end_region()
+            pass_absent_gradients(outputs)
+            tracker.watch_outputs(number, pytree.tree_leaves(outputs))
             return outputs
 
         return torch.compiler.disable(call)

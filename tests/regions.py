@@ -19,8 +19,14 @@ def recorded(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None 
              ) -> Recording:
     """The calls of captured regions in one step of `model(*args)`."""
     twin = make_twin(model, args, {}, extra=(loss_fn,))
-    return record_step(
-        twin, lambda run: objective(run(*twin.args), twin.extra[0]).backward())
+
+    def run(compiled: Callable[..., Any], before_backward: Callable[[], object]) -> object:
+        goal = objective(compiled(*twin.args), twin.extra[0])
+        before_backward()
+        goal.backward()
+        return goal
+
+    return record_step(twin, run, lambda target, args, kwargs, out: 0)
 
 
 def joint_graph(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None,
