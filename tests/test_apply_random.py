@@ -21,8 +21,7 @@ from tests.training import (
     train,
 )
 
-NAMES = ("dropout_everywhere", "lora", "views", "many_outputs", "autocast", "gpt2", "llama", "bert",
-         *CONVOLUTIONAL)
+NAMES = ("dropout_everywhere", "views", "many_outputs", "autocast", "gpt2", *CONVOLUTIONAL)
 
 
 def check(case, step, expected, schedule) -> None:
@@ -46,7 +45,7 @@ def test_random_schedules_of_real_models(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_schedules_of_random_models(seed):
     case = random_case(seed)
     step = captured(case)

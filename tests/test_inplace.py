@@ -10,8 +10,10 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graph_capture.inplace import inplace_candidates, write_inplace
+from graph_capture.inplace import inplace_candidates, overwrite, write_inplace
 from graph_capture.joint import tensors_of
+from tests.models import Case
+from tests.training import apply_schedule, captured, reference, train
 
 aten = torch.ops.aten
 
@@ -238,6 +240,42 @@ def test_an_operand_that_another_operand_sees_through_a_view_is_kept():
         call.meta["val"] = torch.empty(4, 4)
     assert inplace_candidates(call, lambda left, right: True) == ()
     assert inplace_candidates(call, own_storage) == (copied,)
+
+
+def test_an_operand_laid_out_otherwise_than_traced_is_not_overwritten():
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    strides = (x.stride(), y.stride())
+    call = (aten.add_.Tensor, {}, aten.add.Tensor)
+    expected = x + y
+    turned = x.t().contiguous().t()
+    fresh = overwrite(*call, (turned, y), {}, strides)
+    assert torch.equal(fresh, expected) and torch.equal(turned, x)
+    assert overwrite(*call, (x, y), {}, strides) is x and torch.equal(x, expected)
+    row = torch.randn(1, 6).as_strided((1, 6), (99, 1))  # that stride says nothing
+    assert overwrite(*call, (row, torch.ones(1, 6)), {}, ((6, 1), (6, 1))) is row
+
+
+class _BatchNormOfATransposedInput(torch.nn.Module):
+    """Its kernel makes a contiguous result, its trace says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.norm(x.transpose(1, 2)).transpose(1, 2) * 0.5
+        return self.second(torch.where(x > 0, x.exp(), y)) + y
+
+
+def test_where_a_trace_is_wrong_the_numbers_are_right():
+    torch.manual_seed(0)
+    case = Case(_BatchNormOfATransposedInput(), (torch.randn(3, 6, 8),), torch.sum)
+    step = captured(case)
+    planned, timeline = apply_schedule(case, step, step.problem.plain_schedule)
+    assert any(taken is not None for taken in timeline.inplace_of)
+    assert train(planned, case).differences(reference(case)) == []
 
 
 def test_an_op_without_such_a_variant_is_refused():
