@@ -232,6 +232,9 @@ class _Rewriter:
 
     def _emit_copy(self, node: fx.Node) -> fx.Node:
         new = self.graph.node_copy(node, self._operand)
+        if new.target is torch.ops.aten.view.default:
+            # Where a kernel lays out its result in another way than its trace, no view may exist.
+            new.target = torch.ops.aten.reshape.default
         self._describe(new, node)
         self.env[node] = new
         return new
