@@ -19,6 +19,7 @@ from graph_capture.torch_compat.compilation import (
     mutated_inputs,
     pass_absent_gradients,
     primal_indices,
+    quiet_fake_tensors,
     split_joint_graph,
 )
 from graph_capture.torch_compat.memory import (
@@ -58,6 +59,7 @@ __all__ = [
     "no_subclass_functions",
     "pass_absent_gradients",
     "primal_indices",
+    "quiet_fake_tensors",
     "split_joint_graph",
     "storage_at",
     "storage_key",

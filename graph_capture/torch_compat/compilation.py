@@ -38,6 +38,7 @@ __all__ = [
     "mutated_inputs",
     "pass_absent_gradients",
     "primal_indices",
+    "quiet_fake_tensors",
     "split_joint_graph",
 ]
 
@@ -92,6 +93,19 @@ _LOG_METHODS = frozenset({
     # Added to every logger by transformers.
     "warning_once", "info_once", "warning_advice",
 })
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Keep torch from logging a traceback where an op refuses fake tensors: the error that follows
+    says the same, and reaches the user as one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
