@@ -27,12 +27,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graph_capture.allocator import allocated_bytes, record_peak_of_op
+from graph_capture.device_model import device_model
+from graph_capture.flops import op_flops
 from graph_capture.free_memory import free_bytes
 from graph_capture.op_cache import OpCache, cache_directory
 from graph_capture.torch_compat import OpOverload, no_active_modes, storage_key
 
 _SAFE_FRACTION = 0.25
 """An op is run only if its tensors take at most this part of the memory that is free."""
+_LONGEST_RUN_SECONDS = 2.0
+"""An op is run only if it is estimated to take no longer than this."""
 
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "_convolution",
                            "mkldnn_convolution", "cudnn_convolution"})
@@ -109,6 +113,8 @@ class OpProbe:
         needed = sum(_extent_bytes(tensor) for tensor in (*inputs, *outputs))
         if needed > _SAFE_FRACTION * free_bytes(self.device):
             return None
+        if self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS:
+            return None
         with no_active_modes(), torch.no_grad(), _random_state_kept(self.device):
             try:
                 real = _Materializer(self.device)
@@ -116,6 +122,13 @@ class OpProbe:
                 return measurement(lambda: target(*real_args, **real_kwargs))
             except Exception:  # an op may refuse made-up values in any way that it likes
                 return None
+
+    def _estimated_seconds(self, target: OpOverload, args: tuple[Any, ...],
+                           kwargs: Mapping[str, Any], outputs: list[torch.Tensor]) -> float:
+        if not outputs:
+            return 0.0
+        flops = op_flops(target, args, kwargs, outputs if len(outputs) > 1 else outputs[0])
+        return device_model(self.device).op_seconds(flops, 0, outputs[0].dtype)
 
     def _workspace(self, run: Callable[[], Any]) -> float:
         if self.device.type != "cpu":

@@ -68,8 +68,8 @@ class Recording:
 
 
 RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
-"""A step: given the compiled model and what to call before the backward, it calls the model with the
-twin's inputs, makes the loss, and runs the backward.  What it returns is held until it is over."""
+"""A step: given the compiled model and what to call before the backward, it calls the model with
+the twin's inputs, makes the loss, and runs the backward.  What it returns is held until it is over."""
 
 
 def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace) -> Recording:

@@ -1,12 +1,12 @@
 """The memory of code that runs between captured regions, and of what it holds.
 
-Where torch.compile breaks a model, the pieces in between run as they are written: they make tensors,
-save some for their own backward, and keep Python variables alive.  No plan changes that, but the
+Where torch.compile breaks a model, the pieces in between run as they are written: they make
+tensors, save some for their own backward, and keep Python variables alive.  No plan changes that, but the
 budget must hold it.  So the recorded step runs once more, its regions again as stand-ins, while the
 storages made outside of them are followed.
 
-The model of the world: the regions cut the step into *gaps*; a storage of uncaptured code lives from
-the gap in which it is made to the gap, or the region, in which it is released.  What lives only
+The model of the world: the regions cut the step into *gaps*; a storage of uncaptured code lives
+from the gap in which it is made to the gap, or the region, in which it is released.  What lives only
 within one gap is that gap's workspace.
 
 Blind spots: those of `memory_tracker`; what a region's own inputs and outputs take on a detour
@@ -24,7 +24,6 @@ import torch
 
 from graph_capture.fake_twin import FakeTwin
 from graph_capture.memory_tracker import MemoryTracker, Workspace
-from graph_capture.torch_compat import storage_key
 
 
 @dataclass(frozen=True, slots=True)
