@@ -69,7 +69,7 @@ class Recording:
 
 RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
 """A step: given the compiled model and what to call before the backward, it calls the model with
-the twin's inputs, makes the loss, and runs the backward.  What it returns is held until it is over."""
+the twin's inputs, makes the loss, and runs the backward.  What it returns is held to the end."""
 
 
 def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace) -> Recording:

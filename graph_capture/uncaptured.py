@@ -1,13 +1,13 @@
 """The memory of code that runs between captured regions, and of what it holds.
 
 Where torch.compile breaks a model, the pieces in between run as they are written: they make
-tensors, save some for their own backward, and keep Python variables alive.  No plan changes that, but the
-budget must hold it.  So the recorded step runs once more, its regions again as stand-ins, while the
-storages made outside of them are followed.
+tensors, save some for their own backward, and keep Python variables alive.  No plan changes that,
+but the budget must hold it.  So the recorded step runs once more, its regions again as stand-ins,
+while the storages made outside of them are followed.
 
 The model of the world: the regions cut the step into *gaps*; a storage of uncaptured code lives
-from the gap in which it is made to the gap, or the region, in which it is released.  What lives only
-within one gap is that gap's workspace.
+from the gap in which it is made to the gap, or the region, in which it is released.  What lives
+only within one gap is that gap's workspace.
 
 Blind spots: those of `memory_tracker`; what a region's own inputs and outputs take on a detour
 through AOTAutograd's wrappers (copies of aliased outputs) counts as part of the region.
