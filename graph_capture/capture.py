@@ -73,7 +73,7 @@ def capture_step(
     twin = make_twin(model, tuple(args), {**(kwargs or {}), **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
-    costs = OpCosts(twin.device, probe=probe)
+    costs = OpCosts(twin.device, cost_model=cost_model, probe=probe)
     say("capturing the forward and the backward")
     recording, output = _record(twin, twin_loss, costs.workspace_bytes)
     uses = _region_uses(twin, recording, output)

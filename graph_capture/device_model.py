@@ -32,14 +32,21 @@ class DeviceModel:
     """Part of the peak that large matrix products reach."""
     bandwidth_efficiency: float = 0.8
 
+    def arithmetic_seconds(self, flops: int, dtype: torch.dtype) -> float:
+        """Duration of the arithmetic alone."""
+        peak = self.flops_per_second.get(dtype, self.flops_per_second[torch.float32])
+        return flops / (peak * self.arithmetic_efficiency)
+
+    def traffic_seconds(self, bytes_moved: int) -> float:
+        """Duration of the memory traffic alone."""
+        return bytes_moved / (self.bytes_per_second * self.bandwidth_efficiency)
+
     def op_seconds(self, flops: int, bytes_moved: int, dtype: torch.dtype) -> float:
         """Duration of an op with operands of `dtype`; 0 for one that does nothing (a view)."""
         if flops == 0 and bytes_moved == 0:
             return 0.0
-        peak = self.flops_per_second.get(dtype, self.flops_per_second[torch.float32])
-        return self.launch_seconds + max(flops / (peak * self.arithmetic_efficiency),
-                                         bytes_moved / (self.bytes_per_second
-                                                        * self.bandwidth_efficiency))
+        return self.launch_seconds + max(self.arithmetic_seconds(flops, dtype),
+                                         self.traffic_seconds(bytes_moved))
 
 
 def _gpu(name: str, *, float32: float, half: float, bandwidth: float, bfloat16: float | None = None,

@@ -1,7 +1,10 @@
 """What one run of a captured op costs: FLOPs, traffic, seconds and workspace.
 
 Seconds come from the table of `graph_capture.device_model`, workspace from the probe of
-`graph_capture.op_probe`.
+`graph_capture.op_probe`.  Two models of seconds: `roofline`, the estimated duration of an op, and
+`flops`, that of its arithmetic at one rate for every dtype, for who wants the least recomputed
+FLOPs rather than the least time; there memory traffic counts a millionth, as a tie-break between
+ops without arithmetic.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from graph_capture.torch_compat import OpOverload
 class OpCosts:
     """Costs of the ops on one device; workspace is measured once for each signature."""
 
-    def __init__(self, device: torch.device, *, probe: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True
+    ) -> None:
         self._model = device_model(device)
+        self._least_flops = cost_model == "flops"
         self._probe = OpProbe(device, probe=probe)
 
     @property
@@ -46,13 +52,19 @@ class OpCosts:
         target = node.target
         if not isinstance(target, OpOverload):
             moved = sum(t.numel() * t.element_size() for t in tensors_of((args, kwargs, out)))
-            return OpCost(0, moved, self._model.op_seconds(0, moved, torch.float32), 0)
+            return OpCost(0, moved, self._seconds(0, moved, torch.float32), 0)
         flops = op_flops(target, args, kwargs, out)
         moved = bytes_moved(target, args, kwargs, out)
         tensors = tensors_of(out) or tensors_of(args)
         dtype = tensors[0].dtype if tensors else torch.float32
-        return OpCost(flops, moved, self._model.op_seconds(flops, moved, dtype),
+        return OpCost(flops, moved, self._seconds(flops, moved, dtype),
                       self.workspace_bytes(target, args, kwargs, out))
+
+    def _seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
+        if self._least_flops:
+            return (self._model.arithmetic_seconds(flops, torch.float32)
+                    + 1e-6 * self._model.traffic_seconds(moved))
+        return self._model.op_seconds(flops, moved, dtype)
 
 
 def _value_of(node: fx.Node) -> Any:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BACKENDS = ("eager",)
 """Backends that a plan can be made for."""
 
-COST_MODELS = ("roofline",)
+COST_MODELS = ("roofline", "flops")
 """Ways to estimate the seconds of an op."""
 
 _ANNOUNCED = {"backend": ("inductor",), "cost_model": ("measured",)}
@@ -53,7 +53,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         optimizer: instance, class or name (`"adamw"`) whose state and step count as memory.
         solver: `"auto"`, or one of `planner.api.solver_names()`.
         backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact.
-        cost_model: `"roofline"`: seconds from FLOPs, bytes and the device's figures.
+        cost_model: what recomputation costs. `"roofline"`: seconds, from FLOPs, bytes and the
+            device's figures; `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
         device: the device planned for; by default the model's, the CPU for a `meta` model.
         probe: measure the workspace of single ops where the device is at hand.
         time_limit: seconds for planning; soft.  What capture has used is taken off the solver's

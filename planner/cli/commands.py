@@ -32,7 +32,8 @@ Settings = Annotated[list[str] | None, typer.Option(
 Optimizer = Annotated[str | None, typer.Option("--optimizer", help="sgd, adam, adamw, ...")]
 Solver = Annotated[str, typer.Option("--solver", help="auto, none, sqrt_n, dp, ilp, ...")]
 Backend = Annotated[str, typer.Option("--backend")]
-CostModel = Annotated[str, typer.Option("--cost-model")]
+CostModel = Annotated[str, typer.Option(
+    "--cost-model", help="What recomputation costs: roofline (time) or flops.")]
 Device = Annotated[str | None, typer.Option("--device", help="The device planned for.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the solver.")]
 Keep = Annotated[list[str] | None, typer.Option(
