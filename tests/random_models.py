@@ -1,5 +1,5 @@
-"""Models drawn at random: short programs of tensor code with skips, views, in-place writes, dropout,
-normalisation and attention, in which few people would recognise an architecture."""
+"""Models drawn at random: short programs of tensor code with skips, views, in-place writes,
+dropout, normalisation and attention, in which few people would recognise an architecture."""
 
 from __future__ import annotations
 

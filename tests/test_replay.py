@@ -42,7 +42,7 @@ RANDOM_CALLS = {
 
 
 def tensors(result):
-    return [t for t in (result if isinstance(result, tuple) else (result,))]
+    return result if isinstance(result, tuple) else (result,)
 
 
 @pytest.mark.parametrize("name", RANDOM_CALLS)

@@ -70,7 +70,7 @@ BROKEN = {
     "an activation of the backward": (
         with_buffer(GRAPH.ops[BACKWARD].outputs[0], kind=BufferKind.ACTIVATION),
         "makes an activation in the backward"),
-    "too short a forward": (with_region(forward=range(0, 3)), "forward range of region 0"),
+    "too short a forward": (with_region(forward=range(3)), "forward range of region 0"),
     "too long a backward": (with_region(backward=range(BACKWARD, len(GRAPH.ops) + 1)),
                             "backward range of region 0"),
 }

