@@ -100,6 +100,8 @@ def run(workload: Workload, time_limit: float) -> bool:
         row = measure(workload, prepared, name, net_budget, time_limit)
         ok = ok and not row.is_over
         print(line(workload, row), flush=True)
+        if row.budget == "min":
+            break  # any smaller budget ends at the same plan
     return ok
 
 
