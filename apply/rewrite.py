@@ -20,8 +20,9 @@ from torch import fx
 from apply.recipe import Recomputation, Takeover
 from apply.rng import generator_state, replay_random, run_random
 from graph_capture.inplace import write_inplace
-from graph_capture.joint import is_tuple_element
+from graph_capture.joint import is_cotangent, is_tuple_element
 from graph_capture.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
+from graph_capture.replay import CPU_GENERATOR_STATE_BYTES
 from graph_capture.torch_compat import OpOverload, split_joint_graph
 from graph_capture.training_graph import Phase
 
@@ -252,7 +253,7 @@ class _Rewriter:
     def _describe(self, new: fx.Node, original: fx.Node) -> None:
         new.meta = dict(original.meta)
         if original.op == "placeholder":
-            if "tangents" not in str(original.target):
+            if not is_cotangent(original):
                 self.forward_nodes.add(new)
             return
         phase = Phase.FORWARD if self.in_forward else Phase.BACKWARD
@@ -270,6 +271,4 @@ def _device_of(node: fx.Node) -> torch.device:
 
 
 def _state_size(device: torch.device) -> int:
-    from graph_capture.replay import CPU_GENERATOR_STATE_BYTES
-
     return CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else 16

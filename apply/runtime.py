@@ -20,7 +20,7 @@ from apply.errors import GraphMismatch
 from apply.recipe import OpKey, ParameterKey, Recipe, RegionRecipe
 from apply.rewrite import rewrite
 from graph_capture.input_names import region_input_names
-from graph_capture.joint import clean_joint_graph, count_cotangents
+from graph_capture.joint import clean_joint_graph, count_cotangents, primals_of
 from graph_capture.lower import LoweredRegion, lower
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
@@ -161,12 +161,10 @@ class _PlanBackend:
         self, joint: fx.GraphModule, num_forward_outputs: int, inputs: Sequence[Any]
     ) -> tuple[RegionRecipe, LoweredRegion]:
         """The recipe's region that this graph is; raises `GraphMismatch`."""
-        primals = [n for n in joint.graph.find_nodes(op="placeholder")
-                   if "tangents" not in str(n.target)]
         # Read now: the model may have been given other parameters since the plan was applied.
         known = {id(tensor): name for name, tensor in
                  (*self._model.named_parameters(), *self._model.named_buffers())}
-        names = region_input_names([inputs[i] for i in primal_indices(primals)], known)
+        names = region_input_names([inputs[i] for i in primal_indices(primals_of(joint))], known)
         regions = self._recipe.regions
         first_difference = ""
         start = self._compiled_regions % max(len(regions), 1)

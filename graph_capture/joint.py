@@ -53,7 +53,7 @@ class JointGraph:
 
 def count_cotangents(module: fx.GraphModule) -> int:
     """Number of differentiable outputs of a joint graph."""
-    return sum(_is_cotangent(node) for node in module.graph.find_nodes(op="placeholder"))
+    return sum(is_cotangent(node) for node in module.graph.find_nodes(op="placeholder"))
 
 
 def clean_joint_graph(
@@ -63,8 +63,8 @@ def clean_joint_graph(
     `cotangents` is false.  The given module is not changed."""
     graph = eliminate_common_subexpressions(module.graph)
     placeholders = graph.find_nodes(op="placeholder")
-    tangents = tuple(node for node in placeholders if _is_cotangent(node))
-    primals = tuple(node for node in placeholders if not _is_cotangent(node))
+    tangents = tuple(node for node in placeholders if is_cotangent(node))
+    primals = tuple(node for node in placeholders if not is_cotangent(node))
     if len(cotangents) != len(tangents):
         raise CaptureError(
             f"the graph has {len(tangents)} differentiable outputs, "
@@ -97,7 +97,13 @@ def clean_joint_graph(
         gradients=tuple(n if isinstance(n, fx.Node) else None for n in by_input))
 
 
-def _is_cotangent(node: fx.Node) -> bool:
+def primals_of(module: fx.GraphModule) -> list[fx.Node]:
+    """The inputs of a joint graph's forward."""
+    return [node for node in module.graph.find_nodes(op="placeholder") if not is_cotangent(node)]
+
+
+def is_cotangent(node: fx.Node) -> bool:
+    """Whether an input of a joint graph belongs to its backward."""
     return "tangents" in str(node.target)
 
 
@@ -116,7 +122,7 @@ def _prune_backward(
     zero: set[fx.Node] = set(absent)
     for node in list(graph.nodes):
         if node.op == "placeholder":
-            if _is_cotangent(node):
+            if is_cotangent(node):
                 dependent.add(node)
             continue
         if node.op == "output":

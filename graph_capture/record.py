@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
-from graph_capture.joint import count_cotangents
+from graph_capture.joint import count_cotangents, is_cotangent, primals_of
 from graph_capture.memory_tracker import Workspace
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
@@ -169,9 +169,7 @@ class _Recorder:
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal region
-            primals = [n for n in joint.graph.find_nodes(op="placeholder")
-                       if "tangents" not in str(n.target)]
-            primal_positions.extend(primal_indices(primals))
+            primal_positions.extend(primal_indices(primals_of(joint)))
             region = RecordedRegion(joint, num_fwd_outputs)
             return split_joint_graph(joint, _crossing(joint, num_fwd_outputs), num_fwd_outputs)
 
@@ -259,7 +257,7 @@ def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
             needed.add(node)
             pending.extend(node.all_input_nodes)
     for node in joint.graph.nodes:
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or any(
+        if (node.op == "placeholder" and is_cotangent(node)) or any(
             source in dependent for source in node.all_input_nodes
         ):
             dependent.add(node)
