@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graph_capture.training_graph import Outline
+
 
 @dataclass(frozen=True, slots=True)
 class OpKey:
@@ -54,6 +56,8 @@ class RegionRecipe:
     """In the order of the ops before which they stand."""
     takeovers: tuple[Takeover, ...] = ()
     """In the order of the runs."""
+    outline: Outline | None = None
+    """Which other sizes of inputs the recipe serves; `None`: no others."""
 
 
 @dataclass(frozen=True, slots=True)

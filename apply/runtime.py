@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from apply.errors import GraphMismatch
 from apply.recipe import OpKey, ParameterKey, Recipe, RegionRecipe
@@ -22,6 +23,7 @@ from apply.rewrite import rewrite
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents, primals_of
 from graph_capture.lower import LoweredRegion, lower
+from graph_capture.outline import outline
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     BoxedCodeGen,
@@ -31,10 +33,15 @@ from graph_capture.torch_compat import (
     pass_absent_gradients,
     primal_indices,
 )
+from graph_capture.training_graph import Outline
+
+Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
+"""Makes a recipe for a model called with these positional and keyword arguments."""
 
 
 def apply_recipe(
-    model: nn.Module, recipe: Recipe, *, mismatch: type[Exception] = GraphMismatch
+    model: nn.Module, recipe: Recipe, *, mismatch: type[Exception] = GraphMismatch,
+    replan: Replan | None = None,
 ) -> nn.Module:
     """A module that trains as `model` does, with the recipe's recomputations.
 
@@ -42,8 +49,12 @@ def apply_recipe(
     stays as it was), and so has the same `state_dict` keys.  Without gradients, and in the other of
     train and eval mode than the plan was made in, it runs the plain forward.
 
+    A step with inputs of another size runs the same recipe where its graph is the same but for
+    sizes and no tensor is larger than planned; otherwise the recipe that `replan` gives for the
+    model and these arguments, asked once for inputs of these shapes.
+
     Raises `mismatch`, here if parameters or buffers differ from those of the plan, and in the
-    first training step if the captured graph does.
+    first training step if the captured graph does (and there is no `replan`).
     """
     try:
         _check_tensors(model, recipe.tensors)
@@ -51,7 +62,7 @@ def apply_recipe(
         raise mismatch(str(error)) from None
     applied = copy.copy(model)
     applied._compiled_call_impl = _PlannedCall(  # type: ignore[assignment]
-        applied, recipe, mismatch)
+        applied, recipe, mismatch, replan)
     return applied
 
 
@@ -89,12 +100,15 @@ def _describe_tensor(key: ParameterKey) -> str:
 class _PlannedCall:
     """What runs when the applied module is called."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception],
+                 replan: Replan | None) -> None:
         self._model = model
         self._recipe = recipe
         self._mismatch = mismatch
+        self._replan = replan
         self._warned = False
-        self._compiled = compile_module(model, _PlanBackend(model, recipe, mismatch))
+        self._planned = _PlannedStep(model, recipe, mismatch)
+        self._replanned: dict[_Shapes, _PlannedStep] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -104,13 +118,24 @@ class _PlannedCall:
             return self._model._call_impl(*args, **kwargs)
         for name, value in self._recipe.overrides:
             kwargs.setdefault(name, value)
-        with compile_settings():
+        try:
+            return self._step(args, kwargs)
+        except GraphMismatch as error:
+            raise self._mismatch(str(error)) from None
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._replan is None:
+            return self._planned(*args, **kwargs)
+        shapes = _shapes_of(args, kwargs)
+        if shapes not in self._replanned:
             try:
-                return self._compiled(*args, **kwargs)
-            except BackendCompilerFailed as error:
-                if isinstance(error.inner_exception, GraphMismatch):
-                    raise self._mismatch(str(error.inner_exception)) from None
-                raise
+                return self._planned(*args, **kwargs)
+            except GraphMismatch:
+                if self._planned.has_begun:  # It may have changed random state and buffers.
+                    raise
+            self._replanned[shapes] = _PlannedStep(
+                self._model, self._replan(self._model, args, kwargs), self._mismatch)
+        return self._replanned[shapes](*args, **kwargs)
 
     def _warn_of_mode(self) -> None:
         if not self._warned:
@@ -121,6 +146,38 @@ class _PlannedCall:
                 stacklevel=4)
 
 
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def _shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
+    return tuple((tuple(leaf.shape), leaf.dtype)
+                 for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items()))))
+                 if isinstance(leaf, torch.Tensor))
+
+
+class _PlannedStep:
+    """The model under one recipe; raises `GraphMismatch` where the recipe is for another graph."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> None:
+        self._backend = _PlanBackend(model, recipe, mismatch)
+        self._compiled = compile_module(model, self._backend)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of the model has run in the last call."""
+        return self._backend.has_begun
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._backend.has_begun = False
+        with compile_settings():
+            try:
+                return self._compiled(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, GraphMismatch):
+                    raise error.inner_exception from None
+                raise
+
+
 class _PlanBackend:
     """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
 
@@ -129,6 +186,7 @@ class _PlanBackend:
         self._recipe = recipe
         self._mismatch = mismatch
         self._compiled_regions = 0
+        self.has_begun = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         cotangents: tuple[bool, ...] = ()
@@ -151,6 +209,7 @@ class _PlanBackend:
         compiled = aot_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
+            self.has_begun = True
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             return outputs
@@ -178,6 +237,8 @@ class _PlanBackend:
             clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
             lowered = lower(clean, names, index)
             difference = _first_difference(region, lowered)
+            if difference is not None and region.outline is not None:
+                difference = _why_not_served(region.outline, outline(lowered), difference)
             if difference is None:
                 self._compiled_regions += 1
                 return region, lowered
@@ -185,6 +246,18 @@ class _PlanBackend:
         raise GraphMismatch(
             f"the plan does not fit this model and these inputs; the first difference: "
             f"{first_difference}. Make a plan for them")
+
+
+def _why_not_served(planned: Outline, found: Outline, difference: str) -> str | None:
+    """Why a region that differs from the planned one cannot run its schedule within its memory;
+    `None` if it can, being the same ops on smaller tensors."""
+    if not planned.serves(found):
+        return difference
+    larger = planned.first_larger(found)
+    if larger is None:
+        return None
+    return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
+            f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
 
 
 def _first_difference(region: RegionRecipe, lowered: LoweredRegion) -> str | None:

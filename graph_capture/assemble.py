@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from graph_capture.lower import LoweredOp, LoweredRegion, epilogue_name
+from graph_capture.outline import outline
 from graph_capture.training_graph import (
     Buffer,
     BufferKind,
@@ -76,7 +77,7 @@ class RegionUse:
 def assemble(
     uses: Sequence[RegionUse], *, loss: LossMemory, cost_of: Callable[[fx.Node], OpCost],
     pinned_by_user: Callable[[str, str], bool], resident: ResidentMemory, device: torch.device,
-    uncaptured: UncapturedCode | None = None, notes: Sequence[str] = (),
+    uncaptured: UncapturedCode | None = None,
 ) -> TrainingGraph:
     """The graph of the whole step: forwards in order, the loss, backwards in reverse.
 
@@ -84,7 +85,7 @@ def assemble(
     the regions, `uncaptured` accounts for the loss too, and `loss` is not used.
     """
     return _Assembly(uses, LossMemory() if uncaptured else loss, uncaptured, cost_of,
-                     pinned_by_user, device).run(resident, notes)
+                     pinned_by_user, device).run(resident)
 
 
 class _Assembly:
@@ -104,7 +105,7 @@ class _Assembly:
         self.input_gradients: dict[tuple[int, int], list[int]] = {}
         # (region, storage of an output) -> buffers of its gradients from later regions
 
-    def run(self, resident: ResidentMemory, notes: Sequence[str]) -> TrainingGraph:
+    def run(self, resident: ResidentMemory) -> TrainingGraph:
         last = len(self.uses)
         forwards = []
         for number in range(last):
@@ -119,10 +120,11 @@ class _Assembly:
             backwards[number] = self._backward(number)
         if self.uncaptured:
             self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
-        regions = tuple(Region(forwards[number], backwards[number], use.cotangents)
+        regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
+                               outline(use.lowered))
                         for number, use in enumerate(self.uses))
         return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
-                             str(self.device), tuple(notes))
+                             str(self.device))
 
     def _forward(self, number: int) -> range:
         use = self.uses[number]

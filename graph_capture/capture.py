@@ -73,7 +73,7 @@ def capture_step(
     twin = make_twin(model, tuple(args), {**(kwargs or {}), **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
-    costs = OpCosts(twin.device, cost_model=cost_model, probe=probe)
+    costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, progress=say)
     say("capturing the forward and the backward")
     recording, output = _record(twin, twin_loss, costs.workspace_bytes)
     uses = _region_uses(twin, recording, output)
@@ -91,7 +91,8 @@ def capture_step(
     graph = assemble(
         uses, loss=_loss_memory(baseline.loss, loss_fn is not None), cost_of=costs,
         pinned_by_user=keeper, resident=twin.resident, device=twin.device,
-        uncaptured=recording.uncaptured, notes=_notes(forced, recording, costs))
+        uncaptured=recording.uncaptured)
+    graph = replace(graph, notes=_notes(forced, recording, costs))
     keeper.check_all_used()
     check(graph)
     return CapturedStep(
@@ -222,6 +223,9 @@ def _notes(
     if costs.assumed:
         notes.append("workspace is a stated margin, not a measurement, for: "
                      + ", ".join(sorted(costs.assumed)))
+    if costs.estimated:
+        notes.append("seconds are estimated, since they could not be measured, for: "
+                     + ", ".join(sorted(costs.estimated)))
     return tuple(notes)
 
 

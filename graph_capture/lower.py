@@ -20,6 +20,7 @@ from graph_capture.joint import JointGraph, is_tuple_element, tensors_of
 from graph_capture.naming import (
     Namer,
     describe_call,
+    describe_structure,
     describe_value,
     digest,
     module_of,
@@ -64,6 +65,8 @@ class LoweredOp:
     """For each of `inplace`, the operand to write into."""
     replay: Replay
     digest: str
+    structure: str
+    """Hash of what the digest covers, sizes aside."""
     result: str
     """Dtype, shape and strides of its result."""
 
@@ -118,6 +121,7 @@ class _Lowering:
         self.base_of: dict[fx.Node, fx.Node] = {}
         self.storage_of: dict[fx.Node, int] = {}
         self.references: dict[fx.Node, str] = {}
+        self.outlines: dict[fx.Node, str] = {}  # references that do not depend on sizes
         self.sizes: list[int] = []
         self.producers: list[int] = []
         self.roots: list[fx.Node | None] = []
@@ -128,9 +132,10 @@ class _Lowering:
         for primal, name in zip(joint.primals, primal_names, strict=True):
             # Its layout is in no op's result, yet decides what kernels take for themselves.
             self._add_resident(primal, f"{name} {describe_value(primal.meta['val'])}")
+            self.outlines[primal] = name
         self.cotangents: list[int | None] = []
         for index, node in enumerate(joint.cotangents):
-            self.references[node] = f"cotangent:{index}"
+            self.references[node] = self.outlines[node] = f"cotangent:{index}"
             self.base_of[node] = node
             if node.users:
                 self.cotangents.append(self._new_storage(node.meta["val"], producer=-1))
@@ -142,7 +147,7 @@ class _Lowering:
     def _add_resident(self, node: fx.Node, reference: str) -> None:
         self.base_of[node] = node
         self.storage_of[node] = RESIDENT
-        self.references[node] = reference
+        self.references[node] = self.outlines[node] = reference
 
     def _new_storage(self, tensor: torch.Tensor, producer: int) -> int:
         index = len(self.sizes)
@@ -193,7 +198,7 @@ class _Lowering:
             if isinstance(value, torch.Tensor):
                 self._add_resident(node, f"constant:{node.target}")
             else:
-                self.references[node] = f"constant:{node.target}"
+                self.references[node] = self.outlines[node] = f"constant:{node.target}"
                 self.base_of[node] = node
             return
         value = node.meta.get("val")
@@ -209,11 +214,12 @@ class _Lowering:
         module, target = module_of(node), target_name(node)
         name = self.namer.name(phase, module, target)
         call = describe_call(node, self.references)
+        structure = describe_structure(node, self.outlines)
         candidates = inplace_candidates(node, self._same_base) if len(outputs) == 1 else ()
         usable = [(self.storage_of[operand], operand) for operand in candidates
                   if self.storage_of.get(operand, RESIDENT) != RESIDENT
                   and self._storage_bytes(operand) == self.sizes[outputs[0]]]
-        self.references[node] = name
+        self.references[node] = self.outlines[node] = name
         self.base_of[node] = node
         if isinstance(value, torch.Tensor):
             self.storage_of[node] = self.by_key[storage_key(value)]
@@ -224,7 +230,7 @@ class _Lowering:
             inplace=tuple(storage for storage, _ in usable),
             inplace_operands=tuple(operand for _, operand in usable),
             replay=replay_of(node, lambda operand: self.base_of[operand] in self.mutated),
-            digest=digest(call), result=describe_value(value)))
+            digest=digest(call), structure=digest(structure), result=describe_value(value)))
 
     def _storage_bytes(self, node: fx.Node) -> int:
         storage = self.storage_of[node]
@@ -235,8 +241,11 @@ class _Lowering:
     def _note_alias(self, node: fx.Node, base: fx.Node, value: object) -> None:
         if is_tuple_element(node):
             self.references[node] = f"{self.references[base]}[{node.args[1]}]"
+            self.outlines[node] = f"{self.outlines[base]}[{node.args[1]}]"
         else:
             self.references[node] = f"view:{digest(describe_call(node, self.references))}"
+            # Which views lead there may depend on sizes: one of everything is none.
+            self.outlines[node] = self.outlines[base]
         self.base_of[node] = node if self._is_element_of_op(node, base) else self.base_of[base]
         if not isinstance(value, torch.Tensor):
             if base in self.storage_of:

@@ -2,6 +2,8 @@
 
 A name is module path, op and occurrence, so that a change elsewhere in the model leaves it alone.
 A digest covers what an op computes: target, arguments, where they come from, shapes and dtypes.
+A structure is the same text without sizes: two batches of different size give different digests and
+one structure, where the model does the same with both.
 Device indices are left out (a plan made for `cuda:0` serves `cuda:1`); nothing here depends on
 Python's hash seed or on fx node names.
 """
@@ -12,6 +14,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path, PurePath
 
 import torch
@@ -89,6 +92,39 @@ def describe_call(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
     return f"{target_name(node)}({arguments}; {keywords}) -> {describe_value(node.meta.get('val'))}"
 
 
+def describe_structure(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
+    """As `describe_call`, without what follows from the sizes of tensors: their shapes (but for the
+    number of dimensions), and integers where the op takes a size or a number."""
+    names, sizes = _arguments(node.target) if isinstance(node.target, OpOverload) else ((), ())
+    named = [*zip(names, node.args, strict=False), *sorted(node.kwargs.items())]
+    words = [f"{name}={_canonical(argument, references, sizes=name not in sizes)}"
+             for name, argument in named]
+    words += [_canonical(argument, references) for argument in node.args[len(names):]]
+    return f"{target_name(node)}({', '.join(words)}) -> {_kind_of(node.meta.get('val'))}"
+
+
+@cache
+def _arguments(target: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of an op's arguments, and of those that are sizes or numbers that may follow from
+    sizes.  torch's schemas write `SymInt` where a size may stand, `int` for dimensions and modes.
+    """
+    sizes = re.findall(r"(?:SymInt|Scalar)(?:\[\d*\])?\??\s(\w+)", str(target._schema))
+    return (tuple(argument.name for argument in target._schema.arguments),
+            frozenset(sizes) - _SETTINGS)
+
+
+_SETTINGS = frozenset({"stride", "padding", "dilation", "output_padding", "groups", "kernel_size"})
+"""Arguments that the model fixes, although a schema lets them be computed from sizes."""
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}/{value.dim()}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(_kind_of, value)) + ")"
+    return type(value).__name__
+
+
 def describe_value(value: object) -> str:
     """Shapes, strides and dtypes of a value."""
     if isinstance(value, torch.Tensor):
@@ -100,16 +136,22 @@ def describe_value(value: object) -> str:
         value).__name__
 
 
-def _canonical(argument: object, references: Mapping[fx.Node, str]) -> str:
+def _canonical(
+    argument: object, references: Mapping[fx.Node, str], *, sizes: bool = True
+) -> str:
+    """A canonical text of an argument; without `sizes`, integers are left open."""
     if isinstance(argument, fx.Node):
         return references[argument]
     if isinstance(argument, (tuple, list)):
-        return "[" + ", ".join(_canonical(item, references) for item in argument) + "]"
+        return "[" + ", ".join(
+            _canonical(item, references, sizes=sizes) for item in argument) + "]"
     if isinstance(argument, dict):
-        return "{" + ", ".join(f"{key}: {_canonical(argument[key], references)}"
+        return "{" + ", ".join(f"{key}: {_canonical(argument[key], references, sizes=sizes)}"
                                for key in sorted(argument)) + "}"
     if isinstance(argument, torch.device):
         return argument.type
+    if not sizes and isinstance(argument, int) and not isinstance(argument, bool):
+        return "int"
     if isinstance(argument, (int, float, bool, str, type(None), torch.dtype, torch.layout,
                              torch.memory_format, complex, slice)):
         return repr(argument)

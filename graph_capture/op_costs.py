@@ -1,15 +1,21 @@
 """What one run of a captured op costs: FLOPs, traffic, seconds and workspace.
 
-Seconds come from the table of `graph_capture.device_model`, workspace from the probe of
-`graph_capture.op_probe`.  Two models of seconds: `roofline`, the estimated duration of an op, and
-`flops`, that of its arithmetic at one rate for every dtype, for who wants the least recomputed
-FLOPs rather than the least time; there memory traffic counts a millionth, as a tie-break between
-ops without arithmetic.
+Workspace comes from the probe of `graph_capture.op_probe`.  Three models of seconds:
+
+- `roofline`: the estimated duration of an op, by the table of `graph_capture.device_model`; equal
+  on every machine.
+- `measured`: the median duration of the op run alone on the device, by the probe, which keeps it on
+  disk.  Ops that cannot be run there are estimated by the table.
+- `flops`: the duration of its arithmetic at one rate for every dtype, for who wants the least
+  recomputed FLOPs rather than the least time; memory traffic counts a millionth, as a tie-break
+  between ops without arithmetic.
+
+Blind spot of `measured`: an op run over and over finds its operands in the caches if they fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,16 +33,25 @@ class OpCosts:
     """Costs of the ops on one device; workspace is measured once for each signature."""
 
     def __init__(
-        self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True
+        self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
+        """`progress` is told now and then how many ops have been timed."""
         self._model = device_model(device)
-        self._least_flops = cost_model == "flops"
+        self._cost_model = cost_model
         self._probe = OpProbe(device, probe=probe)
+        self._progress = progress or (lambda message: None)
+        self._timed = 0
 
     @property
     def assumed(self) -> frozenset[str]:
         """Ops whose workspace is a stated margin instead of a measurement."""
         return frozenset(self._probe.assumed)
+
+    @property
+    def estimated(self) -> frozenset[str]:
+        """Ops that could not be timed where the cost model wants that."""
+        return frozenset(self._probe.untimed)
 
     def workspace_bytes(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
@@ -57,11 +72,22 @@ class OpCosts:
         moved = bytes_moved(target, args, kwargs, out)
         tensors = tensors_of(out) or tensors_of(args)
         dtype = tensors[0].dtype if tensors else torch.float32
-        return OpCost(flops, moved, self._seconds(flops, moved, dtype),
-                      self.workspace_bytes(target, args, kwargs, out))
+        seconds = self._seconds(flops, moved, dtype)
+        if self._cost_model == "measured" and seconds > 0:
+            seconds = self._measured(target, args, kwargs, out, seconds)
+        return OpCost(flops, moved, seconds, self.workspace_bytes(target, args, kwargs, out))
+
+    def _measured(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                  out: Any, estimate: float) -> float:
+        """Duration by the probe, else the estimate."""
+        self._timed += 1
+        if self._timed % 20 == 0:
+            self._progress(f"timing ops, {self._timed} so far")
+        measured = self._probe.seconds(target, args, kwargs, out)
+        return estimate if measured is None else measured
 
     def _seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
-        if self._least_flops:
+        if self._cost_model == "flops":
             return (self._model.arithmetic_seconds(flops, torch.float32)
                     + 1e-6 * self._model.traffic_seconds(moved))
         return self._model.op_seconds(flops, moved, dtype)

@@ -63,6 +63,8 @@ class OpProbe:
         self.device = torch.device(device)
         self.assumed: set[str] = set()
         """Names of the ops for which a margin was taken."""
+        self.untimed: set[str] = set()
+        """Names of the ops whose duration was asked for and could not be measured."""
         self._enabled = probe and _at_hand(self.device)
         self._cache = OpCache(_environment(self.device) if self._enabled else "",
                               (directory or cache_directory()) if self._enabled else None)
@@ -99,7 +101,7 @@ class OpProbe:
         measured = self._measure(target, args, kwargs, _tensors((args, kwargs)), _tensors(out),
                                  self._duration)
         if measured is None:
-            self.assumed.add(str(target))
+            self.untimed.add(str(target))
             return None
         self._cache.put(key, measured)
         return measured

@@ -97,6 +97,37 @@ class TrainingOp:
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """What a region is apart from its sizes, and its sizes.
+
+    A plan made for one size of inputs serves another where the structure is the same, and fits the
+    same budget where no size is larger: the same schedule then holds the same storages, none of
+    them larger.  (What a kernel takes for itself is assumed to grow with its operands.)
+    """
+
+    structure: str
+    """Hash of everything about the ops but sizes: what they are, what they exchange, which of them
+    may write over an operand."""
+    storage_bytes: tuple[int, ...]
+    """Sizes of what the ops make, in order."""
+    input_bytes: tuple[int, ...]
+    """Sizes of the region's inputs, parameters included."""
+    input_layout: str
+    """Hash of the inputs' shapes and strides.  Where it is equal, the sizes must be, too: nothing
+    but another model can make them differ."""
+
+    def serves(self, other: Outline) -> bool:
+        """Whether a plan made for this region is one for `other`, whatever its sizes."""
+        return self.structure == other.structure and self.input_layout != other.input_layout
+
+    def first_larger(self, other: Outline) -> tuple[int, int] | None:
+        """Bytes planned for and bytes needed where `other` first takes more memory than this."""
+        mine = (*self.input_bytes, *self.storage_bytes)
+        theirs = (*other.input_bytes, *other.storage_bytes)
+        return next(((m, t) for m, t in zip(mine, theirs, strict=True) if t > m), None)
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A stretch of the model that was captured as one joint graph."""
 
@@ -106,6 +137,8 @@ class Region:
     """Indices of its backward ops."""
     cotangents: tuple[bool, ...]
     """For each differentiable output of the joint graph, whether a gradient flows into it."""
+    outline: Outline | None = None
+    """`None`: a plan of this region serves these sizes alone."""
 
 
 @dataclass(frozen=True, slots=True)

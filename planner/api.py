@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 BACKENDS = ("eager",)
 """Backends that a plan can be made for."""
 
-COST_MODELS = ("roofline", "flops")
+COST_MODELS = ("roofline", "measured", "flops")
 """Ways to estimate the seconds of an op."""
 
-_ANNOUNCED = {"backend": ("inductor",), "cost_model": ("measured",)}
+_ANNOUNCED = {"backend": ("inductor",)}
 
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
@@ -54,7 +54,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         solver: `"auto"`, or one of `planner.api.solver_names()`.
         backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact.
         cost_model: what recomputation costs. `"roofline"`: seconds, from FLOPs, bytes and the
-            device's figures; `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
+            device's figures; `"measured"`: seconds of each op, run alone on throw-away tensors on
+            the device (cached on disk; estimated where the op cannot be run); `"flops"`: FLOPs
+            alone, and `overhead` is the fraction of FLOPs.
         device: the device planned for; by default the model's, the CPU for a `meta` model.
         probe: measure the workspace of single ops where the device is at hand.
         time_limit: seconds for planning; soft.  What capture has used is taken off the solver's

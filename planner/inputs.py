@@ -6,6 +6,7 @@ the model on fake tensors.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,23 @@ def split_inputs(model: nn.Module, inputs: object) -> tuple[tuple[Any, ...], dic
         return inputs, {}
     remedy = "; make the list a tuple" if isinstance(inputs, list) else ""
     raise TypeError(f"inputs must be {_FORMS}, got {type(inputs).__name__}{remedy}")
+
+
+def join_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | dict[str, Any]:
+    """Arguments of a call as `split_inputs` takes them: the inverse, positional arguments named
+    where there are others given by keyword."""
+    if not kwargs:
+        return args
+    if not args:
+        return kwargs
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    named = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(named.pop(parameter.name, {}))
+    return named
 
 
 def _own_example(model: nn.Module) -> object:

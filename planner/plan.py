@@ -6,6 +6,7 @@ compared, saved, sent to another machine and applied to any model whose step has
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,11 +70,12 @@ class Plan:
     """Wall time of the solver.  Not part of a plan's identity and not in its file: `None` where
     the plan was loaded."""
 
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model: nn.Module, *,
+              replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:
         """As `planner.apply(model, plan)`."""
         from planner.applying import apply
 
-        return apply(model, self)
+        return apply(model, self, replan=replan)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to `path` as JSON, all of it or nothing; an existing file is replaced.

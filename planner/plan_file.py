@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe, Takeover
+from graph_capture.training_graph import Outline
 from planner.accounting import CATEGORIES, MemoryByCategory, OptimizerMemory
 from planner.decisions import Decision
 from planner.errors import PlanFileError
 from planner.plan import Plan
 from planner.plan_reader import Reader
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Layout that this version writes and reads."""
 
 EPILOGUE = "/update of mutated inputs#0"
@@ -136,6 +137,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
                                    for group in region.recomputations],
                 "takeovers": [{"op": taken.op, "run": taken.run, "candidate": taken.candidate}
                               for taken in region.takeovers],
+                "outline": _outline_to_dict(region.outline),
             }
             for region in plan.recipe.regions],
     }
@@ -198,13 +200,14 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
 def fingerprint(recipe: Recipe) -> str:
     """Hash of the graph that a recipe was made for, the same in every process.
 
-    Covers names and digests of all ops, the cotangents, every parameter and buffer, and the mode;
-    not what is recomputed.
+    Covers names and digests of all ops, the cotangents, the sizes served, every parameter and
+    buffer, and the mode; not what is recomputed.
     """
     graph = [
         [[key.name, list(key.shape), key.dtype, key.requires_grad] for key in recipe.tensors],
         [[list(region.cotangents), [[key.name, key.digest] for key in region.forward],
-          [[key.name, key.digest] for key in region.backward]] for region in recipe.regions],
+          [[key.name, key.digest] for key in region.backward], _outline_to_dict(region.outline)]
+         for region in recipe.regions],
         recipe.training,
         [list(override) for override in recipe.overrides],
     ]
@@ -222,6 +225,12 @@ def _op_to_dict(key: OpKey) -> dict[str, Any]:
     return {"op": key.name, "result": key.result, "digest": key.digest}
 
 
+def _outline_to_dict(outline: Outline | None) -> dict[str, Any] | None:
+    return None if outline is None else {
+        "structure": outline.structure, "input_layout": outline.input_layout,
+        "input_bytes": list(outline.input_bytes), "storage_bytes": list(outline.storage_bytes)}
+
+
 def _op(row: Reader) -> OpKey:
     return OpKey(name=row.text("op"), digest=row.text("digest"), result=row.text("result"))
 
@@ -237,6 +246,7 @@ def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
             recomputations=row.integer("recomputations"), flops=row.integer("flops"),
             saved_bytes=row.integer("saved_bytes"),
             plain_saved_bytes=row.integer("plain_saved_bytes")))
+    outline = region.optional_object("outline")
     return RegionRecipe(
         forward=tuple(forward),
         backward=tuple(_op(row) for row in region.objects("backward")),
@@ -246,6 +256,11 @@ def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
         takeovers=tuple(Takeover(op=row.text("op"), run=row.integer("run"),
                                  candidate=row.integer("candidate"))
                         for row in region.objects("takeovers")),
+        outline=None if outline is None else Outline(
+            structure=outline.text("structure"),
+            storage_bytes=outline.integers("storage_bytes"),
+            input_bytes=outline.integers("input_bytes"),
+            input_layout=outline.text("input_layout")),
     )
 
 
