@@ -1,21 +1,23 @@
 """The memory/overhead curve: what each byte of memory less costs in time.
 
 Budgets are spread evenly between the smallest that can be met and the peak without recomputation.
-They are solved upwards, each from the schedule of the one below, which fits it too: so overhead
-never rises with the budget, and a long search at a tight budget serves the looser ones.
+They are solved together (`solvers.curve`): schedules serve the larger budgets and bounds the
+smaller ones, so overhead never rises with the budget.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from planner.api import capture, check_effort
 from planner.plan import Plan
-from planner.planning import Effort, PreparedStep, make_plan, schedule_within, smallest_result
+from planner.planning import Effort, PreparedStep, make_plan, smallest_result
 from planner.progress import Progress, watched
+from solvers.curve import solve_all
 
 if TYPE_CHECKING:
     import torch
@@ -86,24 +88,25 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
         prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
                            cost_model=cost_model, device=device, probe=probe, keep=keep,
                            progress=report)
-        limit = min(time_limit, _TIME_FACTOR * time_limit / points)
         return trace_frontier(prepared, points,
-                              Effort(solver=solver, time_limit=limit, progress=report))
+                              Effort(solver=solver, time_limit=time_limit, progress=report))
 
 
 def trace_frontier(prepared: PreparedStep, points: int, effort: Effort) -> Frontier:
-    """The curve of a captured step, with `effort` spent on each point."""
-    _, result = smallest_result(prepared, effort)
-    smallest = make_plan(prepared, None, result)
-    low, high = smallest.peak_bytes, prepared.keep_all_peak_bytes
-    plans: list[Plan] = []
-    for number in range(points):
-        budget = low + (high - low) * number // (points - 1)
-        if effort.progress is not None:
-            effort.progress(f"frontier: point {number + 1} of {points}")
-        result = schedule_within(prepared, budget, effort, warm_start=result.schedule)
-        plans.append(make_plan(prepared, budget, result))
-    return Frontier(_undominated(plans))
+    """The curve of a captured step; `effort` is that of one plan."""
+    begin = time.monotonic()
+    first = replace(effort, time_limit=effort.time_limit * min(1.0, _TIME_FACTOR / points))
+    _, smallest = smallest_result(prepared, first)
+    low = make_plan(prepared, None, smallest).peak_bytes
+    high = prepared.keep_all_peak_bytes
+    budgets = [low + (high - low) * number // (points - 1) for number in range(points)]
+    results = solve_all(
+        prepared.problem, [budget - prepared.resident_bytes for budget in budgets],
+        seconds=_TIME_FACTOR * effort.time_limit - (time.monotonic() - begin),
+        most_seconds=effort.time_limit, solver=effort.solver, seed=effort.seed,
+        start=smallest.schedule, progress=effort.progress)
+    return Frontier(_undominated([make_plan(prepared, budget, result)
+                                  for budget, result in zip(budgets, results, strict=True)]))
 
 
 def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:

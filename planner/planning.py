@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from graph_capture.capture import CapturedStep
 
 
-_DIAGNOSIS_SECONDS = 10.0
-"""Longest search for a schedule that only serves to explain a refusal."""
+_DIAGNOSIS_SECONDS = 1.0
+"""Longest search for a cheap schedule that only serves to explain a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,34 +118,44 @@ def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Ef
     try:
         return _solve(prepared, net, effort, warm_start)
     except solvers.errors.InfeasibleBudget as refusal:
-        raise infeasible(prepared, budget_bytes, effort, refusal.minimum_bytes) from None
+        raise _refusal(prepared, budget_bytes, refusal.minimum_bytes, refusal.schedule) from None
 
 
-def smallest_result(prepared: PreparedStep, effort: Effort,
-                    known_net_bytes: int | None = None) -> tuple[int, Result]:
+def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[int, Result]:
     """The smallest budget that is known to be met, in bytes of the whole step, and a schedule
-    within it.  Where the optimizer's step holds more than any schedule needs, that is its peak.
-
-    `known_net_bytes`: the solver's minimum, resident memory not included, where it is known.
-    """
-    floor = optimizer_step_bytes(prepared.graph, prepared.optimizer) - prepared.resident_bytes
-    net = max(floor, known_net_bytes or 0, 0)
+    within it.  Where the optimizer's step holds more than any schedule needs, that is its peak."""
+    net = _least_net_bytes(prepared)
     try:
         result = _solve(prepared, net, effort)
     except solvers.errors.InfeasibleBudget as refusal:
         net = refusal.minimum_bytes
-        result = _solve(prepared, net, effort)
+        result = _solve(prepared, net, effort, refusal.schedule)
     return prepared.resident_bytes + net, result
 
 
-def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort,
-               known_net_bytes: int | None = None) -> InfeasibleBudget:
-    """The error for a budget that cannot be met: the smallest that can, and what holds it."""
+def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
+    """The error for a budget below what the optimizer's step or resident memory takes: the smallest
+    that can be met, and what holds it."""
+    net = _least_net_bytes(prepared)
     brief = replace(effort, time_limit=min(effort.time_limit, _DIAGNOSIS_SECONDS))
-    minimum_bytes, result = smallest_result(prepared, brief, known_net_bytes)
+    try:
+        schedule = _solve(prepared, net, brief).schedule
+    except solvers.errors.InfeasibleBudget as refusal:
+        net, schedule = refusal.minimum_bytes, refusal.schedule
+    return _refusal(prepared, budget_bytes, net, schedule)
+
+
+def _least_net_bytes(prepared: PreparedStep) -> int:
+    """What the optimizer's step holds, resident memory not included: no plan needs less."""
+    return max(0, optimizer_step_bytes(prepared.graph, prepared.optimizer)
+               - prepared.resident_bytes)
+
+
+def _refusal(prepared: PreparedStep, budget_bytes: int, net_bytes: int,
+             schedule: Schedule) -> InfeasibleBudget:
     bottleneck = describe_bottleneck(
-        prepared.graph, unroll(prepared.problem, result.schedule), prepared.optimizer)
-    return InfeasibleBudget(budget_bytes, minimum_bytes, bottleneck)
+        prepared.graph, unroll(prepared.problem, schedule), prepared.optimizer)
+    return InfeasibleBudget(budget_bytes, prepared.resident_bytes + net_bytes, bottleneck)
 
 
 def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) -> Plan:

@@ -12,6 +12,7 @@ within a stage and recomputations before t₁ are left out, and so is whatever a
 over in place.  Where the output of tᵢ may take over an input's buffer, that counts as done unless
 all such inputs are retained past tᵢ.  With several cuts, Y[i,v] ≤ Σ_{j≥i} R[j,v] says that v is
 recomputed after tᵢ at all, and each cut's own closure over Y tightens the linear relaxation.
+On request memory is also looked at inside a stage, at the recomputation of an op.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class CutModel:
     room_bytes: tuple[int, ...] = ()
     """For each cut the bytes that may be used there; the budget where empty.  Less than the budget
     is a restriction as well."""
+    inner: tuple[tuple[int, int], ...] = ()
+    """(cut, op): memory is also looked at while the op is recomputed in the stage that this cut
+    ends, if it is recomputed there.  Not with the first cut."""
 
     def solve(self, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
               gap: float = 0.0, hint: Schedule | None = None) -> CutSolution:
@@ -88,6 +92,8 @@ class _Program:
         for stage in range(count):
             self._stage(stage)
             self._memory(stage)
+        for cut, op in model.inner:
+            self._inner_memory(self.cuts.index(cut) - 1, op)
         if count > 1:
             for stage in range(count - 1):
                 self._closure(stage)
@@ -158,6 +164,39 @@ class _Program:
             terms[taken] = float(size)
         unit = max(1.0, self.spec.budget_bytes / 1e4)
         self._row({v: c / unit for v, c in terms.items() if c}, -room / unit)
+
+    def _inner_memory(self, stage: int, op: int) -> None:
+        """Where `op` is recomputed in a stage, there is room for what it reads, makes and takes for
+        itself beside what stays throughout the stage: what is retained past its end, or read by
+        the cut that ends it, and not recomputed in it."""
+        problem, described, cut = self.problem, self.problem.ops[op], self.cuts[stage + 1]
+        if op not in self.again[stage]:
+            return
+        own = {*described.inputs, *described.outputs}
+        read = set(problem.ops[cut].inputs)
+        unit = max(1.0, self.spec.budget_bytes / 1e4)
+        taken = max((problem.storages[s].size_bytes for s in described.inplace), default=0)
+        size = sum(problem.storages[s].size_bytes for s in own) + described.workspace_bytes - taken
+        terms = {self.again[stage][op]: -size / unit}
+        room = self.spec.budget_bytes / unit
+        for storage, listed in enumerate(problem.storages):
+            if storage in own or listed.producer > self.cuts[stage]:
+                continue
+            share = listed.size_bytes / unit
+            after = self.retained[stage + 1].get(storage)
+            if listed.kept_to_end:
+                room -= share
+            elif share and (storage in read or after is not None):
+                stays = self.mip.add_variable(lb=0.0, ub=1.0)
+                row = {stays: 1.0}
+                if listed.producer in self.again[stage]:
+                    row[self.again[stage][listed.producer]] = 1.0
+                if storage in read:
+                    self._row(row, 1.0)
+                else:
+                    self._row({**row, after: -1.0}, 0.0)
+                terms[stays] = -share
+        self._row(terms, -room)
 
     def _closure(self, stage: int) -> None:
         """The single-cut closure after a cut, over whether an op is recomputed at all."""

@@ -6,14 +6,17 @@ from __future__ import annotations
 class InfeasibleBudget(ValueError):
     """No schedule within the budget was found, or none can exist."""
 
-    def __init__(self, budget_bytes: int, minimum_bytes: int, message: str | None = None) -> None:
+    def __init__(self, budget_bytes: int, minimum_bytes: int, message: str | None = None,
+                 schedule: tuple[int, ...] = ()) -> None:
         self.budget_bytes = budget_bytes
         """The budget that was asked for."""
         self.minimum_bytes = minimum_bytes
         """The smallest budget that this package can meet; solving with it succeeds."""
+        self.schedule = schedule
+        """A schedule that peaks at `minimum_bytes`; empty where it is not at hand."""
         super().__init__(message or (
             f"no schedule fits in {budget_bytes} bytes; the smallest budget that works is "
             f"{minimum_bytes} bytes"))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.budget_bytes, self.minimum_bytes, str(self)))
+        return (type(self), (self.budget_bytes, self.minimum_bytes, str(self), self.schedule))

@@ -26,8 +26,6 @@ from solvers.task import Proposal, Task
 
 ANCHOR_ROUNDS = 6
 GENEROSITY = 3.0
-NEW_CUTS = 3
-"""Cuts added per round, at the worst violations."""
 COARSE_GAP = 5e-4
 """Models with cuts are solved to within this fraction of the plain cost, and to the end only where
 that could close the proof."""
@@ -61,6 +59,7 @@ class CutSearch:
         """The incumbent is proven, or further rounds would bring nothing new."""
         pivot = unroll(problem, problem.plain_schedule).peak_position
         self._cuts: tuple[int, ...] = (pivot,)
+        self._inner: tuple[tuple[int, int], ...] = ()
         self._moments = frozenset({(pivot, pivot)})
         self._round_seconds = FIRST_ROUND_SECONDS * max(1.0, len(problem) / 500)
         self._relaxed = problem.plain_schedule
@@ -81,19 +80,31 @@ class CutSearch:
             self.settled = True
         if self.settled:
             return
-        problem = self._task.problem
-        added = _violated(problem, unroll(problem, self._relaxed), self._task.budget_bytes,
-                          self._cuts)
-        self._cuts = tuple(sorted({*self._cuts, *added}))
+        added = self._add_cuts()
         cuts_settled = self._cut(min(2 * self._round_seconds, self._task.seconds_left / 2))
         unchanged = before == (self._incumbent.cost, self._incumbent.fits)
         self.settled |= slots_settled and cuts_settled and not added and unchanged
         self._round_seconds *= 2
 
+    def _add_cuts(self) -> bool:
+        """Look at memory where the last solution of the model exceeds the budget most, too; whether
+        there is such a place."""
+        problem = self._task.problem
+        timeline = unroll(problem, self._relaxed)
+        for following, op in _violations(problem, timeline, self._task.budget_bytes):
+            if following == op and op not in self._cuts:
+                self._cuts = tuple(sorted({*self._cuts, op}))
+                return True
+            if op < following < len(problem) and (following, op) not in self._inner:
+                self._inner = tuple(sorted({*self._inner, (following, op)}))
+                self._cuts = tuple(sorted({*self._cuts, following - 1, following}))
+                return True
+        return False
+
     def _cut(self, seconds: float) -> bool:
         """Solve the model of the present cuts; whether to the end."""
         task, incumbent = self._task, self._incumbent
-        model = CutModel(task.problem, task.budget_bytes, self._cuts)
+        model = CutModel(task.problem, task.budget_bytes, self._cuts, inner=self._inner)
         deadline = time.monotonic() + seconds
         for gap in (COARSE_GAP * task.problem.plain_cost, 0.0):
             solution = model.solve(deadline - time.monotonic(), seed=task.seed, gap=gap,
@@ -112,19 +123,25 @@ class CutSearch:
         return solution.solved
 
     def _choose_slots(self) -> bool:
-        """Choose anew among the recomputations known; whether that was solved to the end."""
+        """Choose anew among the recomputations known, then also among those of whole blocks;
+        whether that was solved to the end."""
         task, incumbent = self._task, self._incumbent
-        known = gaps_of(task.problem, [self._relaxed, incumbent.schedule])
-        answer = best_of_slots(
-            task.problem, task.budget_bytes, template(task.problem, known, self._blocks),
-            start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
-            seed=task.seed, round_seconds=self._round_seconds,
-            deadline=time.monotonic() + min(4 * self._round_seconds, task.seconds_left / 2))
-        self._moments = answer.moments
-        if answer.schedule is not None:
-            incumbent.offer(answer.schedule)
-        incumbent.report("slots")
-        return answer.settled
+        known = gaps_of(task.problem, [self._relaxed, incumbent.schedule, *task.ideas])
+        deadline = time.monotonic() + min(4 * self._round_seconds, task.seconds_left / 2)
+        settled = False
+        for offers in ((known,), (known, self._blocks)):
+            answer = best_of_slots(
+                task.problem, task.budget_bytes, template(task.problem, *offers),
+                start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
+                seed=task.seed, round_seconds=self._round_seconds, deadline=deadline)
+            self._moments = answer.moments
+            if answer.schedule is not None:
+                incumbent.offer(answer.schedule)
+            incumbent.report("slots" if len(offers) == 1 else "slots of blocks")
+            settled = answer.settled
+            if incumbent.gap <= COARSE_GAP:
+                break
+        return settled
 
 
 def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
@@ -160,27 +177,19 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
     incumbent.report("anchored")
 
 
-def _violated(problem: Problem, timeline: Timeline, budget: int,
-              cuts: tuple[int, ...]) -> list[int]:
-    """First runs at or next to the worst violations, not cuts yet; at most `NEW_CUTS`."""
-    excess: dict[int, int] = {}
+def _violations(problem: Problem, timeline: Timeline, budget: int) -> list[tuple[int, int]]:
+    """Where memory is over the budget, at its local peaks, worst first: the first run that comes
+    next, and the op that runs (the same one, or one that is recomputed before it)."""
+    memory = timeline.memory_bytes
+    firsts = {op: position for position, op in reversed(list(enumerate(timeline.schedule)))}
     following = len(problem)
-    seen_later: set[int] = set()
-    firsts = {index: position for position, index in reversed(
-        list(enumerate(timeline.schedule)))}
-    for position in range(len(timeline.schedule) - 1, -1, -1):
-        index = timeline.schedule[position]
-        if firsts[index] == position:
-            following = index
-        over = timeline.memory_bytes[position] - budget
-        if over > 0:
-            for place in (following, following - 1):
-                if 0 <= place < len(problem) and place not in cuts and place not in seen_later:
-                    excess[place] = max(excess.get(place, 0), over)
-    chosen: list[int] = []
-    for place in sorted(excess, key=lambda p: (-excess[p], p)):
-        if all(abs(place - other) > 3 for other in chosen):
-            chosen.append(place)
-        if len(chosen) == NEW_CUTS:
-            break
-    return chosen
+    found: list[tuple[int, int, int]] = []
+    for position in range(len(memory) - 1, -1, -1):
+        op = timeline.schedule[position]
+        if firsts[op] == position:
+            following = op
+        before = memory[position - 1] if position else -1
+        after = memory[position + 1] if position + 1 < len(memory) else -1
+        if memory[position] > budget and before <= memory[position] > after:
+            found.append((-memory[position], following, op))
+    return [(following, op) for _, following, op in sorted(found)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from solvers.lazy import lazy_schedule
 from solvers.local_search import repair
 from solvers.minimum import minimum_peak, working_set_floor
@@ -10,8 +12,11 @@ from solvers.problem import Schedule
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 
-LEAST_SECONDS = 4.0
+FIT_SECONDS = 12.0
 """Time for finding any schedule that fits, even if the time limit is over."""
+REFUSAL_SECONDS = 4.0
+"""At most this long is the smallest peak searched for where the budget cannot be met; far below
+`FIT_SECONDS`, so that planning meets the peak that was found."""
 NEAR_MISS = 0.03
 """A peak over the budget by no more than this fraction is worth all the time that is left."""
 PROOF_TOLERANCE = 1e-8
@@ -80,16 +85,20 @@ class Incumbent:
                 self.offer(found)
 
     def ensure_fit(self) -> bool:
-        """Where nothing fits yet, look for the smallest peak, even if the time is over: a budget
-        that can be met must be met.  Whether something fits; the search is made only once."""
+        """Where nothing fits yet, look for a smaller peak, even if the time is over: a budget that
+        can be met must be met.  Whether something fits; the search is made only once."""
         if self.fits or self._searched:
             return self.fits
         self._searched = True
         problem, budget, seed = self._task.problem, self._task.budget_bytes, self._task.seed
-        seconds = max(LEAST_SECONDS, self._task.seconds_left / 4)
-        self.offer(minimum_peak(problem, time_limit=seconds, seed=seed))
+        left = self._task.seconds_left
+        seconds = max(FIT_SECONDS, left / 4) if self.possible else min(REFUSAL_SECONDS, left / 2)
+        begin = time.monotonic()
+        self.offer(minimum_peak(problem, time_limit=seconds / (1 + self.possible), seed=seed,
+                                target_bytes=budget))
+        seconds += begin - time.monotonic()
         if not self.fits and self.peak_bytes <= budget * (1 + NEAR_MISS) and self.possible:
-            seconds = max(LEAST_SECONDS, self._task.seconds_left)
+            seconds = max(seconds, self._task.seconds_left)
             found = repair(problem, budget, self.schedule, time_limit=seconds, seed=seed)
             if found is not None:
                 self.offer(found)

@@ -98,29 +98,32 @@ def _outlives(problem: Problem, storage: int, index: int) -> bool:
     return _last_chance_to_replay(problem, producer, following) <= index
 
 
-def minimum_peak(problem: Problem, *, time_limit: float = 10.0, seed: int = 0) -> Schedule:
+def minimum_peak(problem: Problem, *, time_limit: float = 10.0, seed: int = 0,
+                 target_bytes: int = 0) -> Schedule:
     """A legal schedule whose peak is as small as can be found within `time_limit` seconds.
 
-    Its cost plays no part.  Stops early where the peak meets `working_set_floor`.  The same seed
-    gives the same schedule unless the time limit cuts the search short.
+    Its cost plays no part.  Stops early where the peak meets `working_set_floor` or is at most
+    `target_bytes`.  The same seed gives the same schedule unless the time limit cuts the search
+    short, and a target only ends the same search earlier.
     """
-    return _Descent(problem, time.monotonic() + time_limit, seed).run()
+    return _Descent(problem, time.monotonic() + time_limit, seed, target_bytes).run()
 
 
 class _Descent:
     """Walks at ever smaller budgets, with ever more runs per op allowed and in other tastes."""
 
-    def __init__(self, problem: Problem, deadline: float, seed: int) -> None:
+    def __init__(self, problem: Problem, deadline: float, seed: int, target_bytes: int) -> None:
         self.problem = problem
         self.deadline = deadline
         self.seed = seed
         self.floor = working_set_floor(problem)
+        self.goal = max(self.floor, target_bytes)
         self.best = problem.plain_schedule
         self.best_peak = simulate(problem, self.best).peak_bytes
 
     @property
     def done(self) -> bool:
-        return self.best_peak <= self.floor or time.monotonic() > self.deadline
+        return self.best_peak <= self.goal or time.monotonic() > self.deadline
 
     def run(self) -> Schedule:
         if not self._halve():
@@ -147,7 +150,7 @@ class _Descent:
         current = self.best if lean else self.problem.plain_schedule
         peak = simulate(self.problem, current).peak_bytes
         share, draw, moves = 0.1, self.seed, _ANNEAL_MOVES
-        while peak > self.floor and share > 0.002 and time.monotonic() < deadline:
+        while peak > self.goal and share > 0.002 and time.monotonic() < deadline:
             draw += 1
             target = peak - max(1, int(share * (peak - self.floor)))
             found = repair(self.problem, target, current, time_limit=_ANNEAL_SECONDS,

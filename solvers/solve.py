@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 from solvers.auto import auto
@@ -44,12 +44,13 @@ ALGORITHMS: MappingProxyType[str, Algorithm] = MappingProxyType({
 
 def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str = "auto",
           time_limit: float = 60.0, seed: int = 0, progress: Progress | None = None,
-          warm_start: Schedule | None = None) -> Result:
+          warm_start: Schedule | None = None, ideas: Sequence[Schedule] = ()) -> Result:
     """The cheapest schedule of `problem` found whose peak is at most `budget_bytes`.
 
     `None` means no limit.  `time_limit` is in seconds and soft: a model under way is finished.
     `warm_start` is a legal schedule to start from, such as that for a smaller budget; the result
-    never costs more than it where it fits.  `progress` receives lines of text.
+    never costs more than it where it fits.  `ideas` are legal schedules, within the budget or not,
+    whose recomputations are worth a try.  `progress` receives lines of text.
 
     Raises `InfeasibleBudget` where no schedule within the budget was found, with a
     `minimum_bytes` that this solver meets, `IllegalSchedule` for an illegal warm start, and
@@ -66,17 +67,17 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str = "a
         raise ValueError(f"expected a time limit of more than 0 seconds, got {time_limit}")
     plain_peak, _ = simulate(problem, problem.plain_schedule)
     budget = plain_peak if budget_bytes is None else int(budget_bytes)
-    if warm_start is not None:
-        simulate(problem, warm_start)
+    for given in (*ideas, *(() if warm_start is None else (warm_start,))):
+        simulate(problem, given)  # which refuses illegal ones
 
-    task = Task(problem, budget, started + time_limit, seed, warm_start, progress)
+    task = Task(problem, budget, started + time_limit, seed, warm_start, tuple(ideas), progress)
     proposal = ALGORITHMS[solver](task)
     schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.plain_cost)
     if warm_start is not None:
         schedule = min((schedule, tuple(warm_start)), key=lambda s: _rank(problem, budget, s))
     peak, cost = simulate(problem, schedule)
     if peak > budget:
-        raise InfeasibleBudget(budget, peak)
+        raise InfeasibleBudget(budget, peak, schedule=schedule)
     proven = cost <= bound + PROOF_TOLERANCE * problem.plain_cost
     return Result(
         schedule=schedule, peak_bytes=peak, cost=cost, plain_cost=problem.plain_cost,

@@ -23,6 +23,8 @@ class Task:
     seed: int = 0
     warm_start: Schedule | None = None
     """A legal schedule to start from, within the budget or not."""
+    ideas: tuple[Schedule, ...] = ()
+    """Legal schedules, within the budget or not, whose recomputations are worth offering."""
     progress: Progress | None = None
 
     @property

@@ -26,8 +26,12 @@ def test_the_bound_holds_for_every_schedule_within_the_budget(data: st.DataObjec
     known = data.draw(schedules(problem))
     peak, cost = simulate(problem, known)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(problem) - 1), min_size=1, max_size=4)))
+    inner = data.draw(st.sets(st.tuples(
+        st.sampled_from(cuts[1:]), st.integers(0, len(problem) - 1)), max_size=4)
+    ) if len(cuts) > 1 else ()
     budget = peak + data.draw(st.integers(0, 3))
-    solution = CutModel(problem, budget, tuple(cuts)).solve(SECONDS, hint=known)
+    solution = CutModel(problem, budget, tuple(cuts), inner=tuple(sorted(inner))).solve(
+        SECONDS, hint=known)
     assert solution.solved
     assert solution.retained is not None
     assert problem.plain_cost + solution.extra_bound <= cost + 1e-6
@@ -41,7 +45,10 @@ def test_the_bound_with_every_cut_is_below_the_optimum(data: st.DataObject) -> N
     plain, _ = simulate(problem, problem.plain_schedule)
     budget = data.draw(st.integers(plain // 2, plain))
     best = cheapest(problem, budget)
-    solution = CutModel(problem, budget, problem.plain_schedule).solve(SECONDS)
+    inner = data.draw(st.sets(st.tuples(*[st.integers(1, len(problem) - 1)] * 2), max_size=4)
+                      ) if len(problem) > 1 else ()
+    solution = CutModel(problem, budget, problem.plain_schedule,
+                        inner=tuple(sorted(inner))).solve(SECONDS)
     if best is not None:
         assert problem.plain_cost + solution.extra_bound <= best + 1e-6
 

@@ -84,7 +84,7 @@ def test_notes_of_the_capture_are_shown():
 
 def test_the_frontier_is_monotone_and_none_of_its_plans_is_dominated():
     ready = prepared(HandMadeStep(chain(9), 2600))
-    curve = trace_frontier(ready, 8, Effort(time_limit=5.0))
+    curve = trace_frontier(ready, 8, Effort(time_limit=1.0))
     plans = list(curve)
     assert len(plans) == len(curve) >= 3
     assert plans[0].overhead == 0 and plans[0].peak_bytes == ready.keep_all_peak_bytes
@@ -96,7 +96,7 @@ def test_the_frontier_is_monotone_and_none_of_its_plans_is_dominated():
 
 
 def test_the_frontier_is_drawn(tmp_path):
-    curve = trace_frontier(prepared(HandMadeStep(chain(6), 2600)), 4, Effort(time_limit=5.0))
+    curve = trace_frontier(prepared(HandMadeStep(chain(6), 2600)), 4, Effort(time_limit=0.5))
     curve.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
