@@ -164,7 +164,7 @@ def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) 
     timeline = unroll(problem, schedule)
     step = account(graph, timeline, prepared.optimizer)
     decisions = decide(graph, problem, schedule)
-    overhead = _overhead(graph, schedule)
+    overhead = overhead_of(graph, schedule)
     return Plan(
         budget_bytes=budget_bytes,
         peak_bytes=step.peak_bytes,
@@ -210,7 +210,7 @@ def _solve(prepared: PreparedStep, net_bytes: int | None, effort: Effort,
                  seed=effort.seed, progress=effort.progress, warm_start=warm_start)
 
 
-def _overhead(graph: TrainingGraph, schedule: Sequence[int]) -> float:
+def overhead_of(graph: TrainingGraph, schedule: Sequence[int]) -> float:
     """Seconds of all further runs over those of all first runs; 0 where nothing takes time."""
     seen: set[int] = set()
     extra = 0.0
