@@ -97,15 +97,19 @@ _LOG_METHODS = frozenset({
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback where an op refuses fake tensors: the error that follows
-    says the same, and reaches the user as one line."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Keep torch from logging a traceback where an op refuses fake tensors or the model asks for a
+    tensor's value: the error that follows says the same, and reaches the user as one line."""
+    levels = {name: logging.getLogger(name).level for name in _TALKATIVE}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+_TALKATIVE = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
 
 
 def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
