@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_capture.layout import is_dense
 from graph_capture.torch_compat import OpOverload
 
 _aten = torch.ops.aten
@@ -170,19 +171,7 @@ def _out_overload(target: OpOverload) -> tuple[OpOverload | None, str]:
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
     return (tensor.storage_offset() == 0
             and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-            and _is_permuted_contiguous(tensor))
-
-
-def _is_permuted_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+            and is_dense(tensor))
 
 
 def _same_layout(value: object, result: torch.Tensor) -> bool:

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from graph_capture.layout import is_dense
+
 # `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
 # there is no public way to trace a model without allocating its memory.
 __all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "cpu_allocations",
@@ -135,22 +137,12 @@ class GradientSums:
         held, added = args
         return (isinstance(held, FakeTensor) and isinstance(added, FakeTensor)
                 and held.shape == added.shape and held.dtype == added.dtype
-                and not torch.is_grad_enabled() and _is_dense(held)
+                and not torch.is_grad_enabled() and is_dense(held)
                 and _use_counts(held) == GradientSums._alone)
 
 
 def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 class _CountsOfSums(TorchDispatchMode):

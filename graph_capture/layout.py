@@ -1,0 +1,17 @@
+"""How a tensor lies in its storage."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
