@@ -6,8 +6,11 @@
 Everything public is here; `graph_capture`, `solvers` and `apply` are how it is done.
 """
 
+from planner.advice import Advice, advise
 from planner.api import plan
 from planner.applying import apply
+from planner.batch_size import LargestSize, max_batch_size, max_sequence_length
+from planner.data_parallel import DataParallel, RankMemory, data_parallel
 from planner.errors import (
     CaptureError,
     InfeasibleBudget,
@@ -21,17 +24,25 @@ from planner.plan_file import load
 from planner.verify import Verification, verify
 
 __all__ = [
+    "Advice",
     "CaptureError",
+    "DataParallel",
     "Frontier",
     "InfeasibleBudget",
+    "LargestSize",
     "Plan",
     "PlanFileError",
     "PlanMismatch",
     "PlannerError",
+    "RankMemory",
     "Verification",
+    "advise",
     "apply",
+    "data_parallel",
     "frontier",
     "load",
+    "max_batch_size",
+    "max_sequence_length",
     "plan",
     "verify",
 ]

@@ -64,7 +64,7 @@ def plan_command(
         parse_budget(None, budget)
         check_effort(solver, time_limit)
         if output is not None:
-            _check_writable(output)
+            check_writable(output)
         model, example = load_target(_options(target, batch, seq, inputs, settings),
                                      device="meta")
         made = plan(model, example, budget=budget, optimizer=optimizer, solver=solver,
@@ -110,7 +110,7 @@ def frontier_command(
 
         check_effort(solver, time_limit)
         if plot is not None:
-            _check_writable(plot)
+            check_writable(plot)
         model, example = load_target(_options(target, batch, seq, inputs, settings),
                                      device="meta")
         curve = frontier(model, example, points=points, optimizer=optimizer, solver=solver,
@@ -159,7 +159,7 @@ def _options(target: str, batch: int | None, seq: int | None, inputs: list[str] 
     return TargetOptions(target, batch, seq, tuple(inputs or ()), tuple(settings or ()))
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise before the work, not after it, where a result could not be written."""
     folder = path.parent
     if path.is_dir():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,13 +54,56 @@ def load_hugging_face(options: TargetOptions, *, device: str) -> tuple[nn.Module
     Raises `UsageError` for an unknown type, file or setting, and `TargetError` where transformers
     is missing or refuses the config.
     """
+    family = _family(options)
+    inputs = {spec.name: spec for spec in _batch(family, options)}
+    for name, spec in parse_inputs(options.inputs).items():
+        known = inputs.get(name)
+        inputs[name] = spec if known is None else replace(spec, below=known.below)
+    model = _build(family, options.target, device)
+    return model, {name: spec.make(device) for name, spec in inputs.items()}
+
+
+def load_sized_hugging_face(
+    options: TargetOptions, what: str, *, device: str
+) -> tuple[nn.Module, Callable[[int], dict[str, Any]], int | None]:
+    """The model on `device` in training mode; a function from a size to keyword inputs with labels;
+    and the largest size, where the config says so.
+
+    `what` is the size that varies, `batch` or `sequence`; the other is that of `options`.  Raises
+    as `load_hugging_face`.
+    """
+    family = _family(options)
+    varied = "batch" if what == "batch" else "seq"
+
+    def make_inputs(size: int) -> dict[str, Any]:
+        sized = replace(options, **{varied: size})
+        return {spec.name: spec.make(device) for spec in _batch(family, sized)}
+
+    make_inputs(1)  # a usage error shows before the work
+    positions = None
+    if varied == "seq":
+        positions = getattr(family.config.get_text_config(), "max_position_embeddings", None)
+    return _build(family, options.target, device), make_inputs, positions
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A config and what its model is trained for."""
+
+    config: Any
+    task: _Task
+
+    @property
+    def takes_text(self) -> bool:
+        return self.task.automatic != "AutoModelForImageClassification"
+
+
+def _family(options: TargetOptions) -> _Family:
     try:
         import transformers
     except ImportError:
         raise TargetError("hf: targets need transformers: "
                           'pip install "checkpoint-planner[hf]"') from None
-    import torch
-
     transformers.logging.set_verbosity_error()
     config = _config(options.target.removeprefix("hf:"), options.settings)
     task = _task(config)
@@ -67,17 +111,20 @@ def load_hugging_face(options: TargetOptions, *, device: str) -> tuple[nn.Module
             getattr(config, "decoder_start_token_id", None) is None):
         # Published configs name the token that decoding starts from; the defaults of a type do not.
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
-    inputs = {spec.name: spec for spec in _batch(task, config, options)}
-    for name, spec in parse_inputs(options.inputs).items():
-        known = inputs.get(name)
-        inputs[name] = spec if known is None else replace(spec, below=known.below)
+    return _Family(config, task)
+
+
+def _build(family: _Family, target: str, device: str) -> nn.Module:
+    import torch
+    import transformers
+
     try:
         with torch.device(device):
-            model = getattr(transformers, task.automatic).from_config(config)
+            model = getattr(transformers, family.task.automatic).from_config(family.config)
     except Exception as error:
-        raise TargetError(f"transformers cannot build {options.target!r}: "
+        raise TargetError(f"transformers cannot build {target!r}: "
                           f"{type(error).__name__}: {error}") from error
-    return model.train(), {name: spec.make(device) for name, spec in inputs.items()}
+    return model.train()
 
 
 def _config(source: str, settings: tuple[str, ...]) -> Any:
@@ -152,11 +199,12 @@ def _task(config: Any) -> _Task:
     return known[0]
 
 
-def _batch(task: _Task, config: Any, options: TargetOptions) -> tuple[TensorSpec, ...]:
+def _batch(family: _Family, options: TargetOptions) -> tuple[TensorSpec, ...]:
     import torch
 
+    config = family.config
     batch = _DEFAULT_BATCH if options.batch is None else options.batch
-    if task.automatic == "AutoModelForImageClassification":
+    if not family.takes_text:
         if options.seq is not None:
             raise UsageError(f"--seq: {config.model_type} takes images, not sequences")
         size = getattr(config, "image_size", 224)

@@ -52,7 +52,7 @@ def load_target(options: TargetOptions, *, device: str) -> tuple[nn.Module, obje
         if given:
             raise UsageError(f"{flag} is for hf: targets; a factory sets its own sizes, or takes "
                              "--input NAME:DTYPE[SHAPE]")
-    model, inputs = _call(options.target, _find(options.target))
+    model, inputs = call_factory(options.target, find_factory(options.target))
     if options.inputs:
         tensors_on = "cpu" if device == "meta" else device
         inputs = {name: spec.make(tensors_on)
@@ -60,7 +60,8 @@ def load_target(options: TargetOptions, *, device: str) -> tuple[nn.Module, obje
     return model, inputs
 
 
-def _find(target: str) -> Callable[[], Any]:
+def find_factory(target: str) -> Callable[..., Any]:
+    """What `package.module:factory` names; raises `UsageError` and `TargetError`."""
     module_name, separator, path = target.partition(":")
     if not separator or not module_name or not path:
         raise UsageError(f"TARGET must be package.module:factory or hf:CONFIG, got {target!r}")
@@ -85,7 +86,8 @@ def _find(target: str) -> Callable[[], Any]:
     return value
 
 
-def _call(target: str, factory: Any) -> tuple[nn.Module, object]:
+def call_factory(target: str, factory: Any, *arguments: object) -> tuple[nn.Module, object]:
+    """The model and the inputs (`None`: the model's own) that a factory makes."""
     from torch import nn
 
     if isinstance(factory, nn.Module):
@@ -95,7 +97,7 @@ def _call(target: str, factory: Any) -> tuple[nn.Module, object]:
                          f"{type(factory).__name__}")
     try:
         with redirect_stdout(sys.stderr):
-            made = factory()
+            made = factory(*arguments)
     except Exception as error:
         raise TargetError(f"the factory {target!r} failed: {_describe(error)}") from error
     if isinstance(made, nn.Module):

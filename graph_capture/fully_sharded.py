@@ -1,0 +1,206 @@
+"""What fully sharded data parallelism (FSDP2, ZeRO) takes on one rank, and when.
+
+The model of the world is that of `torch.distributed.fsdp.fully_shard`: each unit (a wrapped module,
+without what is wrapped inside it; the root is one) holds a shard of each parameter, padded to equal
+sizes along the first dimension.  Before the unit's forward its parameters are gathered into a flat
+buffer and copied out of it; the buffer stays until the next unit has gathered, so that the two may
+overlap.  After the forward the copies go, unless the unit keeps them.  Before its backward the
+parameters are gathered again, and those of the unit that comes next in the backward are gathered
+ahead.  After its backward the gradients are copied into a flat buffer and reduced into one shard
+for each rank; that buffer stays until the next unit reduces.
+
+These buffers are made as tensors without memory while the model is traced, at the moments at which
+fully_shard makes real ones, so whatever follows storages sees them.
+
+Blind spots: buffers of the communication library itself; explicit prefetching, CPU offloading and
+mixed precision of fully_shard; sharding over two dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass(eq=False)
+class ShardedUnit:
+    """A group of parameters that are gathered together; mutable while a step is traced."""
+
+    name: str
+    """Qualified name of the wrapped module; empty for the root."""
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+    reshard_after_forward: bool
+    done: bool = False
+    """Whether its gradients were reduced in this backward."""
+    in_backward: bool = False
+    gathered: torch.Tensor | None = None
+    """Flat buffer of parameters that are gathered and not copied out yet."""
+    unsharded: torch.Tensor | None = None
+    """The whole parameters."""
+    order: list[int] = field(default_factory=list)
+    """Its places in the order of forwards."""
+
+    def whole_bytes(self, ranks: int) -> int:
+        """Bytes of its whole parameters, with the padding."""
+        return ranks * sum(padded_shard_bytes(p, ranks) for p in self.parameters)
+
+
+def padded_shard_bytes(parameter: torch.Tensor, ranks: int) -> int:
+    """Bytes of one rank's shard, padded."""
+    if parameter.dim() == 0:
+        raise ValueError("fully_shard cannot shard a parameter without dimensions")
+    rows = math.ceil(parameter.shape[0] / ranks)
+    return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+
+
+def make_units(model: nn.Module, names: Sequence[str],
+               reshard_after_forward: bool | None) -> tuple[ShardedUnit, ...]:
+    """The units of a model whose submodules `names` are wrapped, and the model last; in the order
+    of `named_modules`.
+
+    `reshard_after_forward`: as for `fully_shard`; `None`: every unit but the root.
+    """
+    wrapped = {name: module for name, module in model.named_modules()
+               if name in set(names) or not name}
+    owner: dict[int, str] = {}
+    for name in sorted(wrapped, key=len, reverse=True):  # inner modules first
+        for parameter in wrapped[name].parameters():
+            owner.setdefault(id(parameter), name)
+    return tuple(
+        ShardedUnit(
+            name, module,
+            tuple(p for p in module.parameters() if owner[id(p)] == name),
+            bool(name) if reshard_after_forward is None else reshard_after_forward)
+        for name, module in wrapped.items())
+
+
+class FullySharded:
+    """Makes and releases the buffers of one rank while the model of `units` runs."""
+
+    def __init__(self, units: Sequence[ShardedUnit], ranks: int, *,
+                 reduce_workspace: Callable[[int], int] = lambda size_bytes: 0) -> None:
+        """`reduce_workspace`: what the communication library takes from torch's allocator while it
+        reduces a buffer of so many bytes."""
+        self.units, self.ranks = tuple(units), ranks
+        self.sharded_gradients: list[torch.Tensor] = []
+        """What stays of the gradients."""
+        self._device = next(p.device for unit in self.units for p in unit.parameters)
+        self._reduce_workspace = reduce_workspace
+        self._last_gathered: torch.Tensor | None = None
+        self._reducing: torch.Tensor | None = None
+        self._forwards: list[ShardedUnit] = []
+        self._note: Callable[[torch.Tensor, str], torch.Tensor] = lambda tensor, what: tensor
+
+    def attach(self, note: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        """Hook into the modules.  `note` is told of each buffer and what it is: `communication`,
+        `parameters` or `gradients`."""
+        self._note = note
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True,
+                                                  with_kwargs=True)
+            unit.module.register_forward_hook(partial(self._post_forward, unit))
+
+    def finish(self) -> None:
+        """The end of the backward."""
+        for unit in self.units:
+            if not unit.done:  # no gradient flowed into its inputs
+                self._post_backward(unit)
+        self._reducing = None
+        for unit in self.units:
+            unit.gathered = None
+
+    def _buffer(self, size_bytes: int, what: str) -> torch.Tensor:
+        return self._note(torch.empty(size_bytes, dtype=torch.uint8, device=self._device), what)
+
+    def _gather(self, unit: ShardedUnit) -> None:
+        if unit.gathered is None and unit.unsharded is None and unit.parameters:
+            unit.gathered = self._buffer(unit.whole_bytes(self.ranks), "communication")
+
+    def _copy_out(self, unit: ShardedUnit, *, forward: bool) -> None:
+        if unit.gathered is None:
+            return
+        if forward:
+            self._last_gathered = None
+        unit.unsharded = self._buffer(unit.whole_bytes(self.ranks), "parameters")
+        if forward:
+            self._last_gathered = unit.gathered
+        unit.gathered = None
+
+    def _pre_forward(self, unit: ShardedUnit, module: nn.Module, args: tuple[Any, ...],
+                     kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        with torch.no_grad():
+            self._gather(unit)
+            self._copy_out(unit, forward=True)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves)
+                  if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if places and torch.is_grad_enabled():
+            passed = _Passage.apply(partial(self._post_backward, unit),
+                                    *(leaves[place] for place in places))
+            for place, leaf in zip(places, passed, strict=True):
+                leaves[place] = leaf
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _post_forward(self, unit: ShardedUnit, module: nn.Module, args: object,
+                      output: Any) -> Any:
+        if unit.reshard_after_forward:
+            unit.unsharded = None
+        unit.order.append(len(self._forwards))
+        self._forwards.append(unit)
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._pre_backward, unit))
+        if not unit.name:
+            self._last_gathered = None
+        return output
+
+    def _pre_backward(self, unit: ShardedUnit, gradient: torch.Tensor) -> torch.Tensor:
+        if not unit.in_backward:
+            unit.in_backward, unit.done = True, False
+            with torch.no_grad():
+                self._gather(unit)
+                self._copy_out(unit, forward=False)
+                if unit.order:
+                    place = unit.order.pop()
+                    if place > 0:
+                        self._gather(self._forwards[place - 1])
+        return gradient
+
+    def _post_backward(self, unit: ShardedUnit) -> None:
+        unit.in_backward, unit.done = False, True
+        with_gradient = [p for p in unit.parameters if p.grad is not None]
+        unit.unsharded = None
+        self._reducing = None
+        if not with_gradient:
+            return
+        with torch.no_grad():
+            shard_bytes = sum(padded_shard_bytes(p.grad, self.ranks) for p in with_gradient)
+            self._reducing = self._buffer(self.ranks * shard_bytes, "communication")
+            for parameter in with_gradient:
+                parameter.grad = None
+            self.sharded_gradients.append(self._buffer(shard_bytes, "gradients"))
+            workspace = self._reduce_workspace(self.ranks * shard_bytes)
+            if workspace:
+                self._buffer(workspace, "communication")  # and released at once
+
+
+class _Passage(torch.autograd.Function):
+    """Hands tensors through; calls back when all their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.callback = callback
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.callback()
+        return (None, *gradients)

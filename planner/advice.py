@@ -1,0 +1,261 @@
+"""Which micro-batch, how many of them, and whether with a plan: the choices, best first.
+
+The model of the world: an effective batch of N samples is run as k micro-batches of N/k, whose
+gradients are summed; the optimizer steps once.  The time of a choice is that of its k steps, with
+what the plan recomputes, and of the k - 1 sums of all gradients.  Where gradients are summed they
+are resident from the start: each micro-batch after the first finds them there and makes new ones
+beside them.
+
+Blind spots: seconds are estimates (see `graph_capture.device_model`); the optimizer's own step is
+the same in every choice and not counted; a model whose batch statistics matter (BatchNorm) trains
+differently with other micro-batches.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import solvers.errors
+from graph_capture.training_graph import BufferKind
+from planner.accounting import optimizer_step_bytes
+from planner.api import check_effort
+from planner.batch_size import absolute_budget, check_count
+from planner.bracketing import find_largest, secant
+from planner.errors import CaptureError, InfeasibleBudget
+from planner.plan import Plan
+from planner.planning import Effort, PreparedStep, infeasible, make_plan
+from planner.progress import Progress, watched
+from planner.sized_steps import MakeInputs, MakeLoss, SizedSteps
+from planner.units import format_bytes
+from solvers.minimum import working_set_floor
+from solvers.solve import solve
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+PLANS = 3
+"""So many micro-batches are planned: the largest that can be."""
+PLAIN = 4
+"""So many are listed without a plan: the largest that fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run an effective batch."""
+
+    micro_batch: int
+    accumulation: int
+    """Micro-batches for each step of the optimizer."""
+    peak_bytes: int
+    """Predicted peak of the whole step, within the budget."""
+    overhead: float
+    """Estimated extra time of the plan, as a fraction; 0 without one."""
+    seconds_per_sample: float
+    """Estimated; without the optimizer's own step."""
+    plan: Plan | None = field(repr=False)
+    """The plan of one micro-batch; `None`: the model runs as it is."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice as JSON values, without the plan itself."""
+        return {
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "planned": self.plan is not None,
+            "peak_bytes": self.peak_bytes,
+            "overhead": self.overhead,
+            "seconds_per_sample": self.seconds_per_sample,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The choices that fit, the fastest first."""
+
+    budget_bytes: int
+    effective_batch: int
+    choices: tuple[Choice, ...]
+    """By seconds per sample; at least one."""
+    skipped: tuple[tuple[int, str], ...]
+    """Micro-batches whose step could not be captured, with the reason."""
+
+    @property
+    def best(self) -> Choice:
+        """The fastest."""
+        return self.choices[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The advice as JSON values, without the plans themselves."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "effective_batch": self.effective_batch,
+            "choices": [choice.to_dict() for choice in self.choices],
+            "skipped": [{"size": size, "reason": reason} for size, reason in self.skipped],
+        }
+
+    def __str__(self) -> str:
+        from planner.reporters.choices import advice_report
+        from planner.reporters.table import plain_text
+
+        return plain_text(advice_report(self))
+
+
+def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
+           budget_gb: float | None = None, budget: int | str | None = None,
+           loss_fn: Callable[[Any], torch.Tensor] | None = None,
+           make_loss_fn: MakeLoss | None = None, optimizer: object = None, solver: str = "auto",
+           backend: str = "eager", cost_model: str = "roofline",
+           device: torch.device | str | None = None, probe: bool = True, time_limit: float = 60.0,
+           keep: Sequence[str] = (), progress: Progress | None = None) -> Advice:
+    """How to train with an effective batch within a budget, the fastest way first.
+
+    Micro-batches are divisors of `effective_batch`, so that all are of one size.  Listed are the
+    largest that fit as the model runs today, and the largest that fit with a plan.
+
+    Args:
+        make_inputs: `make_inputs(batch)` gives the inputs of a step of that batch.
+        effective_batch: samples for each step of the optimizer.
+        make_loss_fn: `make_loss_fn(batch)` gives the `loss_fn` of a step of that batch.
+        time_limit: seconds for each plan; soft.
+
+    The other arguments, and the errors, are those of `planner.plan`; the budget is no percentage.
+    Raises `InfeasibleBudget` where nothing fits.
+    """
+    check_effort(solver, time_limit)
+    count = check_count("effective_batch", effective_batch)
+    budget_bytes = absolute_budget(budget_gb, budget, "batch")
+    if cost_model == "flops":
+        raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
+    with watched(progress) as report:
+        steps = SizedSteps(model, make_inputs, what="batch", make_loss_fn=make_loss_fn,
+                           progress=report, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
+                           cost_model=cost_model, device=device, probe=probe, keep=keep)
+        effort = Effort(solver=solver, time_limit=time_limit, progress=report)
+        return _Counsel(steps, budget_bytes, count, effort).give()
+
+
+class _Counsel:
+    def __init__(self, steps: SizedSteps, budget_bytes: int, effective_batch: int,
+                 effort: Effort) -> None:
+        self.steps, self.budget_bytes, self.effort = steps, budget_bytes, effort
+        self.effective_batch = effective_batch
+
+    def give(self) -> Advice:
+        divisors = _divisors(self.effective_batch)
+        fit = find_largest(lambda number: self._fits_plainly(divisors[number - 1]),
+                           lambda: self._guess(divisors), 1, len(divisors)).low or 0
+        plain = [choice for micro_batch in divisors[max(0, fit - PLAIN):fit]
+                 if (choice := self._plain(micro_batch)) is not None]
+        larger: list[int] = []
+        for micro_batch in divisors[fit:]:
+            step = self.steps.at(micro_batch)
+            if step is not None and not self._possible(micro_batch, step):
+                break  # and larger ones are not possible either
+            larger += [micro_batch] if step is not None else []
+        choices = plain + self._planned(larger)
+        if not choices:
+            raise self._nothing_fits()
+        order = sorted(choices, key=lambda choice: (choice.seconds_per_sample, choice.peak_bytes))
+        return Advice(self.budget_bytes, self.effective_batch, tuple(order),
+                      tuple(sorted(self.steps.skipped.items())))
+
+    def _fits_plainly(self, micro_batch: int) -> bool | None:
+        step = self.steps.at(micro_batch)
+        return None if step is None else (
+            self._plain_peak_bytes(micro_batch, step) <= self.budget_bytes)
+
+    def _guess(self, divisors: Sequence[int]) -> float | None:
+        peaks = {size: float(self._plain_peak_bytes(size, step))
+                 for size, step in self.steps.captured.items()}
+        reached = secant(peaks, self.budget_bytes)
+        return None if reached is None else bisect.bisect_right(divisors, reached)
+
+    def _plain_peak_bytes(self, micro_batch: int, step: PreparedStep) -> int:
+        return step.baseline_peak_bytes + self._resident_gradients(micro_batch, step)
+
+    def _plain(self, micro_batch: int) -> Choice | None:
+        step = self.steps.at(micro_batch)
+        if step is None or not self._fits_plainly(micro_batch):
+            return None
+        return Choice(micro_batch, self._accumulation(micro_batch),
+                      self._plain_peak_bytes(micro_batch, step), 0.0,
+                      self._seconds_per_sample(micro_batch, step, 0.0), None)
+
+    def _planned(self, micro_batches: Sequence[int]) -> list[Choice]:
+        """The largest of them for which there is a plan."""
+        choices: list[Choice] = []
+        for micro_batch in reversed(micro_batches):
+            if len(choices) == PLANS:
+                break
+            step = self.steps.captured[micro_batch]
+            try:
+                result = solve(step.problem, self._net_bytes(micro_batch, step),
+                               solver=self.effort.solver, time_limit=self.effort.time_limit,
+                               progress=self.effort.progress)
+            except solvers.errors.InfeasibleBudget:
+                continue
+            held = self._resident_gradients(micro_batch, step)
+            plan = make_plan(step, max(self.budget_bytes - held, optimizer_step_bytes(
+                step.graph, step.optimizer)), result)
+            peak = max(plan.forward_backward_peak_bytes + held, plan.optimizer_step_peak_bytes)
+            choices.append(Choice(
+                micro_batch, self._accumulation(micro_batch), peak, plan.overhead,
+                self._seconds_per_sample(micro_batch, step, plan.overhead), plan))
+        return choices
+
+    def _possible(self, micro_batch: int, step: PreparedStep) -> bool:
+        """Whether no bound says that a plan of this size is impossible."""
+        net_bytes = self._net_bytes(micro_batch, step)
+        return (net_bytes >= 0 and working_set_floor(step.problem) <= net_bytes
+                and optimizer_step_bytes(step.graph, step.optimizer) <= self.budget_bytes)
+
+    def _net_bytes(self, micro_batch: int, step: PreparedStep) -> int:
+        """What is left for forward and backward."""
+        return self.budget_bytes - step.resident_bytes - self._resident_gradients(micro_batch, step)
+
+    def _accumulation(self, micro_batch: int) -> int:
+        return self.effective_batch // micro_batch
+
+    def _resident_gradients(self, micro_batch: int, step: PreparedStep) -> int:
+        """Bytes of the gradients that a micro-batch finds from those before it."""
+        return _gradient_bytes(step) if self._accumulation(micro_batch) > 1 else 0
+
+    def _seconds_per_sample(self, micro_batch: int, step: PreparedStep, overhead: float) -> float:
+        from graph_capture.device_model import device_model
+
+        count = self._accumulation(micro_batch)
+        # A sum reads both gradients and writes one.
+        sums = device_model(step.graph.device).traffic_seconds(3 * _gradient_bytes(step))
+        whole = count * step.graph.step_seconds * (1 + overhead) + (count - 1) * sums
+        return whole / self.effective_batch
+
+    def _nothing_fits(self) -> InfeasibleBudget | CaptureError:
+        captured = self.steps.captured
+        if not captured:
+            size, reason = next(iter(self.steps.skipped.items()))
+            return CaptureError("the step could be captured at no divisor of the effective batch "
+                                f"{self.effective_batch} that was tried; at {size}: {reason}")
+        micro_batch, step = min(captured.items())
+        held = self._resident_gradients(micro_batch, step)
+        found = infeasible(step, max(0, self.budget_bytes - held), self.effort)
+        needed = found.minimum_bytes + held
+        beside = (f" ({format_bytes(held)} of them gradients of the micro-batches before)"
+                  if held else "")
+        return InfeasibleBudget(
+            self.budget_bytes, needed, found.bottleneck,
+            f"not even micro-batches of {micro_batch} fit in {self.budget_bytes:,} bytes: they "
+            f"need {needed:,} bytes{beside}. {found.bottleneck}")
+
+
+def _gradient_bytes(step: PreparedStep) -> int:
+    return sum(buffer.size_bytes for buffer in step.graph.buffers
+               if buffer.kind is BufferKind.GRADIENT and buffer.kept_to_end)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,102 @@
+"""The largest step that fits, and the choices of micro-batch, accumulation and plan, as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.units import format_bytes, format_fraction
+
+if TYPE_CHECKING:
+    from planner.advice import Advice
+    from planner.batch_size import LargestSize
+
+
+def largest_report(found: LargestSize) -> RenderableType:
+    """Without and with a plan: the largest size, its peak, and why the next does not fit."""
+    table = _table()
+    table.add_column(f"largest {found.what}")
+    table.add_column("size", justify="right")
+    table.add_column("peak", justify="right")
+    table.add_column("extra time", justify="right")
+    table.add_column("seconds each", justify="right")
+    table.add_column("the next")
+    if found.plain is None:
+        table.add_row("as it runs today", "none", "", "", "", "")
+    else:
+        table.add_row("as it runs today", str(found.plain), _bytes(found.plain_peak_bytes), "",
+                      _seconds(found.plain_seconds_per_item),
+                      _next(found.plain_next, found.plain_next_peak_bytes))
+    plan = found.plan
+    if plan is not None:
+        table.add_row("with a plan", str(found.planned), format_bytes(plan.peak_bytes),
+                      format_fraction(plan.overhead), _seconds(found.planned_seconds_per_item),
+                      _next_planned(found))
+    parts: list[RenderableType] = [
+        Text(f"Largest {found.what} within {format_bytes(found.budget_bytes)} "
+             f"({found.budget_bytes:,} bytes)", style="bold"), table]
+    if found.growth is not None:
+        parts.append(Text(f"with a plan {found.growth:.2f} times as large"))
+    parts.extend(_skipped(found.what, found.skipped))
+    return Group(*parts)
+
+
+def advice_report(advice: Advice) -> RenderableType:
+    """One row for each choice, best first."""
+    table = _table()
+    table.add_column("micro-batch", justify="right")
+    table.add_column("accumulation", justify="right")
+    table.add_column("plan")
+    table.add_column("peak", justify="right")
+    table.add_column("extra time", justify="right")
+    table.add_column("seconds per sample", justify="right")
+    table.add_column("of the best", justify="right")
+    best = advice.choices[0].seconds_per_sample
+    for choice in advice.choices:
+        ratio = f"{choice.seconds_per_sample / best:.3f}" if best else "-"
+        table.add_row(str(choice.micro_batch), str(choice.accumulation),
+                      "yes" if choice.plan is not None else "no", format_bytes(choice.peak_bytes),
+                      format_fraction(choice.overhead), _seconds(choice.seconds_per_sample), ratio)
+    parts: list[RenderableType] = [
+        Text(f"Effective batch {advice.effective_batch} within "
+             f"{format_bytes(advice.budget_bytes)} ({advice.budget_bytes:,} bytes)", style="bold"),
+        table, *_skipped("batch", advice.skipped)]
+    return Group(*parts)
+
+
+def _skipped(what: str, skipped: tuple[tuple[int, str], ...]) -> list[RenderableType]:
+    return [Text(f"note: a {what} of {size} was passed over: {reason}")
+            for size, reason in skipped]
+
+
+def _next(size: int | None, peak_bytes: int | None) -> str:
+    if size is None:
+        return "not tried"
+    return f"{size} takes {_bytes(peak_bytes)}"
+
+
+def _next_planned(found: LargestSize) -> str:
+    if found.planned_next is None:
+        return "not tried"
+    needed = found.planned_next_minimum_bytes
+    if found.proven:
+        return f"{found.planned_next} is impossible"
+    if needed is not None:
+        return f"{found.planned_next} needs {format_bytes(needed)}"
+    return f"no plan for {found.planned_next} found"
+
+
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3g}"
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
