@@ -12,8 +12,9 @@ for each rank; that buffer stays until the next unit reduces.
 These buffers are made as tensors without memory while the model is traced, at the moments at which
 fully_shard makes real ones, so whatever follows storages sees them.
 
-Blind spots: buffers of the communication library itself; explicit prefetching, CPU offloading and
-mixed precision of fully_shard; sharding over two dimensions.
+Blind spots: what a thread of the communication library still holds for a while when a collective
+is done; explicit prefetching, CPU offloading and mixed precision of fully_shard; sharding over two
+dimensions.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ class FullySharded:
     """Makes and releases the buffers of one rank while the model of `units` runs."""
 
     def __init__(self, units: Sequence[ShardedUnit], ranks: int, *,
-                 reduce_workspace: Callable[[int], int] = lambda size_bytes: 0) -> None:
-        """`reduce_workspace`: what the communication library takes from torch's allocator while it
-        reduces a buffer of so many bytes."""
+                 library_copies: bool = False) -> None:
+        """`library_copies`: the communication library works on a copy of each buffer that it
+        gathers or reduces, as gloo does and NCCL does not."""
         self.units, self.ranks = tuple(units), ranks
         self.sharded_gradients: list[torch.Tensor] = []
         """What stays of the gradients."""
         self._device = next(p.device for unit in self.units for p in unit.parameters)
-        self._reduce_workspace = reduce_workspace
+        self._library_copies = library_copies
         self._last_gathered: torch.Tensor | None = None
         self._reducing: torch.Tensor | None = None
         self._forwards: list[ShardedUnit] = []
@@ -123,6 +124,11 @@ class FullySharded:
     def _gather(self, unit: ShardedUnit) -> None:
         if unit.gathered is None and unit.unsharded is None and unit.parameters:
             unit.gathered = self._buffer(unit.whole_bytes(self.ranks), "communication")
+            self._communicate(unit.gathered)
+
+    def _communicate(self, buffer: torch.Tensor) -> None:
+        if self._library_copies:
+            self._buffer(buffer.numel(), "communication")  # and released at once
 
     def _copy_out(self, unit: ShardedUnit, *, forward: bool) -> None:
         if unit.gathered is None:
@@ -187,9 +193,7 @@ class FullySharded:
             for parameter in with_gradient:
                 parameter.grad = None
             self.sharded_gradients.append(self._buffer(shard_bytes, "gradients"))
-            workspace = self._reduce_workspace(self.ranks * shard_bytes)
-            if workspace:
-                self._buffer(workspace, "communication")  # and released at once
+            self._communicate(self._reducing)
 
 
 class _Passage(torch.autograd.Function):

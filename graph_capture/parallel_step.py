@@ -66,17 +66,15 @@ class Sharded(Wrapper):
     """Fully sharded parameters, gradients and optimizer state."""
 
     def __init__(self, units: Sequence[str], ranks: int, *,
-                 reshard_after_forward: bool | None = None,
-                 reduce_workspace: Callable[[int], int] = lambda size_bytes: 0) -> None:
+                 reshard_after_forward: bool | None = None) -> None:
         self._units, self._ranks = units, ranks
         self._reshard_after_forward = reshard_after_forward
-        self._reduce_workspace = reduce_workspace
         self._runtime: FullySharded | None = None
 
     def attach(self, twin: FakeTwin, note: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
         self._runtime = FullySharded(
             make_units(twin.model, self._units, self._reshard_after_forward), self._ranks,
-            reduce_workspace=self._reduce_workspace)
+            library_copies=twin.device.type == "cpu")  # gloo
         self._runtime.attach(lambda tensor, what: note(
             tensor, "unsharded_parameters" if what == "parameters" else what))
 
