@@ -27,7 +27,7 @@ from planner.plan import Plan
 from planner.planning import Effort, infeasible, plan_within
 from planner.progress import Progress, watched
 from planner.sized_steps import MakeInputs, MakeLoss, SizedSteps
-from planner.units import format_bytes
+from planner.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
     import torch
@@ -299,17 +299,21 @@ class _Search:
                 f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes without a "
                 f"plan: the plain step of {size} takes {step.baseline_peak_bytes:,} bytes; "
                 "look for one with plan=True")
+        least = self.feasibility.least_overhead(size // self.wishes.multiple_of)
+        if least is not None:
+            enough = step.keep_all_peak_bytes
+            return InfeasibleBudget(
+                self.budget_bytes, enough, "",
+                f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes at "
+                f"{format_fraction(self.wishes.overhead or 0.0)} extra time: the best plan found "
+                f"for {size} takes {format_fraction(least)}; allow more overhead, or a larger "
+                f"budget (without extra time {enough:,} bytes)")
         found = infeasible(step, self.budget_bytes, self.effort)
-        within = ("" if self.wishes.overhead is None
-                  else f" within {self.wishes.overhead:.0%} extra time")
-        if found.minimum_bytes <= self.budget_bytes:
-            text = (f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes{within}: "
-                    f"allow more overhead, or a larger budget")
-        else:
-            text = (f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes, with a "
-                    f"plan or without: a {self.what} of {size} needs {found.minimum_bytes:,} "
-                    f"bytes. {found.bottleneck}")
-        return InfeasibleBudget(self.budget_bytes, found.minimum_bytes, found.bottleneck, text)
+        return InfeasibleBudget(
+            self.budget_bytes, found.minimum_bytes, found.bottleneck,
+            f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes, with a plan or "
+            f"without: a {self.what} of {size} needs {found.minimum_bytes:,} bytes. "
+            f"{found.bottleneck}")
 
     def _plan(self, number: int | None) -> Plan | None:
         if number is None:

@@ -17,7 +17,6 @@ from planner.bracketing import Bracket, find_largest, secant
 from planner.planning import Effort, PreparedStep
 from planner.sized_steps import SizedSteps
 from planner.units import format_fraction
-from solvers.lazy import cheapest_walk
 from solvers.minimum import minimum_peak, working_set_floor
 from solvers.problem import Problem, Schedule
 from solvers.simulator import IllegalSchedule, simulate
@@ -55,6 +54,10 @@ class Feasibility:
     def is_proven(self, number: int | None) -> bool:
         """Whether it is proven that no plan exists."""
         return number in self._proven
+
+    def least_overhead(self, number: int) -> float | None:
+        """The least extra time of the plans within the budget that were found; `None`: none was."""
+        return self._overheads.get(number)
 
     def fits(self, number: int, *, thorough: bool = True) -> bool | None:
         """Whether a plan is known at the number or found; `None` where it cannot be captured."""
@@ -96,10 +99,8 @@ class Feasibility:
             self._effort, time_limit=_BRIEF * self._effort.time_limit)
         problem = step.problem
         if not thorough and self._overhead_limit is None and effort.solver == "auto":
-            walked = cheapest_walk(problem, net_bytes)
-            if walked is not None and self._accept(number, problem, walked, net_bytes):
-                return True
-            lean = minimum_peak(problem, time_limit=effort.time_limit)
+            lean = minimum_peak(problem, time_limit=effort.time_limit, seed=effort.seed,
+                                target_bytes=net_bytes)
             self._lean.append(lean)
             return self._accept(number, problem, lean, net_bytes)
         if thorough:

@@ -33,7 +33,8 @@ def make_inputs(batch):
 
 
 def look(model=None, inputs=make_inputs, **options):
-    settings = {"budget": "300kB", "loss_fn": mean_square, "time_limit": 2.0, **options}
+    settings = {"budget": "300kB", "loss_fn": mean_square, "time_limit": 2.0, "solver": "dp",
+                **options}
     return planner.max_batch_size(inputs, Net() if model is None else model, **settings)
 
 
@@ -59,8 +60,16 @@ def test_the_found_batch_fits_with_the_plan_and_the_next_with_none(found):
     assert applied(torch.zeros(found.planned, 32)).shape == (found.planned, 32)
     with pytest.raises(planner.InfeasibleBudget):
         planner.plan(Net(), make_inputs(found.planned_next), budget="300kB", loss_fn=mean_square,
-                     time_limit=2.0)
+                     time_limit=2.0, solver="dp")
     assert found.planned_next == found.planned + 1
+
+
+@pytest.mark.slow
+def test_the_best_solver_finds_larger_ones(found):
+    best = look(solver="auto", smallest=found.planned)
+    assert best.planned >= found.planned
+    with pytest.raises(planner.InfeasibleBudget):
+        planner.plan(Net(), make_inputs(best.planned_next), budget="300kB", loss_fn=mean_square)
 
 
 def test_few_sizes_are_captured(found):
@@ -75,11 +84,13 @@ def test_the_report(found):
 
 
 def test_a_limit_on_extra_time_is_kept(found):
-    slower = look(overhead=0.1, smallest=found.plain)
-    assert found.plain == slower.plain <= slower.planned <= found.planned
-    assert slower.plan.overhead <= 0.1
-    with pytest.raises(planner.InfeasibleBudget, match="allow more overhead"):
-        look(overhead=0.0, smallest=found.planned, largest=found.planned)
+    low, high = found.plain, found.planned
+    slower = look(overhead=0.1, smallest=low, largest=low + 40)
+    assert low <= slower.planned <= high and slower.plan.overhead <= 0.1
+    middle = (low + high) // 2
+    with pytest.raises(planner.InfeasibleBudget, match="allow more overhead") as caught:
+        look(overhead=0.0, smallest=middle, largest=middle, solver="auto")
+    assert caught.value.minimum_bytes > 300_000
 
 
 def test_multiples_and_the_end_of_the_range(found):
