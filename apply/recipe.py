@@ -82,3 +82,5 @@ class Recipe:
     """Whether the model was in training mode when it was captured."""
     overrides: tuple[tuple[str, object], ...] = ()
     """Keyword arguments that capture forced (`use_cache=False`) and the applied model repeats."""
+    backend: str = "eager"
+    """What runs the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""

@@ -21,7 +21,7 @@ from apply.errors import GraphMismatch
 from apply.recipe import OpKey, ParameterKey, Recipe, RegionRecipe
 from apply.rewrite import rewrite
 from graph_capture.input_names import region_input_names
-from graph_capture.joint import clean_joint_graph, count_cotangents, primals_of
+from graph_capture.joint import JointGraph, clean_joint_graph, count_cotangents, primals_of
 from graph_capture.lower import LoweredRegion, lower
 from graph_capture.outline import outline
 from graph_capture.torch_compat import (
@@ -159,8 +159,9 @@ class _PlannedStep:
     """The model under one recipe; raises `GraphMismatch` where the recipe is for another graph."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> None:
-        self._backend = _PlanBackend(model, recipe, mismatch)
+        self._backend = plan_backend(model, recipe, mismatch)
         self._compiled = compile_module(model, self._backend)
+        self._donated_buffers = recipe.backend == "inductor"
 
     @property
     def has_begun(self) -> bool:
@@ -169,7 +170,7 @@ class _PlannedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._backend.has_begun = False
-        with compile_settings():
+        with compile_settings(donated_buffers=self._donated_buffers):
             try:
                 return self._compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
@@ -178,7 +179,18 @@ class _PlannedStep:
                 raise
 
 
-class _PlanBackend:
+def plan_backend(
+    model: nn.Module, recipe: Recipe, mismatch: type[Exception] = GraphMismatch
+) -> PlanBackend:
+    """The Dynamo backend that runs a recipe's graphs for `model`."""
+    if recipe.backend == "inductor":
+        from apply.inductor import InductorBackend
+
+        return InductorBackend(model, recipe, mismatch)
+    return PlanBackend(model, recipe, mismatch)
+
+
+class PlanBackend:
     """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> None:
@@ -204,7 +216,9 @@ class _PlanBackend:
             return boxed_callable(graph)
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return _checked_backward(graph, cotangents, self._mismatch)
+            planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
+                       ][-len(cotangents):] if cotangents else []
+            return checked_backward(boxed_callable(graph), planned, cotangents, self._mismatch)
 
         compiled = aot_backend(partition, forward, backward)(module, list(inputs))
 
@@ -215,6 +229,12 @@ class _PlanBackend:
             return outputs
 
         return torch.compiler.disable(call)
+
+    def _clean(
+        self, joint: fx.GraphModule, num_forward_outputs: int, cotangents: Sequence[bool]
+    ) -> JointGraph:
+        """The joint graph as the plan saw it."""
+        return clean_joint_graph(joint, num_forward_outputs, cotangents)
 
     def _matching_region(
         self, joint: fx.GraphModule, num_forward_outputs: int, inputs: Sequence[Any]
@@ -234,7 +254,7 @@ class _PlanBackend:
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
-            clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
+            clean = self._clean(joint, num_forward_outputs, region.cotangents)
             lowered = lower(clean, names, index)
             difference = _first_difference(region, lowered)
             if difference is not None and region.outline is not None:
@@ -291,14 +311,13 @@ def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return call
 
 
-def _checked_backward(
-    graph: fx.GraphModule, cotangents: tuple[bool, ...], mismatch: type[Exception]
+def checked_backward(
+    run: Callable[[list[Any]], Any], planned: Sequence[torch.Tensor], cotangents: Sequence[bool],
+    mismatch: type[Exception],
 ) -> Callable[[list[Any]], Any]:
-    """A backward that makes the zeros that autograd left out where the plan counts on a gradient,
-    and refuses a gradient through an output that the plan took for one without."""
-    planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
-               ][-len(cotangents):] if cotangents else []
-    run = boxed_callable(graph)
+    """The backward `run` with a check of its last arguments, the cotangents: zeros like `planned`
+    are made where autograd left them out and the plan counts on a gradient, and a gradient through
+    an output that the plan took for one without is refused."""
 
     def call(args: list[Any]) -> Any:
         first = len(args) - len(cotangents)

@@ -17,19 +17,23 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graph_capture.assemble import LossMemory, RegionUse, assemble
+from graph_capture.compiled_step import CompiledTracer, check_compiler
 from graph_capture.eager_step import EagerStep, trace_eager_step
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin, make_twin
+from graph_capture.fused_costs import FusedCosts
+from graph_capture.inductor_joint import move_saved_to_forward, saved_by_default
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
 from graph_capture.loss import LossFootprint, objective, output_tensors
-from graph_capture.lower import RESIDENT, lower
+from graph_capture.lower import RESIDENT, LoweredRegion, lower
 from graph_capture.memory_tracker import Workspace
 from graph_capture.op_costs import OpCosts
 from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
-from graph_capture.record import Recording, record_step
+from graph_capture.record import MakeBackend, Recording, record_step
+from graph_capture.replay import Replay
 from graph_capture.specification import check
-from graph_capture.torch_compat import quiet_fake_tensors, storage_key
+from graph_capture.torch_compat import aot_backend, quiet_fake_tensors, storage_key
 from graph_capture.training_graph import TrainingGraph
 
 Progress = Callable[[str], None]
@@ -49,20 +53,25 @@ class CapturedStep:
     """Whether the model was in training mode."""
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
+    saved_by_default: frozenset[int] = frozenset()
+    """Buffers that Inductor's own partitioner saves for the backward."""
+    compiled: CompiledTracer | None = None
+    """Follows the step as Inductor compiles it; `None` for the eager backend."""
 
 
 @quiet_fake_tensors()
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
-    device: torch.device | str | None = None, keep: Sequence[str] = (),
+    device: torch.device | str | None = None, keep: Sequence[str] = (), backend: str = "eager",
     cost_model: str = "roofline", probe: bool = True, progress: Progress | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
     Capture takes place in the caller's autocast context and in the model's train or eval mode.
     `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
-    `aten.topk`, whose results are never recomputed.
+    `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
+    that Inductor partitions: after its decompositions and its passes over the joint graph.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -74,9 +83,16 @@ def capture_step(
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
     costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, progress=say)
+    inductor = backend == "inductor"
+    if inductor:
+        check_compiler(twin.device, twin.trace_device)
     say("capturing the forward and the backward")
-    recording, output = _record(twin, twin_loss, costs.workspace_bytes)
-    uses = _region_uses(twin, recording, output)
+    recording, output = _record(twin, twin_loss, costs.workspace_bytes,
+                                _inductor_recorder if inductor else aot_backend)
+    saved: list[frozenset[str]] = []
+    uses = _region_uses(twin, recording, output, saved if inductor else None)
+    if inductor:
+        uses = [replace(use, lowered=_without_replayed_randomness(use.lowered)) for use in uses]
     say("tracing the plain step")
     try:
         baseline = trace_eager_step(_plain_twin(twin, kwargs or {}, forced), twin_loss,
@@ -88,8 +104,10 @@ def capture_step(
             f"the training step fails on fake tensors: {type(error).__name__}: {error}") from error
     say("measuring and estimating ops")
     keeper = _Keeper(keep)
+    fused = inductor and cost_model != "flops"
     graph = assemble(
-        uses, loss=_loss_memory(baseline.loss, loss_fn is not None), cost_of=costs,
+        uses, loss=_loss_memory(baseline.loss, loss_fn is not None),
+        cost_of=FusedCosts(twin.device, costs) if fused else costs,
         pinned_by_user=keeper, resident=twin.resident, device=twin.device,
         uncaptured=recording.uncaptured)
     graph = replace(graph, notes=_notes(forced, recording, costs))
@@ -98,11 +116,48 @@ def capture_step(
     return CapturedStep(
         graph=graph, baseline=baseline,
         optimizer=None if optimizer is None else trace_optimizer(optimizer, twin),
-        training=model.training, overrides=forced)
+        training=model.training, overrides=forced,
+        saved_by_default=_buffers_made_by(graph, uses, saved),
+        compiled=CompiledTracer(twin, twin_loss, costs.workspace_bytes) if inductor else None)
+
+
+def _inductor_recorder(partition: Callable[..., Any], forward: Callable[..., Any],
+                       backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that shows `partition` the joint graph as Inductor would partition it."""
+    from graph_capture.torch_compat.inductor import inductor_backend
+
+    return inductor_backend(
+        partition, "recorder", compile_graph=lambda graph, inputs, is_backward: (
+            backward if is_backward else forward)(graph, inputs))
+
+
+def _buffers_made_by(graph: TrainingGraph, uses: Sequence[RegionUse],
+                     nodes: Sequence[frozenset[str]]) -> frozenset[int]:
+    """Buffers of the ops that make these nodes, named for each region."""
+    found = set()
+    for use, names in zip(uses, nodes, strict=False):
+        lowered = use.lowered
+        for node, storage in lowered.storage_of.items():
+            if (node.name not in names or storage == RESIDENT
+                    or lowered.storages[storage].producer < 0):
+                continue
+            producer = lowered.ops[lowered.storages[storage].producer]
+            op = graph.ops[graph.index_of[producer.name]]
+            found.add(op.outputs[producer.outputs.index(storage)])
+    return frozenset(found)
+
+
+def _without_replayed_randomness(lowered: LoweredRegion) -> LoweredRegion:
+    """Random ops run once: no generator's state is kept for compiled code.  What Inductor computes
+    from a seed is not random in this sense."""
+    return replace(lowered, ops=tuple(
+        replace(op, replay=Replay(pinned="random numbers are drawn once"))
+        if op.replay.random else op for op in lowered.ops))
 
 
 def _record(
-    twin: FakeTwin, loss_fn: Callable[[Any], torch.Tensor] | None, workspace: Workspace
+    twin: FakeTwin, loss_fn: Callable[[Any], torch.Tensor] | None, workspace: Workspace,
+    make_backend: MakeBackend,
 ) -> tuple[Recording, object]:
     """One captured step of the twin, and what its forward returned."""
     outputs: list[object] = []
@@ -115,7 +170,7 @@ def _record(
         goal.backward()
         return goal
 
-    return record_step(twin, run, workspace), outputs[0]
+    return record_step(twin, run, workspace, make_backend), outputs[0]
 
 
 def _plain_twin(
@@ -140,8 +195,12 @@ def _loss_memory(footprint: LossFootprint, outside: bool) -> LossMemory:
             0, footprint.backward_peak_bytes - footprint.retained_bytes - cotangents))
 
 
-def _region_uses(twin: FakeTwin, recording: Recording, output: object) -> list[RegionUse]:
-    """How each captured region hangs together with the model, the batch and the other regions."""
+def _region_uses(twin: FakeTwin, recording: Recording, output: object,
+                 saved: list[frozenset[str]] | None = None) -> list[RegionUse]:
+    """How each captured region hangs together with the model, the batch and the other regions.
+
+    `saved`: for Inductor; what its own partitioner saves in each region is added.
+    """
     if not recording.calls:
         raise CaptureError(
             "nothing in the model needs a gradient: no parameter or input with requires_grad "
@@ -162,6 +221,9 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object) -> list[R
         cotangents = (region.cotangents[backward] if 0 <= backward < len(region.cotangents)
                       else (False,) * count_cotangents(region.joint))
         joint = clean_joint_graph(region.joint, region.num_forward_outputs, cotangents)
+        if saved is not None:
+            saved.append(saved_by_default(joint))
+            move_saved_to_forward(joint, saved[-1])
         lowered = lower(joint, region_input_names(call.inputs, names), number)
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)

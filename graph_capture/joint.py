@@ -50,6 +50,14 @@ class JointGraph:
         """The graph's output node."""
         return self.graph.output_node()
 
+    def copy(self) -> fx.GraphModule:
+        """A module of its own with a copy of the graph; nodes have the same names."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        return fx.GraphModule(self.owner, graph)
+
 
 def count_cotangents(module: fx.GraphModule) -> int:
     """Number of differentiable outputs of a joint graph."""

@@ -159,7 +159,7 @@ class _Lowering:
 
     def run(self) -> LoweredRegion:
         """Visit the nodes in order."""
-        last_forward = _last_forward_node(self.joint)
+        last_forward = last_forward_node(self.joint)
         phase = Phase.FORWARD if last_forward is not None else Phase.BACKWARD
         num_forward = 0
         for node in self.joint.graph.nodes:
@@ -304,7 +304,7 @@ _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 """Ops whose result aliases their operand although their schema does not say so."""
 
 
-def _last_forward_node(joint: JointGraph) -> fx.Node | None:
+def last_forward_node(joint: JointGraph) -> fx.Node | None:
     """The last node, in order, that some forward output needs."""
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
     needed: set[fx.Node] = set()

@@ -72,14 +72,20 @@ RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
 the twin's inputs, makes the loss, and runs the backward.  What it returns is held to the end."""
 
 
-def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace) -> Recording:
+MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]]
+"""`make(partition, forward_compiler, backward_compiler)` gives a Dynamo backend."""
+
+
+def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
+                make_backend: MakeBackend = aot_backend) -> Recording:
     """Record one step of the twin, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
     regions allocates is followed; `workspace` tells what its ops take for themselves.
+    `make_backend` decides which joint graph the partitioner is given.
     """
     recording = Recording()
-    recorder = _Recorder(twin, recording)
+    recorder = _Recorder(twin, recording, make_backend)
     with compile_settings(), twin.mode:
         compiled = compile_module(twin.model, recorder)
         try:
@@ -154,9 +160,10 @@ def _failure(error: Exception) -> str:
 class _Recorder:
     """The Dynamo backend of `record_step`."""
 
-    def __init__(self, twin: FakeTwin, recording: Recording) -> None:
+    def __init__(self, twin: FakeTwin, recording: Recording, make_backend: MakeBackend) -> None:
         self.mode = twin.mode
         self.recording = recording
+        self.make_backend = make_backend
         self.tracker: GapTracker | None = None
         """Set while the step runs again."""
 
@@ -194,7 +201,7 @@ class _Recorder:
 
             return _boxed(run)
 
-        compiled = aot_backend(partition, forward, backward)(module, list(inputs))
+        compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
             if self.tracker is not None and region is not None:

@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-BACKENDS = ("eager",)
+BACKENDS = ("eager", "inductor")
 """Backends that a plan can be made for."""
 
 COST_MODELS = ("roofline", "measured", "flops")
 """Ways to estimate the seconds of an op."""
-
-_ANNOUNCED = {"backend": ("inductor",)}
 
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
@@ -52,7 +50,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `output["loss"]`, a scalar output, else every differentiable output gets a cotangent.
         optimizer: instance, class or name (`"adamw"`) whose state and step count as memory.
         solver: `"auto"`, or one of `planner.api.solver_names()`.
-        backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact.
+        backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact;
+            `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.
         cost_model: what recomputation costs. `"roofline"`: seconds, from FLOPs, bytes and the
             device's figures; `"measured"`: seconds of each op, run alone on throw-away tensors on
             the device (cached on disk; estimated where the op cannot be run); `"flops"`: FLOPs
@@ -111,8 +110,8 @@ def capture(model: nn.Module, inputs: object = None, *,
 
     try:
         step = capture_step(model, args, kwargs, loss_fn=loss_fn, device=device, keep=tuple(keep),
-                            cost_model=cost_model, probe=probe, optimizer=optimizer,
-                            progress=progress)
+                            backend=backend, cost_model=cost_model, probe=probe,
+                            optimizer=optimizer, progress=progress)
     except Refusal as refusal:
         raise CaptureError(str(refusal)) from refusal
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
@@ -142,9 +141,6 @@ def check_effort(solver: str, time_limit: float) -> None:
 def _check_known(argument: str, value: object, known: Sequence[str]) -> None:
     if value in known:
         return
-    if value in _ANNOUNCED.get(argument, ()):
-        raise ValueError(f"{argument}={value!r} is not available in this version; "
-                         f"available: {', '.join(known)}")
     raise ValueError(f"unknown {argument} {value!r}; known: {', '.join(known)}")
 
 

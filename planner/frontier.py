@@ -14,8 +14,9 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from planner.api import capture, check_effort
+from planner.compiled_planning import smallest_plan
 from planner.plan import Plan
-from planner.planning import Effort, PreparedStep, make_plan, smallest_result
+from planner.planning import Effort, PreparedStep, make_plan, plan_within, smallest_result
 from planner.progress import Progress, watched
 from solvers.curve import solve_all
 
@@ -96,6 +97,8 @@ def trace_frontier(prepared: PreparedStep, points: int, effort: Effort) -> Front
     """The curve of a captured step; `effort` is that of one plan."""
     begin = time.monotonic()
     first = replace(effort, time_limit=effort.time_limit * min(1.0, _TIME_FACTOR / points))
+    if prepared.compiled is not None:
+        return Frontier(_undominated(_compiled_plans(prepared, points, first)))
     _, smallest = smallest_result(prepared, first)
     low = make_plan(prepared, None, smallest).peak_bytes
     high = prepared.keep_all_peak_bytes
@@ -107,6 +110,19 @@ def trace_frontier(prepared: PreparedStep, points: int, effort: Effort) -> Front
         start=smallest.schedule, progress=effort.progress)
     return Frontier(_undominated([make_plan(prepared, budget, result)
                                   for budget, result in zip(budgets, results, strict=True)]))
+
+
+def _compiled_plans(prepared: PreparedStep, points: int, effort: Effort) -> list[Plan]:
+    """Plans of a step that Inductor compiles: each budget is met anew."""
+    default = plan_within(prepared, None, effort)
+    smallest = smallest_plan(prepared, effort)
+    low, high = smallest.peak_bytes, default.peak_bytes
+    plans = [smallest, default]
+    for number in range(1, points - 1):
+        if effort.progress is not None:
+            effort.progress(f"frontier: point {number + 1} of {points}")
+        plans.append(plan_within(prepared, low + (high - low) * number // (points - 1), effort))
+    return plans
 
 
 def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:

@@ -164,6 +164,7 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
         regions=regions,
         training=root.boolean("training"),
         overrides=tuple(root.mapping("overrides").items()),
+        backend=root.text("backend"),
     )
     plan = Plan(
         budget_bytes=root.optional_integer("budget_bytes"),

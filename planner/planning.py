@@ -28,12 +28,13 @@ from planner.progress import Progress
 from planner.version import created_with
 from solvers.problem import Problem, Schedule
 from solvers.result import Result
-from solvers.simulator import unroll
+from solvers.simulator import simulate, unroll
 from solvers.solve import solve
 
 if TYPE_CHECKING:
     from apply.recipe import ParameterKey
     from graph_capture.capture import CapturedStep
+    from planner.compiled_planning import CompiledAccount
 
 
 _DIAGNOSIS_SECONDS = 1.0
@@ -55,6 +56,13 @@ class PreparedStep:
     overrides: tuple[tuple[str, object], ...]
     backend: str
     cost_model: str
+    compiled: CompiledAccount | None = None
+    """Judges schedules by the code that Inductor generates; `None` for the eager backend."""
+
+    @property
+    def optimizer_step_bytes(self) -> int:
+        """Peak of the optimizer's step, resident memory included; 0 without an optimizer."""
+        return optimizer_step_bytes(self.graph, self.optimizer)
 
     @property
     def resident_bytes(self) -> int:
@@ -90,18 +98,27 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     optimizer = None if footprint is None else OptimizerMemory(
         footprint.name, footprint.state_bytes, footprint.step_peak_bytes)
     baseline = resident_bytes(graph, optimizer) + step.baseline.peak_bytes
+    compiled = None
+    if step.compiled is not None:
+        from planner.compiled_planning import CompiledAccount
+
+        compiled = CompiledAccount(step.compiled, step.saved_by_default)
     return PreparedStep(
         graph=graph, problem=lower(graph), optimizer=optimizer,
         baseline_peak_bytes=max(baseline, optimizer_step_bytes(graph, optimizer)),
         tensors=tuple(tensors), inputs=as_json(inputs), training=step.training,
         overrides=tuple((name, as_json(value)) for name, value in step.overrides),
-        backend=backend, cost_model=cost_model)
+        backend=backend, cost_model=cost_model, compiled=compiled)
 
 
 def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort | None = None, *,
                 warm_start: Schedule | None = None) -> Plan:
     """The cheapest plan found whose whole step peaks within `budget_bytes`; raises
     `InfeasibleBudget`."""
+    if prepared.compiled is not None:
+        from planner.compiled_planning import plan_compiled
+
+        return plan_compiled(prepared, budget_bytes, effort or Effort())
     result = schedule_within(prepared, budget_bytes, effort or Effort(), warm_start=warm_start)
     return make_plan(prepared, budget_bytes, result)
 
@@ -156,6 +173,22 @@ def _refusal(prepared: PreparedStep, budget_bytes: int, net_bytes: int,
     bottleneck = describe_bottleneck(
         prepared.graph, unroll(prepared.problem, schedule), prepared.optimizer)
     return InfeasibleBudget(budget_bytes, prepared.resident_bytes + net_bytes, bottleneck)
+
+
+def solve_within(prepared: PreparedStep, net_bytes: int, effort: Effort) -> Result:
+    """What the solver finds within `net_bytes` above resident memory, by the problem's own account;
+    raises `solvers.InfeasibleBudget`."""
+    return _solve(prepared, net_bytes, effort)
+
+
+def keep_plan(prepared: PreparedStep, budget_bytes: int | None, schedule: Schedule, solver: str,
+              seconds: float) -> Plan:
+    """The plan of a schedule that is known, with the problem's own account."""
+    simulation = simulate(prepared.problem, schedule)
+    return make_plan(prepared, budget_bytes, Result(
+        schedule=schedule, peak_bytes=simulation.peak_bytes, cost=simulation.cost,
+        lower_bound=0.0, status="feasible", seconds=seconds, solver=solver,
+        plain_cost=prepared.problem.plain_cost))
 
 
 def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) -> Plan:

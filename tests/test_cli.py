@@ -60,7 +60,7 @@ def test_a_missing_file_is_an_error(tmp_path):
     ["plan", *TINY_GPT2, "--budget", "lots"],
     ["plan", *TINY_GPT2, "--budget=-8GB"],
     ["plan", *TINY_GPT2, "--budget", "8GB", "--solver", "magic"],
-    ["plan", *TINY_GPT2, "--budget", "8GB", "--backend", "inductor"],
+    ["plan", *TINY_GPT2, "--budget", "8GB", "--backend", "jax"],
     ["plan", *TINY_GPT2, "--budget", "8GB", "--cost-model", "guess"],
     ["plan", *TINY_GPT2, "--budget", "8GB", "--time-limit", "0"],
     ["plan", "no_such_module:factory", "--budget", "8GB"],

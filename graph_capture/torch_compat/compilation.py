@@ -59,13 +59,13 @@ def aot_backend(
 
 
 @contextlib.contextmanager
-def compile_settings() -> Iterator[None]:
+def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     """Settings under which models are captured and applied; the user's own are restored after.
 
     - Calls of `logging` methods are skipped instead of breaking the graph.
     - An error of the backend reaches the user instead of a silent fall-back to eager.
-    - Neither AOTAutograd's cache (it would bypass the partitioner) nor donated buffers
-      (they forbid `retain_graph=True`) are used.
+    - AOTAutograd's cache is not used (it would bypass the partitioner), and donated buffers, which
+      forbid `retain_graph=True`, only where asked for: as the user set them.
     - One code object may be compiled for many models and plans.
     """
     loggers = {
@@ -82,7 +82,8 @@ def compile_settings() -> Iterator[None]:
             automatic_dynamic_shapes=False,
         ),
         functorch_config.patch(
-            enable_autograd_cache=False, donated_buffer=False, debug_assert=False
+            enable_autograd_cache=False, debug_assert=False,
+            donated_buffer=donated_buffers and functorch_config.donated_buffer,
         ),
     ):
         yield

@@ -1,0 +1,246 @@
+"""Plans for Inductor: do they hold their budgets, are gradients right, and how do they compare with
+torch's own `activation_memory_budget`?
+
+    python -m benchmarks.compiled --model gpt2,llama,bert,vit,unet --rounds 9
+
+Peaks are allocator events of a compiled step, above resident memory; times are ratios of steps run
+in turns.  The models return nothing but their loss.  Three tables:
+
+- budgets: plans at fractions of the peak of `torch.compile(model)`, and at the smallest that can be
+  met.  Gradients are compared with those of `torch.compile(model)` after the same seed.
+- the same under `torch._inductor.config.fallback_random`, where random numbers are those of eager
+  PyTorch, for the models with dropout; gradients are compared with those of the plain model.
+- torch's ratios, and plans whose budget is the peak measured there.  torch does not look at peaks,
+  so several ratios may reach one and the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import nn
+
+from benchmarks.against_torch import returning_loss_only
+from benchmarks.measure import (
+    MEGABYTE,
+    gradients,
+    peak_bytes,
+    relative_error,
+    run_step,
+    time_in_turns,
+)
+from benchmarks.models import WORKLOADS, Workload
+from graph_capture.torch_compat import compile_module, compile_settings
+from planner.api import capture
+from planner.errors import InfeasibleBudget
+from planner.plan import Plan
+from planner.planning import Effort, PreparedStep, plan_within
+
+FRACTIONS = (0.8, 0.6, 0.4)
+RATIOS = (0.8, 0.6, 0.4, 0.2, 0.0)
+WITH_DROPOUT = frozenset({"gpt2", "bert", "t5"})
+GRADIENT_TOLERANCE = 1e-5
+
+
+class Compiled(nn.Module):
+    """`torch.compile(model)` with a value of `activation_memory_budget`."""
+
+    def __init__(self, model: nn.Module, ratio: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self._ratio = ratio
+        self._call: Callable[..., Any] = compile_module(model, "inductor")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with (compile_settings(donated_buffers=True),
+              functorch_config.patch(activation_memory_budget=self._ratio)):
+            return self._call(*args, **kwargs)
+
+
+@contextmanager
+def random_numbers_of_eager(wanted: bool) -> Iterator[None]:
+    """Inductor's random numbers are those of eager PyTorch."""
+    with inductor_config.patch(fallback_random=wanted):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A compiled step that has run."""
+
+    label: str
+    model: nn.Module
+    peak_bytes: int
+    gradients: torch.Tensor
+    plan: Plan | None = None
+
+
+def measure(workload: Workload, label: str, model: nn.Module, plan: Plan | None = None) -> Measured:
+    """Peak and gradients of `model`, which computes what the workload's model does."""
+    peak = peak_bytes(workload, model)
+    return Measured(label, model, peak, gradients(workload, model), plan)
+
+
+def planned(workload: Workload, prepared: PreparedStep, net_bytes: int, label: str,
+            time_limit: float) -> Measured | None:
+    """The plan under a budget above resident memory, applied and measured; `None` where nothing
+    fits."""
+    try:
+        plan = plan_within(prepared, prepared.resident_bytes + net_bytes, Effort(
+            time_limit=time_limit))
+    except InfeasibleBudget:
+        return None
+    return measure(workload, label, plan.apply(workload.model), plan)
+
+
+def smallest(workload: Workload, prepared: PreparedStep, time_limit: float) -> Measured:
+    """The plan at the smallest budget that can be met."""
+    try:
+        plan = plan_within(prepared, prepared.resident_bytes, Effort(time_limit=time_limit))
+    except InfeasibleBudget as refusal:
+        plan = plan_within(prepared, refusal.minimum_bytes, Effort(time_limit=time_limit))
+    return measure(workload, "smallest", plan.apply(workload.model), plan)
+
+
+BUDGETS_HEADER = (
+    "| model | step | budget MB | predicted MB | measured MB | over | gradient error | time | "
+    "estimated |\n|---|---|---:|---:|---:|---|---:|---:|---:|")
+
+
+def print_budgets(workload: Workload, prepared: PreparedStep, default: Measured,
+                  reference: torch.Tensor, rows: Sequence[Measured], rounds: int) -> bool:
+    """Lines of one model; whether every budget is held and every gradient right."""
+    models = [default, *rows]
+    times = time_in_turns([partial(run_step, workload, row.model) for row in models], rounds)
+    good = True
+    for index, row in enumerate(models):
+        error = relative_error(row.gradients, reference)
+        budget = predicted = estimated = ""
+        over = False
+        if row.plan is not None:
+            assert row.plan.budget_bytes is not None
+            limit = row.plan.budget_bytes - prepared.resident_bytes
+            over = row.peak_bytes > limit
+            budget = f"{limit / MEGABYTE:.2f}"
+            predicted = f"{(row.plan.peak_bytes - prepared.resident_bytes) / MEGABYTE:.2f}"
+            estimated = f"{1 + row.plan.overhead:.3f}"
+        good &= not over and error <= GRADIENT_TOLERANCE
+        print(f"| {workload.name} | {row.label} | {budget} | {predicted} | "
+              f"{row.peak_bytes / MEGABYTE:.2f} | {'OVER' if over else 'no'} | {error:.1e} | "
+              f"{times.ratio(index, 0)} | {estimated} |", flush=True)
+    return good
+
+
+AGAINST_HEADER = (
+    "| model | ratio | torch: peak MB | torch: time | plan: peak MB | plan: time | "
+    "plan / torch | not slower |\n|---|---:|---:|---:|---:|---:|---:|---|")
+
+
+def compare_with_torch(workload: Workload, prepared: PreparedStep, default: Measured,
+                       lowest: Measured, ratios: Sequence[float], rounds: int,
+                       time_limit: float) -> bool:
+    """torch at each ratio and a plan at the peak reached there; whether the plans win."""
+    pairs: list[tuple[Measured, Measured]] = []
+    seen: set[int] = set()
+    for ratio in ratios:
+        theirs = measure(workload, f"{ratio:g}", Compiled(workload.model, ratio))
+        if theirs.peak_bytes in seen:
+            print(f"| {workload.name} | {ratio:g} | {theirs.peak_bytes / MEGABYTE:.2f} | as above "
+                  "| | | | |", flush=True)
+            continue
+        seen.add(theirs.peak_bytes)
+        ours = planned(workload, prepared, theirs.peak_bytes, theirs.label, time_limit)
+        if ours is None:
+            print(f"| {workload.name} | {ratio:g} | {theirs.peak_bytes / MEGABYTE:.2f} | | none | "
+                  "| | NO |", flush=True)
+            return False
+        pairs.append((theirs, ours))
+    steps = [default, *(step for pair in pairs for step in pair)]
+    times = time_in_turns([partial(run_step, workload, step.model) for step in steps], rounds)
+    won = True
+    for number, (theirs, ours) in enumerate(pairs):
+        against = times.ratio(2 + 2 * number, 1 + 2 * number)
+        won &= against.median <= 1.0
+        print(f"| {workload.name} | {theirs.label} | {theirs.peak_bytes / MEGABYTE:.2f} | "
+              f"{times.ratio(1 + 2 * number, 0)} | {ours.peak_bytes / MEGABYTE:.2f} | "
+              f"{times.ratio(2 + 2 * number, 0)} | {against} | "
+              f"{'yes' if against.median <= 1.0 else 'no'} |", flush=True)
+    least = min(step.peak_bytes for step, _ in pairs)
+    print(f"{workload.name}: smallest peak: torch {least / MEGABYTE:.2f} MB, plan "
+          f"{lowest.peak_bytes / MEGABYTE:.2f} MB ({lowest.peak_bytes / least:.2f} of it)",
+          flush=True)
+    return won and lowest.peak_bytes < least
+
+
+def run(name: str, arguments: argparse.Namespace) -> bool:
+    """All tables of one model."""
+    workload = returning_loss_only(WORKLOADS[name]())
+    limit = arguments.time_limit
+    good = True
+    with random_numbers_of_eager(False):
+        prepared = capture(workload.model, workload.inputs, loss_fn=workload.loss_fn,
+                           backend="inductor")
+        default = measure(workload, "torch.compile", Compiled(workload.model))
+        rows = [row for fraction in FRACTIONS if (row := planned(
+            workload, prepared, int(fraction * default.peak_bytes), f"{fraction:.0%}", limit))]
+        lowest = smallest(workload, prepared, limit)
+        print(f"\n{BUDGETS_HEADER}")
+        good &= len(rows) == len(FRACTIONS)
+        good &= print_budgets(workload, prepared, default, default.gradients, [*rows, lowest],
+                              arguments.rounds)
+        if not arguments.no_torch:
+            print(f"\n{AGAINST_HEADER}")
+            good &= compare_with_torch(workload, prepared, default, lowest, arguments.ratios,
+                                       arguments.rounds, limit)
+    with random_numbers_of_eager(True):
+        expected = gradients(workload, workload.model)
+        if name in WITH_DROPOUT:
+            prepared = capture(workload.model, workload.inputs, loss_fn=workload.loss_fn,
+                               backend="inductor")
+            default = measure(workload, "torch.compile", Compiled(workload.model))
+            rows = [row for fraction in FRACTIONS if (row := planned(
+                workload, prepared, int(fraction * default.peak_bytes), f"{fraction:.0%}", limit))]
+            print(f"\nfallback_random, gradients against plain PyTorch\n{BUDGETS_HEADER}")
+            good &= print_budgets(workload, prepared, default, expected, rows, arguments.rounds)
+        else:
+            errors = [relative_error(row.gradients, expected) for row in (default, *rows, lowest)]
+            print("gradients against plain PyTorch: "
+                  + ", ".join(f"{error:.1e}" for error in errors), flush=True)
+            good &= max(errors) <= GRADIENT_TOLERANCE
+    return good
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; exit status 1 where a budget, a gradient or a comparison fails."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled",
+                                     description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="gpt2,llama,bert,vit,unet",
+                        help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each plan")
+    parser.add_argument("--ratios", type=lambda text: [float(r) for r in text.split(",")],
+                        default=list(RATIOS), help="of activation_memory_budget")
+    parser.add_argument("--no-torch", action="store_true", help="leave out the comparison")
+    arguments = parser.parse_args(argv)
+    names = arguments.model.split(",")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        parser.error(f"expected models of {', '.join(WORKLOADS)}; got {', '.join(unknown)}")
+    torch.set_num_threads(arguments.threads)
+    print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds; "
+          "times are ratios to torch.compile(model): median [quartiles]", flush=True)
+    good = [run(name, arguments) for name in names]
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The memory of the training step as Inductor compiles it.
+
+The model of the world: Inductor decides which ops become one kernel, in which order kernels run,
+and which buffers they share; the code that it generates says so, line by line.  So that code is
+generated, as for a real run, and executed on fake tensors with kernels that do nothing, while the
+storages that it makes and releases are followed.  Forward, loss and backward run under the real
+autograd, so that what AOTAutograd and the user's loss hold counts as well.
+
+Blind spots: those of `memory_tracker`; what a generated kernel takes for itself (on a CPU from the
+C++ heap, which torch's allocator does not see either).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_capture.errors import CaptureError
+from graph_capture.fake_twin import FakeTwin
+from graph_capture.loss import LossFn, objective
+from graph_capture.memory_tracker import MemoryTracker, Workspace
+from graph_capture.torch_compat import compile_module, compile_settings
+from graph_capture.training_graph import BufferKind
+
+DynamoBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """Memory of one compiled training step, above what is resident."""
+
+    peak_bytes: int
+    by_category: Mapping[BufferKind, int]
+    """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
+
+
+@dataclass(frozen=True)
+class CompiledTracer:
+    """A twin whose step can be compiled and followed, any number of times."""
+
+    twin: FakeTwin
+    loss_fn: LossFn | None
+    workspace: Workspace
+
+    def trace(self, backend: DynamoBackend) -> CompiledStep:
+        """Compile the step with `backend`, kernels aside, and follow its memory.
+
+        The step runs twice: what compiling allocates does not count.  Errors of the backend pass.
+        """
+        from graph_capture.torch_compat.inductor import stub_code
+
+        twin = self.twin
+        with compile_settings(donated_buffers=True), stub_code(), twin.mode:
+            compiled = compile_module(twin.model, backend)
+            self._run(compiled, None)
+            copies = list(twin.fake_of.values())
+            tracker = _CompiledTracker(self.workspace, device=twin.device,
+                                       trace_device=twin.trace_device, resident=copies)
+            return self._run(compiled, tracker)
+
+    def _run(self, compiled: Callable[..., Any], tracker: _CompiledTracker | None) -> CompiledStep:
+        twin = self.twin
+        leaves = [tensor for tensor in twin.fake_of.values() if tensor.is_leaf]
+        try:
+            if tracker is None:
+                output = compiled(*twin.args, **twin.kwargs)
+                objective(output, self.loss_fn).backward()
+                return CompiledStep(0, {})
+            with tracker:
+                output = compiled(*twin.args, **twin.kwargs)
+                goal = objective(output, self.loss_fn)
+                first_of_backward = tracker.start_of_backward()
+                goal.backward()
+            seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
+            gradients = {tracker.number_of(tensor.grad) for tensor in leaves
+                         if tensor.grad is not None}
+        finally:
+            if tracker is not None:
+                tracker.close()
+            for tensor in leaves:
+                tensor.grad = None
+        alive, transient = tracker.alive_at_peak()
+        by_category = dict.fromkeys(BufferKind, 0)
+        by_category[BufferKind.TEMPORARY] = transient
+        for number, size in alive.items():
+            kind = (BufferKind.GRADIENT if number in gradients
+                    else BufferKind.TEMPORARY if number >= first_of_backward or number in seeds
+                    else BufferKind.ACTIVATION)
+            by_category[kind] += size
+        return CompiledStep(tracker.peak_bytes, by_category)
+
+
+class _CompiledTracker(MemoryTracker):
+    """Follows storages without keeping Dynamo from running its compiled code."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Under any other mode Dynamo would run the original code."""
+        return True
+
+
+def check_compiler(device: torch.device, here: torch.device | None = None) -> None:
+    """Raise `CaptureError` where Inductor cannot generate code for `device` on this machine.
+
+    `here`: the device on which the step is traced; another kind than `device` where that is not at
+    hand.
+    """
+    from graph_capture.torch_compat.inductor import missing_compiler
+
+    if here is not None and here.type != device.type:
+        raise CaptureError(
+            f"planning for Inductor on {device} needs such a device, and this machine has none: "
+            'its code is what the plan is judged by; plan there, or with backend="eager"')
+    missing = missing_compiler(device)
+    if missing:
+        raise CaptureError(
+            f"Inductor compiles for {device.type} with a C++ compiler, and finds none: {missing}; "
+            "install one (Debian, Ubuntu: apt-get install g++) or name it in the environment "
+            'variable CXX, or plan with backend="eager"')

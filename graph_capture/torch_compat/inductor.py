@@ -1,0 +1,254 @@
+"""Private names of Inductor: its compilation pipeline, its partitioner's hook, its generated code;
+torch 2.11 to 2.13.
+
+Imported only where a step is planned for or run by Inductor: loading it takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, CustomPassBase
+
+PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
+"""`compile(graph, example_inputs, is_backward)` gives a callable that takes a list of arguments."""
+
+__all__ = [
+    "JointPartitioner",
+    "LateRecomputation",
+    "default_saved_names",
+    "inductor_backend",
+    "missing_compiler",
+    "stub_code",
+]
+
+
+class JointPartitioner(CustomPartitionerFn):
+    """`torch._inductor.config.custom_partitioner_fn` for one function (2.7 and later).
+
+    Inductor hashes `uuid()` into the keys of its caches, and pickles its configuration, this object
+    included; what is pickled is the `uuid` alone.
+    """
+
+    def __init__(self, partition: PartitionFunction | None, uuid: str) -> None:
+        self._partition = partition
+        self._uuid = uuid
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+                 ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split `gm`, the joint graph after Inductor's joint passes."""
+        if self._partition is None:
+            raise RuntimeError("this partitioner was unpickled; it only stands for its uuid")
+        return self._partition(gm, joint_inputs, **options)
+
+    def uuid(self) -> str:
+        """What the caches know it by."""
+        return self._uuid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JointPartitioner, (None, self._uuid)
+
+
+class LateRecomputation(CustomPassBase):
+    """`torch._inductor.config._pre_fusion_custom_pass`: a recomputation stays where it was put.
+
+    What the backward recomputes depends on no gradient, so that Inductor may fuse it with the first
+    kernel of the backward, or run it then, and all recomputed values would be alive at once.  Here
+    it gets an ordering dependency on the last call of an external kernel that does depend on a
+    gradient and comes before it: kernels are not fused across those anyway.
+    """
+
+    def __init__(self) -> None:
+        self._of_user = inductor_config._pre_fusion_custom_pass
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """Add the dependencies to the scheduler's nodes, which are in the order of the graph; a
+        pass that the user had set runs first."""
+        return self._add_dependencies(self._of_user(nodes) if self._of_user else nodes)
+
+    def _add_dependencies(self, nodes: list[Any]) -> list[Any]:
+        from torch._inductor.dependencies import WeakDep
+        from torch._inductor.virtualized import V
+
+        if not V.graph.is_backward:
+            return nodes
+        dependent = {name for name in V.graph.graph_input_names if "tangents" in name}
+        barrier = ""
+        for node in nodes:
+            made = node.get_buffer_names()
+            if any(dep.name in dependent for dep in node.read_writes.reads):
+                dependent.update(made)
+                if node.is_extern() and made:
+                    barrier = next(iter(made))
+            elif barrier and made:
+                # An op's name in the place of a mutated buffer: the dependency is for order alone.
+                node.add_fake_dep(WeakDep(barrier, node.get_name(), is_fake=True))
+        V.graph.scheduler.compute_ancestors()
+        return nodes
+
+    def uuid(self) -> tuple[object, ...] | None:
+        """What the caches know it by; to be changed with the code above.  `None`, for no caching,
+        where the user's pass is a mere function."""
+        if self._of_user is None:
+            return ("checkpoint-planner: late recomputation 1",)
+        if not isinstance(self._of_user, CustomPassBase):
+            return None
+        return ("checkpoint-planner: late recomputation 1", self._of_user.uuid())
+
+
+def inductor_backend(
+    partition: PartitionFunction, uuid: str, *, compile_graph: CompileGraph | None = None,
+    finish_backward: Callable[[fx.GraphModule, Any], Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A Dynamo backend: Inductor with another partitioner.
+
+    `compile_graph` stands in for the compilation of the forward and backward graphs, whose result
+    is otherwise cached by Inductor; `finish_backward(graph, compiled)` may wrap a compiled backward
+    (`graph` is as it was partitioned); `settings` are entries of `torch._inductor.config`.
+    """
+    patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        is_backward = bool(options.get("is_backward", False))
+        if compile_graph is not None:
+            return _boxed(compile_graph(gm, example_inputs, is_backward))
+        if not is_backward or finish_backward is None:
+            return compile_fx_inner(gm, example_inputs, **options)
+        partitioned = _placeholder_values(gm)
+        return _boxed(finish_backward(partitioned, compile_fx_inner(gm, example_inputs, **options)))
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(module, list(inputs), inner_compile=inner_compile,
+                          config_patches=patches)
+
+    return backend
+
+
+def _placeholder_values(gm: fx.GraphModule) -> list[Any]:
+    return [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def _boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def default_saved_names(joint: fx.GraphModule, num_forward_outputs: int,
+                        activation_memory_budget: float = 1.0) -> list[str]:
+    """Names of the nodes that torch's own partitioner would save; `joint` is used up.
+
+    The min-cut partitioner keeps the names of the nodes that it copies, and appends what it saves
+    to the outputs of the forward.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    with functorch_config.patch(activation_memory_budget=activation_memory_budget):
+        forward, _ = min_cut_rematerialization_partition(
+            joint, (), compiler="inductor", num_fwd_outputs=num_forward_outputs)
+    returned = forward.graph.output_node().args[0]
+    return [node.name for node in returned[num_forward_outputs:] if isinstance(node, fx.Node)]
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What Inductor needs for `device` and does not find; empty if nothing."""
+    if device.type != "cpu":
+        return ""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def stub_code() -> Iterator[None]:
+    """Inside, Inductor generates its code as ever, but compiles no kernel: what it returns
+    allocates, frees and calls as the real code does, and its own kernels do nothing.
+
+    The code runs on fake tensors; calls of torch's own ops go to them.
+    """
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.graph import GraphLowering
+
+    def compile_to_module(graph: GraphLowering) -> types.ModuleType:
+        code, _ = graph.codegen()
+        text = code if isinstance(code, str) else code.value
+        # The compiled graph wants a file of its source; the module is not registered under it.
+        graph.cache_key, graph.cache_path = PyCodeCache.write(text)
+        graph.cache_linemap = []
+        return _load_stub(text, graph.cache_path, dict(graph.constants))
+
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False,
+                              cpp_wrapper=False, size_asserts=False),
+    ):
+        yield
+
+
+class _NoKernel:
+    """In place of a compiled kernel."""
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        """Do nothing."""
+
+    def run(self, *args: object, **kwargs: object) -> None:
+        """Do nothing, as Triton kernels are called."""
+
+
+_KERNEL_MAKERS = ("triton", "cpp", "cpp_pybinding", "cuda", "cutlass", "halide", "metal",
+                  "multi_kernel")
+
+
+def _load_stub(text: str, path: str, constants: Mapping[str, Any]) -> types.ModuleType:
+    from torch._inductor.async_compile import AsyncCompile
+
+    module = types.ModuleType("generated_code")
+    module.__file__ = path
+    with contextlib.ExitStack() as stack:
+        for maker in _KERNEL_MAKERS:
+            if hasattr(AsyncCompile, maker):
+                stack.enter_context(mock.patch.object(
+                    AsyncCompile, maker, lambda *args, **kwargs: _NoKernel()))
+        exec(compile(text, path, "exec"), module.__dict__)
+    module.__dict__.update(constants)
+    for name in list(module.__dict__):
+        # These bypass the dispatcher, and with it fake tensors.
+        if name.startswith("empty_strided_"):
+            module.__dict__[name] = _allocator(name.removeprefix("empty_strided_"))
+    module.__dict__["reinterpret_tensor"] = _reinterpret
+    return module
+
+
+def _allocator(device: str) -> Callable[..., torch.Tensor]:
+    place = device.removesuffix("_pinned")
+
+    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=place)
+
+    return allocate
+
+
+def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int],
+                 offset_increment: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset_increment)

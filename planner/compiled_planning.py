@@ -1,0 +1,316 @@
+"""Planning a step that Inductor compiles: the solver proposes, the generated code decides.
+
+The model of the world: the scheduling problem sees ops, and Inductor makes kernels of them; so what
+a schedule takes in the problem and in the compiled step differ, by less than the budget matters but
+not by nothing.  Each schedule is therefore judged by the code that Inductor generates for it
+(`graph_capture.compiled_step`), and the budget that the solver is given moves until the compiled
+step fills the user's budget as far as can be had.  What Inductor's own partitioner recomputes
+without any budget is the starting point: it costs nothing beside the memory traffic that it saves.
+
+Blind spots: the proposals are those of the problem's costs, so a plan is not proven to be optimal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import solvers.errors
+from apply.recipe import Recipe
+from graph_capture.training_graph import Phase, TrainingGraph
+from planner.accounting import MemoryByCategory
+from planner.decisions import build_recipe
+from planner.errors import InfeasibleBudget
+from planner.plan import Plan
+from planner.planning import Effort, PreparedStep, keep_plan, solve_within
+from planner.units import format_bytes
+from solvers.problem import Problem, Schedule
+from solvers.simulator import simulate, unroll
+
+if TYPE_CHECKING:
+    from graph_capture.compiled_step import CompiledStep, CompiledTracer
+
+_ROUNDS = 6
+"""Budgets that are tried on the solver for one plan at most."""
+_LEAST_ROUNDS = 3
+"""The first of these are tried even after the time limit."""
+_CLOSE_ENOUGH = 0.02
+"""Part of the budget that may be left unused."""
+_SHARE_OF_SOLVER = 0.15
+"""Part of the time limit that one proposal may take."""
+
+
+@dataclass
+class CompiledAccount:
+    """Traces of compiled steps, by recipe."""
+
+    tracer: CompiledTracer
+    saved_by_default: frozenset[int]
+    """Buffers that Inductor's own partitioner saves for the backward."""
+    _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
+
+    def trace(self, recipe: Recipe) -> CompiledStep:
+        """The memory of the step under a recipe, above what is resident."""
+        from apply.runtime import plan_backend
+
+        found = self._known.get(recipe)
+        if found is None:
+            found = self.tracer.trace(plan_backend(self.tracer.twin.model, recipe))
+            self._known[recipe] = found
+        return found
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A schedule and what its compiled step takes."""
+
+    schedule: Schedule
+    recipe: Recipe
+    step: CompiledStep
+    cost: float
+
+
+class _Search:
+    """The schedules tried for one step."""
+
+    def __init__(self, prepared: PreparedStep, effort: Effort) -> None:
+        assert prepared.compiled is not None
+        self.prepared, self.effort = prepared, effort
+        self.account = prepared.compiled
+        self.graph, self.problem = prepared.graph, prepared.problem
+        self.started = time.monotonic()
+        self.free = _free_ops(self.graph, self.problem, self.account.saved_by_default)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.effort.time_limit - (time.monotonic() - self.started)
+
+    def default(self) -> _Candidate:
+        """What Inductor does by itself."""
+        return self.judge(schedule_saving(self.graph, self.problem, self.account.saved_by_default))
+
+    def judge(self, schedule: Schedule) -> _Candidate:
+        """Compile a step with this schedule and follow its memory."""
+        recipe = build_recipe(
+            self.graph, unroll(self.problem, schedule), tensors=self.prepared.tensors,
+            training=self.prepared.training, overrides=self.prepared.overrides)
+        recipe = replace(recipe, backend="inductor", regions=tuple(
+            replace(region, takeovers=(), outline=None) for region in recipe.regions))
+        if self.effort.progress is not None:
+            self.effort.progress("generating the compiled step")
+        return _Candidate(schedule, recipe, self.account.trace(recipe),
+                          simulate(self.problem, schedule).cost)
+
+    def propose(self, net_bytes: int) -> tuple[Schedule, ...]:
+        """Schedules within `net_bytes` by the problem's own account, most promising first."""
+        share = self.effort.time_limit * _SHARE_OF_SOLVER
+        found = solve_within(self.prepared, net_bytes, replace(self.effort, time_limit=share))
+        return self.variants(found.schedule)
+
+    def variants(self, found: Schedule) -> tuple[Schedule, ...]:
+        """The solver's schedule: first without saving what is free to compute; then as it is, where
+        that takes less memory."""
+        saved = without_free(self.graph, saved_buffers(self.graph, self.problem, found), self.free)
+        leaner = schedule_saving(self.graph, self.problem, saved)
+        peaks = [simulate(self.problem, schedule).peak_bytes for schedule in (leaner, found)]
+        return (leaner, found) if peaks[1] < peaks[0] else (leaner,)
+
+    def within(self, net_bytes: int) -> _Candidate | None:
+        """The cheapest candidate found whose compiled step takes at most `net_bytes`."""
+        first = self.default()
+        if first.step.peak_bytes <= net_bytes:
+            return first
+        internal = net_bytes
+        low, high = 0, simulate(self.problem, first.schedule).peak_bytes
+        # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
+        best: _Candidate | None = None
+        for number in range(_ROUNDS):
+            if number >= _LEAST_ROUNDS and self.seconds_left <= 0:
+                break
+            try:
+                candidate = self._best_of(self.propose(internal), net_bytes)
+            except solvers.errors.InfeasibleBudget as refusal:
+                low = max(low, internal)
+                internal = refusal.minimum_bytes
+                if internal >= high:
+                    break
+                continue
+            left = net_bytes - candidate.step.peak_bytes
+            if left >= 0:
+                if best is None or candidate.cost < best.cost:
+                    best = candidate
+                low, internal = max(low, internal), internal + max(left * 9 // 10, 1)
+            else:
+                high, internal = min(high, internal), internal + left * 11 // 10
+            if (0 <= left <= _CLOSE_ENOUGH * net_bytes
+                    or high - low <= _CLOSE_ENOUGH * net_bytes):
+                break
+            if not low < internal < high:
+                internal = (low + high) // 2
+        return best
+
+    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int) -> _Candidate:
+        """The first that fits, else the smallest."""
+        tried: list[_Candidate] = []
+        for schedule in schedules:
+            tried.append(self.judge(schedule))
+            if tried[-1].step.peak_bytes <= net_bytes:
+                return tried[-1]
+        return min(tried, key=lambda candidate: candidate.step.peak_bytes)
+
+    def smallest(self) -> _Candidate:
+        """The candidate whose compiled step takes the least memory, among those tried."""
+        try:
+            found = solve_within(self.prepared, 0, replace(
+                self.effort, time_limit=self.effort.time_limit * _SHARE_OF_SOLVER))
+        except solvers.errors.InfeasibleBudget as refusal:
+            floor = refusal.minimum_bytes
+            found = solve_within(self.prepared, floor, replace(
+                self.effort, time_limit=self.effort.time_limit * _SHARE_OF_SOLVER))
+        tried = [self.judge(schedule) for schedule in self.variants(found.schedule)]
+        return min(tried, key=lambda candidate: candidate.step.peak_bytes)
+
+
+def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effort) -> Plan:
+    """The cheapest plan found whose compiled step peaks within `budget_bytes`; raises
+    `InfeasibleBudget`."""
+    search = _Search(prepared, effort)
+    if budget_bytes is None:
+        return _make_plan(search, budget_bytes, search.default())
+    floor = prepared.optimizer_step_bytes
+    net = budget_bytes - prepared.resident_bytes
+    found = search.within(net) if net >= 0 and budget_bytes >= floor else None
+    if found is None:
+        found = search.smallest()
+        minimum = max(prepared.resident_bytes + found.step.peak_bytes, floor)
+        if minimum > budget_bytes:
+            raise InfeasibleBudget(budget_bytes, minimum, _describe(prepared, found.step))
+    return _make_plan(search, budget_bytes, found)
+
+
+def smallest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
+    """The plan whose compiled step takes the least memory, among those tried."""
+    search = _Search(prepared, effort)
+    return _make_plan(search, None, search.smallest())
+
+
+def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate) -> Plan:
+    prepared, problem = search.prepared, search.problem
+    default = search.default()
+    forward_backward = prepared.resident_bytes + found.step.peak_bytes
+    plan = keep_plan(prepared, budget_bytes, found.schedule, search.effort.solver,
+                     time.monotonic() - search.started)
+    memory = plan.memory
+    if forward_backward >= prepared.optimizer_step_bytes:
+        memory = _memory(prepared, found.step)
+    recomputed = (found.cost - default.cost) / problem.plain_cost if problem.plain_cost else 0.0
+    return replace(
+        plan, peak_bytes=memory.total_bytes, memory=memory,
+        forward_backward_peak_bytes=forward_backward, overhead=max(0.0, recomputed),
+        overhead_bound=0.0, status="feasible", recipe=found.recipe,
+        notes=(*plan.notes, "compiled by Inductor without a plan the step peaks at "
+               f"{prepared.resident_bytes + default.step.peak_bytes} bytes; overhead is relative "
+               "to that step"))
+
+
+def _memory(prepared: PreparedStep, step: CompiledStep) -> MemoryByCategory:
+    resident = prepared.graph.resident
+    return MemoryByCategory(
+        parameters=resident.parameters_bytes, buffers=resident.buffers_bytes,
+        inputs=resident.inputs_bytes,
+        optimizer=0 if prepared.optimizer is None else prepared.optimizer.state_bytes,
+        **{kind.value: size for kind, size in step.by_category.items()})
+
+
+def _describe(prepared: PreparedStep, step: CompiledStep) -> str:
+    """What holds the memory of the smallest step that was found."""
+    parts = ", ".join(f"{category} {format_bytes(size)}"
+                      for category, size in _memory(prepared, step).items() if size)
+    return f"At that minimum the compiled step holds {parts}."
+
+
+def schedule_saving(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> Schedule:
+    """The schedule that keeps the buffers `saved` (and what may not be recomputed) for the backward
+    and computes what else it needs once more, just before it is needed first."""
+    schedule: list[int] = []
+    available: set[int] = set(saved)
+
+    def is_missing(buffer: int) -> bool:
+        producer = graph.buffers[buffer].producer
+        return (buffer not in available and problem.ops[producer].recomputable
+                and not graph.buffers[buffer].kept_to_end)
+
+    def remake(buffer: int, before: int) -> None:
+        pending = [buffer]
+        while pending:
+            producer = graph.buffers[pending[-1]].producer
+            if not is_missing(pending[-1]):
+                pending.pop()
+                continue
+            missing = [b for b in graph.ops[producer].inputs if is_missing(b)]
+            if missing:
+                pending.extend(missing)
+                continue
+            schedule.append(producer)
+            available.update(graph.ops[producer].outputs)
+            pending.pop()
+
+    for index, op in enumerate(graph.ops):
+        if op.phase is Phase.BACKWARD and op.digest:
+            for buffer in op.inputs:
+                producer = graph.buffers[buffer].producer
+                if (graph.ops[producer].phase is Phase.FORWARD and is_missing(buffer)
+                        and problem.may_replay(producer, index)):
+                    remake(buffer, index)
+        schedule.append(index)
+    return tuple(schedule)
+
+
+def saved_buffers(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> frozenset[int]:
+    """Buffers of the forward whose first result the backward reads."""
+    timeline = unroll(problem, schedule)
+    seen: set[int] = set()
+    end = 0
+    for position, index in enumerate(schedule):
+        if index not in seen and graph.ops[index].phase is not Phase.BACKWARD:
+            end = position
+        seen.add(index)
+    return frozenset(
+        instance.storage for instance in timeline.instances
+        if instance.birth <= end < instance.death
+        and graph.ops[graph.buffers[instance.storage].producer].phase is Phase.FORWARD)
+
+
+def _free_ops(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> frozenset[int]:
+    """Ops that Inductor recomputes by itself: fused into the kernels that read them."""
+    schedule = schedule_saving(graph, problem, saved)
+    seen: set[int] = set()
+    again = set()
+    for index in schedule:
+        if index in seen:
+            again.add(index)
+        seen.add(index)
+    return frozenset(again)
+
+
+def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> frozenset[int]:
+    """`saved` without the buffers that free ops make from what is saved otherwise."""
+    known: dict[int, bool] = {}
+
+    def available(buffer: int) -> bool:
+        """Whether the backward can have it from buffers that no free op makes."""
+        if buffer not in known:
+            producer = graph.buffers[buffer].producer
+            if producer in free:
+                known[buffer] = all(available(b) for b in graph.ops[producer].inputs)
+            else:
+                known[buffer] = buffer in saved or graph.buffers[buffer].kept_to_end
+        return known[buffer]
+
+    for op in graph.ops:  # in order, so that the recursion is shallow
+        for buffer in op.outputs:
+            available(buffer)
+    return frozenset(buffer for buffer in saved
+                     if graph.buffers[buffer].producer not in free or not available(buffer))

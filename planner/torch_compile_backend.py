@@ -1,0 +1,214 @@
+"""`torch.compile(model, backend="checkpoint_planner", options={"budget_gb": 8})`.
+
+A Dynamo backend, found through the entry point `torch_dynamo_backends`.  What Dynamo captured is
+taken for the model: its first training step is planned as by `planner.plan`, the plan is applied,
+and that and every later step of the same shapes runs it.  Other shapes are planned anew when they
+come.
+
+The loss is the first differentiable scalar that the model returns; without one, every
+differentiable output counts with a gradient of its own size.
+
+Blind spots: in what Dynamo captured, ops do not know their modules, so `keep` can name only ops
+(`"aten.topk"`); where the model breaks into several graphs, each is planned as if it were alone (a
+warning says so); what the code around the model allocates is not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx
+
+    from planner.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `torch.compile(options=…)` may hold; the meaning is that of `planner.plan`."""
+
+    budget_gb: float | None = None
+    budget: int | str | None = None
+    optimizer: object = None
+    solver: str = "auto"
+    cost_model: str = "roofline"
+    time_limit: float = 60.0
+    keep: tuple[str, ...] = ()
+    probe: bool = True
+    inductor: bool = True
+    """Compile with Inductor; otherwise the planned graphs run op by op."""
+
+    @property
+    def backend(self) -> str:
+        """The planner's name for what runs the graphs."""
+        return "inductor" if self.inductor else "eager"
+
+
+def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
+                       options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The Dynamo backend: `module` behind a function that plans its first step and runs the plan.
+
+    `options`: see `Options`.  The first call raises `InfeasibleBudget` with the smallest budget
+    that works where nothing fits, and `CaptureError` where the step cannot be captured.
+
+    Raises `TypeError` for an option that there is not.
+    """
+    import torch
+
+    chosen = read_options(options or {})
+    _warn_of_break(module)
+    if not torch.is_grad_enabled():
+        return _without_plan(module, example_inputs, chosen)
+    return torch.compiler.disable(_PlannedGraph(module, chosen))
+
+
+def read_options(options: Mapping[str, Any]) -> Options:
+    """The options by name; raises `TypeError` for one that there is not."""
+    known = [field.name for field in fields(Options)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"the backend checkpoint_planner has no option {name!r}; "
+                            f"known: {', '.join(known)}")
+    given = dict(options)
+    if "keep" in given:
+        given["keep"] = tuple(given["keep"])
+    return Options(**given)
+
+
+def _without_plan(module: fx.GraphModule, example_inputs: Sequence[Any],
+                  options: Options) -> Callable[..., Any]:
+    if not options.inductor:
+        return module
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend("inductor")(module, list(example_inputs))
+
+
+def _warn_of_break(module: fx.GraphModule) -> None:
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is not None and getattr(reason, "graph_break", False):
+        log.warning("torch.compile broke the model into several graphs (%s); each is planned as if "
+                    "it were alone, so the budget holds for each and not for their sum",
+                    str(getattr(reason, "reason", "")).splitlines()[0])
+
+
+class _PlannedGraph:
+    """A captured graph that is planned when it first runs with inputs of some shapes."""
+
+    def __init__(self, module: fx.GraphModule, options: Options) -> None:
+        self._module, self._options = module, options
+        self._numbers = _arguments_read_as_numbers(module)
+        self._planned: dict[tuple[object, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        import torch
+
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return self._module(*args)
+        key = tuple(
+            arg if not isinstance(arg, torch.Tensor) else
+            (arg.shape, arg.stride(), arg.dtype, arg.item() if index in self._numbers else None)
+            for index, arg in enumerate(args))
+        if key not in self._planned:
+            self._planned[key] = self._plan(args)
+        return self._planned[key](*args)
+
+    def _plan(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        from planner.api import plan
+
+        region = _as_module(self._module, args)
+        options = self._options
+        log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
+        made = plan(region, region.inputs_of(args), budget_gb=options.budget_gb,
+                    budget=options.budget, loss_fn=_loss_among(self._module),
+                    optimizer=options.optimizer, solver=options.solver, backend=options.backend,
+                    cost_model=options.cost_model, probe=options.probe,
+                    time_limit=options.time_limit, keep=options.keep)
+        log.info("%s", _summary(made))
+        applied = made.apply(region)
+        return lambda *args: applied(*region.inputs_of(args))
+
+
+def _summary(plan: Plan) -> str:
+    from planner.units import format_bytes
+
+    recomputed = sum(row.action == "recompute" for row in plan.decisions)
+    limit = "no budget" if plan.budget_bytes is None else (
+        f"budget {format_bytes(plan.budget_bytes)}")
+    return (f"planned for {plan.backend}: {limit}, predicted peak "
+            f"{format_bytes(plan.peak_bytes)} (as the model runs today "
+            f"{format_bytes(plan.baseline_peak_bytes)}), {recomputed} of {len(plan.decisions)} ops "
+            f"recomputed, estimated extra time {plan.overhead:.1%}")
+
+
+def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    """The captured graph as a module with the parameters that it is called with."""
+    from torch import fx, nn
+
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if _is_number_of_argument(node):
+            copies[node] = args[names.index(node.args[0].name)].item()
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        # What Dynamo noted on the nodes comes through a second capture sometimes, and sometimes
+        # not; names must not depend on that.
+        copies[node].meta = {}
+    bare = fx.GraphModule(module, graph)
+    # A parameter's name comes from where the model has it.
+    parameters = {index: names[index] for index, arg in enumerate(args)
+                  if isinstance(arg, nn.Parameter)}
+
+    class CapturedGraph(nn.Module):
+        """What Dynamo captured."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph_module = bare
+            for index, name in parameters.items():
+                self.register_parameter(name, args[index])
+
+        def inputs_of(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(arg for index, arg in enumerate(args) if index not in parameters)
+
+        def forward(self, *inputs: Any) -> Any:
+            given = iter(inputs)
+            return self.graph_module(*[
+                getattr(self, parameters[index]) if index in parameters else next(given)
+                for index in range(len(names))])
+
+    return CapturedGraph()
+
+
+def _is_number_of_argument(node: fx.Node) -> bool:
+    """Whether the node reads the value of a scalar argument: Dynamo makes tensors of Python floats
+    that have changed between calls."""
+    return (node.op == "call_method" and node.target == "item"
+            and node.args[0].op == "placeholder")
+
+
+def _arguments_read_as_numbers(module: fx.GraphModule) -> frozenset[int]:
+    read = {node.args[0] for node in module.graph.nodes if _is_number_of_argument(node)}
+    return frozenset(index for index, node
+                     in enumerate(module.graph.find_nodes(op="placeholder")) if node in read)
+
+
+def _loss_among(module: fx.GraphModule) -> Callable[[Any], torch.Tensor] | None:
+    """Picks the first differentiable scalar of the outputs; `None` where there is none."""
+    import torch
+
+    returned = module.graph.output_node().args[0]
+    for index, node in enumerate(returned if isinstance(returned, (tuple, list)) else ()):
+        value = getattr(node, "meta", {}).get("example_value")
+        if (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
+            return lambda outputs: outputs[index]
+    return None
