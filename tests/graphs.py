@@ -51,6 +51,7 @@ class HandMadeStep:
     optimizer: Footprint | None = None
     training: bool = True
     overrides: tuple[tuple[str, object], ...] = (("use_cache", False),)
+    compiled: None = None
 
     @property
     def baseline(self) -> Baseline:
