@@ -212,7 +212,7 @@ def test_with_the_random_numbers_of_eager_the_gradients_are_those_of_eager():
             expected = step(model, seed)
             reference = gradient(model)
             assert float((mine - reference).norm() / reference.norm()) <= 1e-5
-            assert loss == pytest.approx(expected, rel=1e-5)
+            assert float(loss) == pytest.approx(float(expected), rel=1e-5)
             assert torch.equal(state, torch.get_rng_state())
 
 

@@ -16,6 +16,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, CustomPassBase
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -58,7 +59,11 @@ class JointPartitioner(CustomPartitionerFn):
         return JointPartitioner, (None, self._uuid)
 
 
-class LateRecomputation(CustomPassBase):
+# Only a pass of the newer class lets Inductor cache; where torch has none, it is not looked for.
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomPassBase)
+
+
+class LateRecomputation(_SchedulerPass):
     """`torch._inductor.config._pre_fusion_custom_pass`: a recomputation stays where it was put.
 
     What the backward recomputes depends on no gradient, so that Inductor may fuse it with the first
