@@ -58,7 +58,7 @@ def look(kind, ranks=2, optimizer=None, model=MODEL, **settings):
 def test_ddp_holds_every_gradient_twice_unless_they_are_views_of_the_buckets():
     plain = capture(MODEL, torch.empty(BATCH, WIDTH), loss_fn=mean_square, optimizer="adamw")
     twice = look("ddp", optimizer="adamw")
-    assert twice.peak_bytes == pytest.approx(plain.baseline_peak_bytes + WHOLE, abs=8)
+    assert twice.peak_bytes == pytest.approx(plain.baseline_peak_bytes + WHOLE, abs=64)
     assert sum(twice.bucket_bytes) == WHOLE == twice.memory["communication"]
     once = look("ddp", optimizer="adamw", gradient_as_bucket_view=True)
     assert once.memory["communication"] == 0 and once.memory["gradients"] == WHOLE
