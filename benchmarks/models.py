@@ -151,6 +151,33 @@ def resnet(*, batch: int = 8, image: int = 112, width: int = 32) -> Workload:
                     lambda logits: F.cross_entropy(logits, labels))
 
 
+class _Separable(nn.Sequential):
+    """A 3x3 convolution of each channel by itself, then a 1x1 one across channels."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__(
+            nn.Conv2d(inside, inside, 3, stride, 1, groups=inside, bias=False),
+            nn.BatchNorm2d(inside), nn.ReLU(True),
+            nn.Conv2d(inside, outside, 1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(True))
+
+
+def mobilenet(*, batch: int = 8, image: int = 128, width: int = 16) -> Workload:
+    """MobileNet (v1) at half its width; 13 separable convolutions."""
+    torch.manual_seed(0)
+    outsides = [2, 4, 4, 8, 8, 16, 16, 16, 16, 16, 16, 32, 32]
+    strides = [1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1]
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width),
+                               nn.ReLU(True)]
+    inside = width
+    for outside, stride in zip(outsides, strides, strict=True):
+        layers.append(_Separable(inside, outside * width, stride))
+        inside = outside * width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 10))
+    labels = torch.arange(batch) % 10
+    return Workload("mobilenet", model.train(), (torch.randn(batch, 3, image, image),),
+                    lambda logits: F.cross_entropy(logits, labels))
+
+
 class _Double(nn.Sequential):
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__(
@@ -201,5 +228,5 @@ def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    build.__name__: build for build in (gpt2, bert, llama, t5, vit, resnet, unet, mlp)}
+    build.__name__: build for build in (gpt2, bert, llama, t5, vit, resnet, unet, mlp, mobilenet)}
 """Every model by name."""
