@@ -42,6 +42,10 @@ class SizedSteps:
                             f"function, got {type(make_loss_fn).__name__}")
         if make_loss_fn is not None and options.get("loss_fn") is not None:
             raise ValueError("give loss_fn or make_loss_fn, not both")
+        if options.get("backend", "eager") != "eager":
+            raise ValueError(f"backend={options['backend']!r}: sizes are compared by the step that "
+                             "runs op by op; use backend='eager', and plan the size that was found "
+                             "for the other backend with planner.plan")
         self._model = model
         self._make_inputs = make_inputs
         self._make_loss_fn = make_loss_fn

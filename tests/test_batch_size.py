@@ -179,6 +179,7 @@ def test_a_batch_function_that_returns_nonsense(inputs, error, message):
     ({"multiple_of": 0}, ValueError, "multiple_of"),
     ({"time_limit": 0}, ValueError, "time_limit"),
     ({"make_loss_fn": 3}, TypeError, "make_loss_fn"),
+    ({"backend": "inductor"}, ValueError, "use backend='eager'"),
 ])
 def test_wrong_arguments_are_told(options, error, message):
     with pytest.raises(error, match=message):
