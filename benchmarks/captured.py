@@ -38,7 +38,7 @@ def _gpt2(layers: int) -> tuple[nn.Module, Mapping[str, Any]]:
 
 
 def _llama(layers: int, width: int, inside: int, heads: int) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Llama 3 in bfloat16, one sequence of 4096 tokens."""
+    """Llama 3 in bfloat16, 8 sequences of 4096 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
@@ -46,7 +46,7 @@ def _llama(layers: int, width: int, inside: int, heads: int) -> tuple[nn.Module,
             num_hidden_layers=layers, hidden_size=width, intermediate_size=inside,
             num_attention_heads=heads, num_key_value_heads=8, vocab_size=128256,
             max_position_embeddings=8192, use_cache=False)).to(torch.bfloat16)
-        ids = torch.zeros(1, 4096, dtype=torch.long)
+        ids = torch.zeros(8, 4096, dtype=torch.long)
     return model.train(), {"input_ids": ids, "labels": ids}
 
 

@@ -4,6 +4,10 @@ AOTAutograd hands its partitioner one fx graph of the forward and the backward. 
 of dead and duplicate ops, and of the backward through outputs that receive no gradient: those
 cotangents are known to be zero, and plain autograd would never run that part (AOTAutograd, left to
 itself, allocates the zeros and runs it).
+
+The order is changed in one respect: what makes a gradient that the backward returns runs as soon as
+it can.  Such a gradient is held to the end whenever it is made, while what it is made from,
+the activation that a layer saved, can go before the gradient of the layer's input is made.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.torch_compat import (
+    OpOverload,
     cotangent_sources,
     eliminate_common_subexpressions,
     gradient_targets,
@@ -85,6 +90,7 @@ def clean_joint_graph(
     _prune_backward(graph, num_forward_outputs,
                     [t for t, used in zip(tangents, cotangents, strict=True) if not used])
     graph.eliminate_dead_code()
+    _hasten_gradients(graph, num_forward_outputs)
     graph.lint()
     output = graph.output_node()
     returned = output.args[0]
@@ -103,6 +109,46 @@ def clean_joint_graph(
             source if isinstance(source, fx.Node) else None
             for source in cotangent_sources(tangents, output, returned)),
         gradients=tuple(n if isinstance(n, fx.Node) else None for n in by_input))
+
+
+def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
+    """Move each op of the backward that makes a returned gradient, if need be by way of views and
+    casts, to just behind the last of its operands, views of which come along; what comes behind the
+    same operand keeps its order."""
+    nodes = list(graph.nodes)
+    output = graph.output_node()
+    of_forward = {node for node in output.args[0][:num_forward_outputs]
+                  if isinstance(node, fx.Node)}
+    early = {output}
+    for node in reversed(nodes):
+        if (node.op == "call_function" and node.users and node not in of_forward
+                and not node.is_impure() and early.issuperset(node.users)
+                and (_is_view(node) or all(user is output or len(user.all_input_nodes) == 1
+                                           for user in node.users))):
+            early.add(node)
+    rank: dict[fx.Node, float] = {}
+    in_backward: set[fx.Node] = set()
+    start = float("inf")  # where the backward begins
+    for position, node in enumerate(nodes):
+        rank[node] = position
+        operands = node.all_input_nodes
+        starts = node.op == "placeholder" and is_cotangent(node)
+        if starts or not in_backward.isdisjoint(operands):
+            in_backward.add(node)
+            if node.op == "call_function":
+                start = min(start, position)
+                if node in early:
+                    last = max(rank[operand] for operand in operands)
+                    rank[node] = last if last >= start else start - 0.5
+    previous = nodes[0]
+    for node in sorted(nodes, key=rank.__getitem__):  # stable: operands stay in front
+        if node is not previous:
+            previous.append(node)
+        previous = node
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def primals_of(module: fx.GraphModule) -> list[fx.Node]:

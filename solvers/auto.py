@@ -18,6 +18,10 @@ from solvers.sqrt_n import sqrt_n
 from solvers.task import Proposal, Task
 
 PATIENCE = 0.15
+MOVES_PER_SECOND = 12_000
+"""What local search does in a second, about."""
+GUARD = 5.0
+"""A turn of local search ends in any case after so many times its nominal time."""
 GOOD_ENOUGH = 0.002
 """A gap (as a fraction of the plain cost) that is not worth the second half of the time limit."""
 
@@ -29,6 +33,8 @@ def auto(task: Task) -> Proposal:
     if not incumbent.possible or incumbent.proven:
         return incumbent.proposal()
     whole = task.seconds_left
+    # Turns of local search are measured in moves and their nominal time, so that the result does
+    # not depend on what else the machine does.
     search = CutSearch(task, incumbent)
     for rung in (sqrt_n, dp):
         if not incumbent.proven:
@@ -45,9 +51,10 @@ def auto(task: Task) -> Proposal:
             break
         if not incumbent.proven:
             turn, before = turn + 1, incumbent.cost
-            turn_seconds = min(turn_seconds, task.seconds_left)
-            incumbent.offer(improve(task.problem, task.budget_bytes, incumbent.schedule,
-                                    time_limit=turn_seconds, seed=task.seed + turn))
+            incumbent.offer(improve(
+                task.problem, task.budget_bytes, incumbent.schedule, seed=task.seed + turn,
+                moves=int(MOVES_PER_SECOND * turn_seconds), deadline=task.deadline,
+                time_limit=GUARD * turn_seconds))
             incumbent.report("local search")
             fruitful = incumbent.cost < before
             fruitless_seconds = 0.0 if fruitful else fruitless_seconds + turn_seconds

@@ -63,11 +63,12 @@ class CutModel:
     ends, if it is recomputed there.  Not with the first cut."""
 
     def solve(self, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
-              gap: float = 0.0, hint: Schedule | None = None) -> CutSolution:
-        """Solve within a time limit, to within a gap in units of cost; `hint` is a schedule to
-        start from."""
+              gap: float = 0.0, nodes: int | None = None,
+              hint: Schedule | None = None) -> CutSolution:
+        """Solve within a time limit and a number of nodes, to within a gap in units of cost; `hint`
+        is a schedule to start from."""
         program = _Program(self)
-        return program.solve(seconds, engine, seed, gap, hint)
+        return program.solve(seconds, engine, seed, gap, nodes, hint)
 
 
 class _Program:
@@ -225,10 +226,10 @@ class _Program:
                 if not problem.storages[storage].kept_to_end:
                     self._row({**at_hand(storage), variable: -1.0}, 0.0)
 
-    def solve(self, seconds: float, engine: Engine, seed: int, gap: float,
+    def solve(self, seconds: float, engine: Engine, seed: int, gap: float, nodes: int | None,
               hint: Schedule | None) -> CutSolution:
         answer = optimise(self.mip, seconds, engine=engine, seed=seed, gap=gap / self.cost_unit,
-                          hint=None if hint is None else self._values_of(hint))
+                          nodes=nodes, hint=None if hint is None else self._values_of(hint))
         retained = None
         if answer.values is not None:
             retained = tuple(

@@ -29,8 +29,13 @@ GENEROSITY = 3.0
 COARSE_GAP = 5e-4
 """Models with cuts are solved to within this fraction of the plain cost, and to the end only where
 that could close the proof."""
-FIRST_ROUND_SECONDS = 1.0
-"""Time for one model in the first round, per 500 ops; doubled from round to round."""
+FIRST_ROUND_NODES = 50
+"""Nodes of the search for one model in the first round; doubled from round to round.  Time is no
+measure of work: the result would depend on what else the machine does."""
+GUARD_SECONDS = 6.0
+"""No model gets more time than this in the first round, per 500 ops; doubled as well."""
+ANCHOR_NODES = 20
+"""Nodes for each model with anchors."""
 
 
 def ilp(task: Task) -> Proposal:
@@ -61,10 +66,11 @@ class CutSearch:
         self._cuts: tuple[int, ...] = (pivot,)
         self._inner: tuple[tuple[int, int], ...] = ()
         self._moments = frozenset({(pivot, pivot)})
-        self._round_seconds = FIRST_ROUND_SECONDS * max(1.0, len(problem) / 500)
+        self._nodes = FIRST_ROUND_NODES
+        self._guard_seconds = GUARD_SECONDS * max(1.0, len(problem) / 500)
         self._relaxed = problem.plain_schedule
         self._anchored = False
-        self._cut(task.seconds_left / 3)
+        self._cut(20 * FIRST_ROUND_NODES, task.seconds_left / 3)
         region = region_after(problem, pivot)
         self._blocks = block_gaps(problem, region, waists(
             narrow_frontiers(problem, region, len(problem))))
@@ -81,10 +87,15 @@ class CutSearch:
         if self.settled:
             return
         added = self._add_cuts()
-        cuts_settled = self._cut(min(2 * self._round_seconds, self._task.seconds_left / 2))
+        cuts_settled = self._cut(2 * self._nodes, self._guard)
         unchanged = before == (self._incumbent.cost, self._incumbent.fits)
         self.settled |= slots_settled and cuts_settled and not added and unchanged
-        self._round_seconds *= 2
+        self._nodes *= 2
+        self._guard_seconds *= 2
+
+    @property
+    def _guard(self) -> float:
+        return min(self._guard_seconds, self._task.seconds_left / 2)
 
     def _add_cuts(self) -> bool:
         """Look at memory where the last solution of the model exceeds the budget most, too; whether
@@ -101,14 +112,15 @@ class CutSearch:
                 return True
         return False
 
-    def _cut(self, seconds: float) -> bool:
+    def _cut(self, nodes: int, seconds: float) -> bool:
         """Solve the model of the present cuts; whether to the end."""
         task, incumbent = self._task, self._incumbent
         model = CutModel(task.problem, task.budget_bytes, self._cuts, inner=self._inner)
         deadline = time.monotonic() + seconds
         for gap in (COARSE_GAP * task.problem.plain_cost, 0.0):
-            solution = model.solve(deadline - time.monotonic(), seed=task.seed, gap=gap,
-                                   hint=incumbent.schedule if incumbent.fits else None)
+            solution = model.solve(
+                deadline - time.monotonic(), seed=task.seed, gap=gap, nodes=nodes,
+                hint=incumbent.schedule if incumbent.fits else None)
             incumbent.raise_bound(solution.extra_bound)
             if solution.retained is not None:
                 self._relaxed = realise(task.problem, self._cuts, solution.retained)
@@ -127,13 +139,12 @@ class CutSearch:
         whether that was solved to the end."""
         task, incumbent = self._task, self._incumbent
         known = gaps_of(task.problem, [self._relaxed, incumbent.schedule, *task.ideas])
-        deadline = time.monotonic() + min(4 * self._round_seconds, task.seconds_left / 2)
         settled = False
         for offers in ((known,), (known, self._blocks)):
             answer = best_of_slots(
                 task.problem, task.budget_bytes, template(task.problem, *offers),
                 start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
-                seed=task.seed, round_seconds=self._round_seconds, deadline=deadline)
+                seed=task.seed, nodes=self._nodes, deadline=time.monotonic() + self._guard)
             self._moments = answer.moments
             if answer.schedule is not None:
                 incumbent.offer(answer.schedule)
@@ -159,7 +170,7 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
             continue
         solution = CutModel(problem, budget, (pivot,), anchors=anchors,
                             room_bytes=(int(budget * factor),)).solve(
-                                min(2.0, task.seconds_left / 4), seed=task.seed,
+                                task.seconds_left / 4, seed=task.seed, nodes=ANCHOR_NODES,
                                 gap=COARSE_GAP * problem.plain_cost)
         if solution.retained is None:
             low = factor

@@ -36,14 +36,18 @@ class Answer:
 
 
 def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
-             gap: float = 0.0,
+             gap: float = 0.0, nodes: int | None = None,
              hint: Mapping[mathopt.Variable, float] | None = None) -> Answer:
-    """Minimise within a time limit, to within an absolute gap; objectives must not be negative."""
+    """Minimise within a time limit, to within an absolute gap; objectives must not be negative.
+
+    `nodes` limits the work instead: where that is what ends the search, the answer does not depend
+    on the speed of the machine.
+    """
     if seconds <= 0:
         return Answer(None, float("inf"), 0.0, False)
     params = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=seconds), random_seed=seed,
-        relative_gap_tolerance=0.0, absolute_gap_tolerance=gap)
+        relative_gap_tolerance=0.0, absolute_gap_tolerance=gap, node_limit=nodes)
     if engine is Engine.HIGHS:
         params.highs.bool_options["output_flag"] = False
         params.highs.string_options["parallel"] = "off"

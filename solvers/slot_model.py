@@ -50,10 +50,10 @@ class SlotAnswer:
 
 
 def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, deadline: float,
-                  round_seconds: float, start: Schedule | None = None,
+                  nodes: int | None = None, start: Schedule | None = None,
                   moments: Iterable[Moment] = (), seed: int = 0) -> SlotAnswer:
     """The cheapest schedule within the budget that only drops recomputations from `template`, as
-    far as the time allows.
+    far as the time allows, and `nodes` for each round of solving.
 
     `start`: such a schedule, to start from.  `moments`: where memory is expected to be tight.
     """
@@ -65,8 +65,7 @@ def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, de
     settled = True
     for gap in PASSES:
         for _ in range(MOST_ROUNDS):
-            seconds = min(round_seconds, deadline - time.monotonic())
-            used, solved = model.solve(seconds, seed, hint, gap)
+            used, solved = model.solve(deadline - time.monotonic(), seed, hint, gap, nodes)
             settled = solved
             if used is None:
                 return SlotAnswer(best, model.moments, settled)
@@ -195,11 +194,11 @@ class _SlotModel:
             row.set_coefficient(variable, size / unit)
         return True
 
-    def solve(self, seconds: float, seed: int, hint: set[int] | None,
-              gap: float) -> tuple[set[int] | None, bool]:
+    def solve(self, seconds: float, seed: int, hint: set[int] | None, gap: float,
+              nodes: int | None) -> tuple[set[int] | None, bool]:
         """The slots of the cheapest choice found, or `None`; whether the gap was closed."""
         values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
-        answer = optimise(self._mip, seconds, seed=seed, hint=values,
+        answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
                           gap=gap * self._problem.plain_cost / self._cost_unit)
         if answer.values is None:
             return None, answer.solved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,8 +91,7 @@ def test_slots_find_the_best_part_of_a_template(data: st.DataObject) -> None:
     offered = template(problem, gaps_of(problem, [whole]))
     peak, _ = simulate(problem, offered)
     budget = data.draw(st.integers(max(0, peak - 8), peak))
-    found = best_of_slots(problem, budget, offered, deadline=float("inf"),
-                          round_seconds=SECONDS).schedule
+    found = best_of_slots(problem, budget, offered, deadline=time.monotonic() + SECONDS).schedule
     best = min((cost for held, cost in _parts(problem, offered) if held <= budget), default=None)
     if found is not None:
         held, cost = judge(problem, found)

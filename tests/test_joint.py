@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from graph_capture.errors import CaptureError
 from graph_capture.joint import clean_joint_graph, count_cotangents
+from solvers import simulate
 from tests import models
 from tests.models import Case
 from tests.regions import joint_graph, recorded
@@ -141,3 +142,28 @@ def test_symbolic_sizes_are_refused():
     graph.output((size,))
     with pytest.raises(CaptureError, match="static shapes"):
         clean_joint_graph(fx.GraphModule({}, graph), 1, ())
+
+
+def test_a_gradient_is_made_right_behind_what_it_is_made_from():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+    joint = joint_graph(model, torch.randn(4, 8), loss_fn=lambda out: out.square().sum())
+    nodes = list(joint.graph.nodes)
+    at = {node: position for position, node in enumerate(nodes)}
+    products = [node for node in nodes if str(node.target) == "aten.mm.default"]
+    # For each layer from the last the gradient of the weight, then that of the layer's input.
+    assert ["aten.t" in str(node.args[0].target) for node in products] == [
+        True, False, True, False, True]
+    assert all(at[node.args[0]] == at[node] - 1 for node in products[::2])
+
+
+def test_early_gradients_lower_the_peak_and_change_no_value(monkeypatch):
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)]
+    case = Case(nn.Sequential(*layers), (torch.randn(256, 32),), lambda out: out.square().sum())
+    step = captured(case)
+    early, _ = simulate(step.problem, step.problem.plain_schedule)
+    planned, _ = apply_schedule(case, step, random_schedule(step.problem, 0, 0.7))
+    assert train(planned, case).differences(reference(case)) == []
+    monkeypatch.setattr("graph_capture.joint._hasten_gradients", lambda *_: None)
+    late = captured(case)
+    assert early < simulate(late.problem, late.problem.plain_schedule).peak_bytes
