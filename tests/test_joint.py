@@ -158,7 +158,7 @@ def test_a_gradient_is_made_right_behind_what_it_is_made_from():
 
 def test_early_gradients_lower_the_peak_and_change_no_value(monkeypatch):
     torch.manual_seed(0)
-    layers = [nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)]
+    layers = [nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)]
     case = Case(nn.Sequential(*layers), (torch.randn(256, 32),), lambda out: out.square().sum())
     step = captured(case)
     early, _ = simulate(step.problem, step.problem.plain_schedule)
