@@ -11,13 +11,13 @@ operating system itself is seen on no device, fragmentation neither.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from graph_capture.torch_compat import cpu_allocations
+from graph_capture.torch_compat import cpu_allocations, cpu_allocations_in_stages
 
 _CUDA_GRANULE_BYTES = 512
 """The caching allocator of CUDA rounds each request up to a multiple of this."""
@@ -69,3 +69,19 @@ def record_peak_of_op(fn: Callable[[], object], device: torch.device) -> Allocat
     torch.cuda.synchronize(device)
     peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     return AllocationRecord(peak - start, end - start)
+
+
+def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRecord, ...]:
+    """Run functions one after the other on the CPU and measure each.
+
+    Peaks and ends are those of each stage, above what was allocated when the first one began; so
+    what one stage leaves counts in the next.  Raises `RuntimeError` while a profiler is running.
+    """
+    gc.collect()
+    level = 0
+    records = []
+    for sizes in cpu_allocations_in_stages(stages):
+        levels = list(accumulate(sizes, initial=level))
+        level = levels[-1]
+        records.append(AllocationRecord(max(levels), level))
+    return tuple(records)

@@ -16,7 +16,6 @@ writes differently for subclasses.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.allocator import allocated_bytes
+from graph_capture.memory_trace import Block, Category, MemoryTrace, OpRun
 from graph_capture.torch_compat import GradientSums, OpOverload, storage_key
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
@@ -35,22 +35,39 @@ class MemoryTracker(TorchDispatchMode):
     """Log of the storages made and released on one device; to be entered above the fake mode."""
 
     def __init__(self, workspace: Workspace, *, device: torch.device, trace_device: torch.device,
-                 resident: Iterable[torch.Tensor]) -> None:
+                 resident: Iterable[torch.Tensor],
+                 module_of_op: Callable[[], str] = lambda: "") -> None:
         """`device`: the one planned for, by whose allocator sizes are counted; `trace_device`: the
-        one that its fake tensors claim to be on.  `resident`: tensors that do not count."""
+        one that its fake tensors claim to be on.  `resident`: tensors that do not count.
+        `module_of_op`: called while an op runs, the name of the module that it belongs to."""
         super().__init__()
         self._workspace, self._device, self._trace_device = workspace, device, trace_device
+        self._module_of_op = module_of_op
         self._resident = {storage_key(tensor) for tensor in resident}
         self._number_of: dict[int, int] = {}  # key of a live storage -> its number
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._sizes: list[int] = []  # by number
-        self._log: list[tuple[int, int]] = []  # number (or -1: workspace), change in bytes
+        self._sizes: list[int] = []  # by number; workspace has a number too
+        self._makers: list[tuple[str, str]] = []  # op and module, by number
+        self._workspaces: set[int] = set()
+        self._events: list[int] = []  # as in `MemoryTrace`
+        self._runs: list[OpRun] = []
+        self._running = ("", "")
         self._sums, self._in_backward = GradientSums(), False
         self._closed = False
         self.live_bytes = 0
         """Bytes of the storages alive now."""
         self.peak_bytes = 0
         """The most since the tracker was made or `restart_peak` was called, workspace included."""
+
+    @property
+    def event_count(self) -> int:
+        """Number of events so far: a moment of the trace."""
+        return len(self._events)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """From here on a tensor that was made out of sight counts, too."""
+        self._resident.discard(storage_key(tensor))
+        self._follow(tensor)
 
     def restart_peak(self) -> None:
         """Forget the peak so far."""
@@ -69,23 +86,21 @@ class MemoryTracker(TorchDispatchMode):
         """Number of the tensor's storage, in the order in which storages were made."""
         return self._number_of.get(storage_key(tensor))
 
-    def alive_at_peak(self) -> tuple[Mapping[int, int], int]:
-        """Bytes by storage number, and workspace, at the first moment of the highest memory."""
-        level = best = 0
-        best_position = -1
-        for position, (number, change) in enumerate(self._log):
-            reached = level + change
-            if reached > best:
-                best, best_position = reached, position
-            if number >= 0:
-                level = reached
-        alive: defaultdict[int, int] = defaultdict(int)
-        for number, change in self._log[:best_position + 1]:
-            if number >= 0:
-                alive[number] += change
-        number, change = self._log[best_position] if best_position >= 0 else (0, 0)
-        workspace = change if number < 0 else 0
-        return {number: size for number, size in alive.items() if size}, workspace
+    def live_numbers(self) -> set[int]:
+        """Numbers of the storages alive now."""
+        return set(self._references)
+
+    def trace(self, category_of: Callable[[int], Category],
+              labels: Mapping[int, str] | None = None) -> MemoryTrace:
+        """All that was seen so far; workspace is temporary, the category of any other block is
+        what `category_of` says of its number."""
+        labels = labels or {}
+        return MemoryTrace(
+            tuple(Block(size, Category.TEMPORARIES if number in self._workspaces
+                        else category_of(number), op, module, labels.get(number, ""))
+                  for number, (size, (op, module))
+                  in enumerate(zip(self._sizes, self._makers, strict=True))),
+            tuple(self._events), tuple(self._runs))
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -95,14 +110,27 @@ class MemoryTracker(TorchDispatchMode):
         if (self._in_backward and func is torch.ops.aten.add.Tensor
                 and self._sums.in_place(args)):
             func = torch.ops.aten.add_.Tensor
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        begun = len(self._events)
+        self._running = (str(func.overloadpacket), self._module_of_op())
         out = func(*args, **kwargs)
-        if isinstance(func, OpOverload):
-            if not func.is_view:
-                self._follow_new(func, args, kwargs, out)
-            transient = self._workspace(func, args, kwargs, out)
-            if transient:
-                self._log.append((-1, transient))
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes + transient)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._follow(out)  # made from Python numbers: of its storage no other op tells
+        elif not func.is_view:
+            self._follow_new(func, args, kwargs, out)
+        workspace = self._workspace(func, args, kwargs, out)
+        touched = [number for leaf in pytree.tree_leaves((args, kwargs, out))
+                   if isinstance(leaf, torch.Tensor)
+                   and (number := self.number_of(leaf)) is not None]
+        if workspace:
+            number = self._new_number(workspace)
+            self._workspaces.add(number)
+            self._events += (number, ~number)
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
+            touched.append(number)
+        if touched and not func.is_view:
+            self._runs.append(OpRun(begun, *self._running, tuple(dict.fromkeys(touched))))
         return out
 
     def _follow_new(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
@@ -121,20 +149,25 @@ class MemoryTracker(TorchDispatchMode):
         if key in self._number_of or key in self._resident:
             return
         storage = tensor.untyped_storage()
-        number = len(self._sizes)
         size = allocated_bytes(storage.nbytes(), self._device)
+        number = self._new_number(size)
         self._number_of[key] = number
-        self._sizes.append(size)
         self._references[number] = weakref.ref(storage, lambda _: self._released(key, number))
+        self._events.append(number)
         self._change(number, size)
+
+    def _new_number(self, size_bytes: int) -> int:
+        self._sizes.append(size_bytes)
+        self._makers.append(self._running)
+        return len(self._sizes) - 1
 
     def _released(self, key: int, number: int) -> None:
         if self._closed:
             return
         del self._number_of[key], self._references[number]
+        self._events.append(~number)
         self._change(number, -self._sizes[number])
 
     def _change(self, number: int, change: int) -> None:
-        self._log.append((number, change))
         self.live_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graph_capture import eager_step
+from graph_capture import micro_step
 from graph_capture.allocator import AllocationRecord, record_peak
 from graph_capture.eager_step import EagerStep, trace_eager_step
 from graph_capture.errors import CaptureError
@@ -77,7 +77,7 @@ def test_fake_tensors_give_the_same_where_code_does_not_ask(name, probe, monkeyp
     """The way taken where plain tensors cannot be: gradients are summed as for plain ones."""
     case = build(name)
     plain = trace(case, probe)
-    monkeypatch.setattr(eager_step, "hollow_twin", None)
+    monkeypatch.setattr(micro_step, "hollow_twin", None)
     fake = trace(case, probe)
     assert not fake.plain
     assert dataclasses.replace(fake, plain=True) == plain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -20,8 +20,9 @@ from graph_capture.layout import is_dense
 # `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
 # there is no public way to trace a model without allocating its memory.
 __all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "cpu_allocations",
-           "fake_tensor", "no_active_modes", "no_subclass_functions",
-           "storage_at", "storage_key", "tensor_clone"]
+           "cpu_allocations_in_stages", "fake_tensor", "next_node_number", "no_active_modes",
+           "no_subclass_functions", "running_node_number", "storage_at", "storage_key",
+           "tensor_clone"]
 
 # What a fake tensor answers to an op whose result has a shape that depends on values (2.11-2.13).
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)
@@ -71,6 +72,21 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def next_node_number() -> int:
+    """The number that autograd gives to the next node of its graph which this thread makes.
+
+    Torch's own tracing uses it (2.11-2.13) to tell which op of the forward a node belongs to.
+    """
+    return torch.autograd._get_sequence_nr()
+
+
+def running_node_number() -> int | None:
+    """The number of the node that autograd's engine runs on this thread, `None` outside of a
+    backward (2.11-2.13)."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def cpu_allocations(fn: Callable[[], object]) -> list[int]:
     """Bytes of each allocation (positive) and release (negative) of the CPU's allocator while `fn`
     runs, in time order; on the calling thread and on those to which torch hands its thread state.
@@ -78,6 +94,14 @@ def cpu_allocations(fn: Callable[[], object]) -> list[int]:
     `torch.profiler.profile` records the same events, but spends 30 ms per session on tables that
     nobody reads here, where this takes 1 ms; it gives access to them only through private names as
     well (`kineto_results`).  The functions below are those that it is made of (2.11-2.13).
+    """
+    return cpu_allocations_in_stages([fn])[0]
+
+
+def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[list[int]]:
+    """`cpu_allocations` of functions that run one after the other, for each of them.
+
+    What one of them allocates and a later one releases is seen, as in a single run.
     """
     if torch.autograd._profiler_enabled():
         raise RuntimeError("cannot measure allocations while a profiler is running; stop it first")
@@ -89,14 +113,27 @@ def cpu_allocations(fn: Callable[[], object]) -> list[int]:
         torch.autograd._prepare_profiler(config, activities)
         torch.autograd._enable_profiler(config, activities)
         try:
-            fn()
+            for number, stage in enumerate(stages):
+                if number:
+                    with torch.autograd.profiler.record_function(_STAGE):
+                        pass
+                stage()
         finally:
             result = torch.autograd._disable_profiler()
     cpu = torch.autograd.DeviceType.CPU
-    events = [event for event in result.events()
-              if event.name() == "[memory]" and event.device_type() == cpu]
+    events = [event for event in result.events() if event.name() == _STAGE
+              or (event.name() == "[memory]" and event.device_type() == cpu)]
     events.sort(key=lambda event: event.start_ns())  # a stable sort: equal times stay in order
-    return [event.nbytes() for event in events]
+    sizes: list[list[int]] = [[]]
+    for event in events:
+        if event.name() == _STAGE:
+            sizes.append([])
+        else:
+            sizes[-1].append(event.nbytes())
+    return sizes
+
+
+_STAGE = "checkpoint-planner: next stage"
 
 
 @contextmanager

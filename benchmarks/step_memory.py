@@ -1,0 +1,276 @@
+"""Predicted against measured memory of the whole training step, phase by phase.
+
+    python -m benchmarks.step_memory --model gpt2,resnet --optimizer adamw --all
+
+Three consecutive steps of a real training loop run on the CPU in one recording of the allocator,
+from the model's loading on.  Compared are the peaks of the first step and of the later ones, and
+what is held between steps; with `--all` every row of the grid is printed, else one for each model
+and optimizer, with the largest deviation of its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.models import Workload, bert, gpt2, resnet, vit
+from graph_capture.allocator import record_stages
+from graph_capture.loss import Objective, objective
+from graph_capture.optimizer_step import OptimizerSettings
+from graph_capture.plain_loop import PlainLoop
+from planner.step_account import LoopAccount, account_of
+from planner.step_trace import StepPhase, TrainingLoop, compose
+
+MEGABYTE = 1e6
+STEPS = 3
+
+MODELS: dict[str, Callable[[], Workload]] = {
+    "gpt2": lambda: gpt2(batch=2, sequence=64),
+    "bert": lambda: bert(batch=2, sequence=64),
+    "vit": lambda: vit(batch=2, image=32),
+    "resnet": lambda: resnet(batch=2, image=64),
+}
+"""Small enough for the optimizer's state to matter as much as activations do."""
+
+OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-5),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-5),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-5, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-5, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-5),
+}
+DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the grid."""
+
+    optimizer: str
+    dtype: str
+    accumulation: int
+    set_to_none: bool
+
+    def __str__(self) -> str:
+        reset = "None" if self.set_to_none else "zero"
+        return f"{self.optimizer} {self.dtype} accumulation {self.accumulation} {reset}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes of a real loop."""
+
+    loaded_bytes: int
+    """Held when model, optimizer and batch are there."""
+    phase_bytes: tuple[Mapping[StepPhase, int], ...]
+    """The peak of each phase, for each step."""
+    end_bytes: tuple[int, ...]
+    """Held after each step."""
+
+    def peak_bytes(self, step: int) -> int:
+        """The most that a step takes."""
+        return max(self.phase_bytes[step].values())
+
+
+class RealLoop:
+    """A training loop in stages; names are bound anew where a loop binds them."""
+
+    def __init__(self, workload: Workload, optimizer: Callable[..., torch.optim.Optimizer],
+                 autocast: torch.dtype | None, accumulation: int, set_to_none: bool) -> None:
+        self._workload, self._make, self._autocast = workload, optimizer, autocast
+        self._accumulation, self._set_to_none = accumulation, set_to_none
+        self._output: Any = None
+        self._goal: Objective | None = None
+
+    def run(self) -> Measured:
+        """Load, and make `STEPS` steps."""
+        stages: list[Callable[[], None]] = [self._load]
+        phases: list[tuple[int, StepPhase]] = []
+        for step in range(STEPS):
+            for _ in range(self._accumulation):
+                stages += [self._forward, self._loss, self._backward]
+                phases += [(step, phase) for phase in (
+                    StepPhase.FORWARD, StepPhase.LOSS, StepPhase.BACKWARD)]
+            stages += [self._step]
+            phases += [(step, StepPhase.OPTIMIZER_STEP)]
+        loaded, *records = record_stages(stages)
+        peaks: list[dict[StepPhase, int]] = [{} for _ in range(STEPS)]
+        ends = [0] * STEPS
+        for (step, phase), record in zip(phases, records, strict=True):
+            peaks[step][phase] = max(record.peak_bytes, peaks[step].get(phase, 0))
+            ends[step] = record.end_bytes
+        return Measured(loaded.end_bytes, tuple(peaks), tuple(ends))
+
+    def _load(self) -> None:
+        self._model = copy.deepcopy(self._workload.model)
+        self._inputs = copy.deepcopy(self._workload.inputs)
+        self._optimizer = self._make(list(self._model.parameters()))
+
+    def _context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast("cpu", self._autocast)
+
+    def _forward(self) -> None:
+        self._casts = self._context()  # left when the loss is there
+        self._casts.__enter__()
+        self._output = (self._model(*self._inputs) if isinstance(self._inputs, tuple)
+                        else self._model(**self._inputs))
+
+    def _loss(self) -> None:
+        self._goal = objective(self._output, self._workload.loss_fn)
+        self._casts.__exit__(None, None, None)
+
+    def _backward(self) -> None:
+        assert self._goal is not None
+        self._goal.backward()
+
+    def _step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=self._set_to_none)
+        self._output = self._goal = None
+
+
+def settings(optimizers: Sequence[str]) -> Iterator[Setting]:
+    """The grid of one model."""
+    for name, dtype, accumulation, set_to_none in product(
+            optimizers, DTYPES, (1, 4), (True, False)):
+        yield Setting(name, dtype, accumulation, set_to_none)
+
+
+class Predictions:
+    """The accounts of one model; what settings share is traced once."""
+
+    def __init__(self, workload: Workload) -> None:
+        args = workload.inputs if isinstance(workload.inputs, tuple) else ()
+        kwargs = {} if isinstance(workload.inputs, tuple) else workload.inputs
+        self._model = workload.model
+        self._loops = {name: PlainLoop(workload.model, args, kwargs, loss_fn=workload.loss_fn,
+                                       autocast=dtype) for name, dtype in DTYPES.items()}
+        self._optimizers: dict[str, Any] = {}
+
+    def account(self, setting: Setting) -> LoopAccount:
+        """What is predicted for this setting."""
+        loop = self._loops[setting.dtype]
+        if setting.optimizer not in self._optimizers:
+            made = OPTIMIZERS[setting.optimizer](list(self._model.parameters()))
+            self._optimizers[setting.optimizer] = loop.optimizer(made, OptimizerSettings())
+        return account_of(compose(
+            loop.resident(), loop.micro_step, self._optimizers[setting.optimizer],
+            TrainingLoop(accumulation=setting.accumulation, set_to_none=setting.set_to_none)))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A setting, predicted and measured."""
+
+    setting: Setting
+    predicted: LoopAccount
+    measured: Measured
+
+    @property
+    def deviations(self) -> tuple[float, ...]:
+        """Of the predicted peaks of the three steps from the measured ones, in percent."""
+        predicted = (self.predicted.first, self.predicted.steady, self.predicted.steady)
+        return tuple(100 * (each.peak_bytes / self.measured.peak_bytes(step) - 1)
+                     for step, each in enumerate(predicted))
+
+    @property
+    def worst(self) -> float:
+        """The largest deviation, with its sign."""
+        return max(self.deviations, key=abs)
+
+    @property
+    def worst_phase(self) -> float:
+        """The largest deviation of any phase of any step from the measured one, in percent."""
+        found = []
+        for step, peaks in enumerate(self.measured.phase_bytes):
+            account = self.predicted.first if step == 0 else self.predicted.steady
+            found += [100 * (account[phase].peak_bytes / size - 1)
+                      for phase, size in peaks.items()]
+        return max(found, key=abs)
+
+    @property
+    def resident_off_bytes(self) -> int:
+        """Predicted less measured bytes between steps; the larger of the last two."""
+        return max((self.predicted.resident_bytes - end for end in self.measured.end_bytes[1:]),
+                   key=abs)
+
+
+def run(workload: Workload, optimizers: Sequence[str]) -> Iterator[Row]:
+    """The rows of one model."""
+    predictions = Predictions(workload)
+    for setting in settings(optimizers):
+        measured = RealLoop(workload, OPTIMIZERS[setting.optimizer], DTYPES[setting.dtype],
+                            setting.accumulation, setting.set_to_none).run()
+        yield Row(setting, predictions.account(setting), measured)
+
+
+HEADER = (f"| {'model':<6} | {'optimizer':<13} | {'dtype':<5} | {'k':>1} | {'reset':<5} | "
+          f"{'predicted MB':>12} | {'measured MB':>11} | {'peak off %':>10} | "
+          f"{'phase off %':>11} | {'resident off B':>14} | {'peak in':<14} |\n"
+          f"|{'-' * 8}|{'-' * 15}|{'-' * 7}|{'-' * 2}:|{'-' * 7}|{'-' * 13}:|{'-' * 12}:|"
+          f"{'-' * 11}:|{'-' * 12}:|{'-' * 15}:|{'-' * 16}|")
+
+
+def line(model: str, row: Row, *, summary: bool) -> str:
+    """A row of the table; `summary`: for all rows of its model and optimizer."""
+    setting, fullest = row.setting, row.predicted.steady.fullest
+    reset = "None" if setting.set_to_none else "zero"
+    dtype, k, reset = ("all", "*", "all") if summary else (
+        setting.dtype, str(setting.accumulation), reset)
+    return (f"| {model:<6} | {setting.optimizer:<13} | {dtype:<5} | {k:>1} | {reset:<5} | "
+            f"{row.predicted.steady.peak_bytes / MEGABYTE:>12.3f} | "
+            f"{row.measured.peak_bytes(STEPS - 1) / MEGABYTE:>11.3f} | {row.worst:>10.3f} | "
+            f"{row.worst_phase:>11.3f} | {row.resident_off_bytes:>14} | {fullest.phase:<14} |")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; exit status 1 where a peak is off by more than 1%, or resident bytes are."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_memory",
+                                     description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--optimizer", default=",".join(OPTIMIZERS),
+                        help=f"of {', '.join(OPTIMIZERS)}")
+    parser.add_argument("--all", action="store_true", help="print every row")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args(argv)
+    models, optimizers = arguments.model.split(","), arguments.optimizer.split(",")
+    for chosen, known in ((models, MODELS), (optimizers, OPTIMIZERS)):
+        if unknown := [name for name in chosen if name not in known]:
+            parser.error(f"expected some of {', '.join(known)}; got {', '.join(unknown)}")
+    torch.set_num_threads(arguments.threads)
+    started = time.perf_counter()
+    print(HEADER, flush=True)
+    rows: list[Row] = []
+    for name in models:
+        workload = MODELS[name]()
+        of_model: dict[str, list[Row]] = {}
+        for row in run(workload, optimizers):
+            rows.append(row)
+            of_model.setdefault(row.setting.optimizer, []).append(row)
+            if arguments.all:
+                print(line(name, row, summary=False), flush=True)
+        if not arguments.all:
+            for group in of_model.values():
+                worst = max(group, key=lambda row: abs(row.worst))
+                print(line(name, worst, summary=True), flush=True)
+    exact = sum(row.resident_off_bytes == 0 for row in rows)
+    print(f"\n{len(rows)} settings in {time.perf_counter() - started:.0f} s: the largest deviation "
+          f"of a peak is {max(abs(row.worst) for row in rows):.3f}%, of any phase "
+          f"{max(abs(row.worst_phase) for row in rows):.3f}%; resident bytes are exact in {exact}")
+    return 0 if exact == len(rows) and all(abs(row.worst) <= 1 for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What was allocated and released during a stretch of code, in order, with a name on every block.
+
+The one record of memory over time: the tracker of plain steps makes it, the account of the whole
+training step is put together from it, and reports and snapshots read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Category(StrEnum):
+    """What the bytes of a block are to the user."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    INPUTS = "inputs"
+    GRADIENTS = "gradients"
+    """Of parameters."""
+    OPTIMIZER = "optimizer"
+    """State, and the optimizer's own copies of the parameters."""
+    ACTIVATIONS = "activations"
+    """Made by the forward or the loss: saved tensors, outputs, and what lives only briefly."""
+    TEMPORARIES = "temporaries"
+    """Gradients of activations, workspace of single ops, temporaries of the optimizer's step."""
+
+
+class Block(NamedTuple):
+    """A block of memory that the allocator handed out."""
+
+    size_bytes: int
+    category: Category
+    op: str = ""
+    """The op that made it, e.g. `aten.bmm`; empty for what was there before."""
+    module: str = ""
+    """Qualified name of the module that ran, in the backward of the one that is differentiated."""
+    label: str = ""
+    """Name of the tensor where it has one: of the parameter, for its gradient and its state."""
+
+
+class OpRun(NamedTuple):
+    """One run of an op."""
+
+    event: int
+    """Number of events before the run had made anything."""
+    op: str
+    module: str
+    touched: tuple[int, ...]
+    """Blocks that it read or wrote, its workspace included."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTrace:
+    """Blocks, and the order in which they were made and released."""
+
+    blocks: tuple[Block, ...]
+    events: tuple[int, ...]
+    """`i`: block i is made; `~i`: block i is released."""
+    runs: tuple[OpRun, ...] = ()
+    """The ops that ran, in order."""
+
+    def changes(self) -> Iterator[int]:
+        """Bytes taken (positive) or given back (negative) by each event."""
+        for event in self.events:
+            yield (self.blocks[event].size_bytes if event >= 0
+                   else -self.blocks[~event].size_bytes)
+
+    def levels(self) -> list[int]:
+        """Bytes before the first event and after each, above what was held before."""
+        return list(accumulate(self.changes(), initial=0))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at any time; at least 0."""
+        return max(self.levels())
+
+    def until(self, count: int) -> MemoryTrace:
+        """The first `count` events."""
+        return replace(self, events=self.events[:count],
+                       runs=tuple(run for run in self.runs if run.event <= count))
+
+    def alive_after(self, count: int) -> list[int]:
+        """Blocks made and not released by the first `count` events, in order of making."""
+        alive: dict[int, None] = {}
+        for event in self.events[:count]:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+        return list(alive)
+
+    def alive_at_peak(self) -> list[int]:
+        """Blocks alive at the first moment of the highest memory."""
+        levels = self.levels()
+        return self.alive_after(levels.index(max(levels)))
+
+    def by_category(self, blocks: Iterable[int]) -> Mapping[Category, int]:
+        """Bytes of these blocks by category, every category named."""
+        found = dict.fromkeys(Category, 0)
+        for block in blocks:
+            found[self.blocks[block].category] += self.blocks[block].size_bytes
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStep:
+    """What one forward, loss and backward takes above what was there before it."""
+
+    trace: MemoryTrace
+    """To the end of the backward, while the output and the loss are still held."""
+    loss_begins: int
+    """Number of events when the model has returned its output."""
+    backward_begins: int
+    """Number of events when the loss is there."""
+    gradients: Mapping[int, str]
+    """Blocks that stay as gradients of parameters, and the parameter's name.  A gradient that was
+    added to one from before is not among them."""
+    output_blocks: frozenset[int]
+    """Blocks that go when the output is let go."""
+    loss_blocks: frozenset[int]
+    """Blocks that go when, after the output, the loss is let go."""
+    left_blocks: frozenset[int] = frozenset()
+    """Blocks that stay beside them, taken to go when the next batch comes: gradients of inputs,
+    what the model keeps in attributes."""
+    plain: bool = True
+    """Whether the code ran on what it takes for plain tensors; else on fake ones, which some
+    libraries treat in another way."""
