@@ -65,6 +65,11 @@ def inplace_candidates(
     return tuple(found)
 
 
+def can_write_inplace(target: OpOverload) -> bool:
+    """Whether some operand of the op may be overwritten by its result, layouts permitting."""
+    return target is _aten.clone.default or _writer(target) is not None
+
+
 def write_inplace(
     graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
     operand: fx.Node,

@@ -51,6 +51,8 @@ class OpRun(NamedTuple):
     module: str
     touched: tuple[int, ...]
     """Blocks that it read or wrote, its workspace included."""
+    spared_bytes: int = 0
+    """Of these, what it would not take if it wrote its result over an operand."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.allocator import allocated_bytes
+from graph_capture.inplace import can_write_inplace
 from graph_capture.memory_trace import Block, Category, MemoryTrace, OpRun
 from graph_capture.torch_compat import GradientSums, OpOverload, storage_key
 
@@ -120,18 +121,28 @@ class MemoryTracker(TorchDispatchMode):
         elif not func.is_view:
             self._follow_new(func, args, kwargs, out)
         workspace = self._workspace(func, args, kwargs, out)
-        touched = [number for leaf in pytree.tree_leaves((args, kwargs, out))
-                   if isinstance(leaf, torch.Tensor)
-                   and (number := self.number_of(leaf)) is not None]
-        if workspace:
-            number = self._new_number(workspace)
-            self._workspaces.add(number)
-            self._events += (number, ~number)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
-            touched.append(number)
-        if touched and not func.is_view:
-            self._runs.append(OpRun(begun, *self._running, tuple(dict.fromkeys(touched))))
+        if not func.is_view:
+            self._note_run(begun, func, args, kwargs, out, workspace)
         return out
+
+    def _note_run(self, begun: int, func: OpOverload, args: tuple[Any, ...],
+                  kwargs: Mapping[str, Any], out: Any, workspace_bytes: int) -> None:
+        read = {number: self._sizes[number] for leaf in pytree.tree_leaves((args, kwargs))
+                if isinstance(leaf, torch.Tensor)
+                and (number := self.number_of(leaf)) is not None}
+        made = {number: self._sizes[number] for leaf in pytree.tree_leaves(out)
+                if isinstance(leaf, torch.Tensor)
+                and (number := self.number_of(leaf)) is not None and number not in read}
+        touched = [*read, *made]
+        if workspace_bytes:
+            touched.append(self._new_number(workspace_bytes))
+            self._workspaces.add(touched[-1])
+            self._events += (touched[-1], ~touched[-1])
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
+        spared = next((size for size in made.values() if size in read.values()), 0)
+        if touched:
+            self._runs.append(OpRun(begun, *self._running, tuple(touched),
+                                    spared if can_write_inplace(func) else 0))
 
     def _follow_new(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                     out: Any) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -59,6 +59,8 @@ class OptimizerSettings:
     """Whether a `torch.amp.GradScaler` unscales the gradients and makes the step."""
     set_to_none: bool = True
     """As in `optimizer.zero_grad`; it matters here for gradients of the optimizer's own copies."""
+    implementation: Literal["for-loop", "fused"] | None = None
+    """Of the step, in place of what the optimizer is set to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ def _trace(kind: str, optimizer: Optimizer | type[Optimizer], twin: FakeTwin,
     for tensor in (*own_copies, *_tensors(list(stepper.state.values()))):
         tracker.follow(tensor)
     for group in stepper.param_groups:
-        _choose_implementation(group, twin.device)
+        _choose_implementation(group, twin.device, settings.implementation)
     for parameter in parameters:
         name = names.get(id(parameter))
         if name is not None and (with_gradient is None or name in with_gradient):
@@ -232,10 +234,17 @@ def _without_multi_tensor_ops(workspace: Workspace) -> Workspace:
     return bytes_of
 
 
-def _choose_implementation(group: dict[str, Any], device: torch.device) -> None:
-    """What torch chooses on a GPU when the user left the choice to it; the trace is on the CPU,
-    where it would choose the loop over single tensors."""
-    if (device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused")
+def _choose_implementation(group: dict[str, Any], device: torch.device,
+                           wanted: str | None) -> None:
+    """What is wanted, else what torch chooses on a GPU when the user left the choice to it; the
+    trace is on the CPU, where it would choose the loop over single tensors."""
+    if wanted is not None:
+        if "foreach" not in group or (wanted == "fused" and "fused" not in group):
+            raise ValueError(f"the optimizer has no variant {wanted}")
+        group["foreach"] = False
+        if "fused" in group:
+            group["fused"] = wanted == "fused"
+    elif (device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused")
             and not group.get("differentiable")):
         group["foreach"] = True
 

@@ -19,6 +19,8 @@ from planner.errors import (
     PlannerError,
 )
 from planner.frontier import Frontier, frontier
+from planner.memory import memory
+from planner.memory_report import MemoryReport
 from planner.plan import Plan
 from planner.plan_file import load
 from planner.verify import Verification, verify
@@ -30,6 +32,7 @@ __all__ = [
     "Frontier",
     "InfeasibleBudget",
     "LargestSize",
+    "MemoryReport",
     "Plan",
     "PlanFileError",
     "PlanMismatch",
@@ -43,6 +46,7 @@ __all__ = [
     "load",
     "max_batch_size",
     "max_sequence_length",
+    "memory",
     "plan",
     "verify",
 ]

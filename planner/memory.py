@@ -99,7 +99,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
 def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
             settings: OptimizerSettings, loop: TrainingLoop, plan: Plan | None,
             say: Progress) -> MemoryReport:
-    from planner.proposals import propose
+    from planner.proposals import PresentLoop, propose
 
     traced = None
     if optimizer is not None:
@@ -111,14 +111,16 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
     account = account_of(trace)
     say("tracing the forward without gradients")
     inference = plain.inference()
+    floor = floor_of(trace)
+    say("looking for what would lower the peak")
+    proposals = propose(PresentLoop(trace, loop, plain, micro_steps, optimizer, traced, settings,
+                                    floor, plan is not None))
     return MemoryReport(
         account=account, trace=trace, loop=loop, device=str(plain.twin.device),
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
-        floor=floor_of(trace),
-        proposals=propose(account, trace, plain, micro_steps, optimizer, settings, loop),
-        notes=plain.notes)
+        floor=floor, proposals=proposals, notes=plain.notes)
 
 
 def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,

@@ -136,7 +136,7 @@ class MemoryReport:
         """
         from planner.snapshot import save_snapshot
 
-        save_snapshot(self.trace, path, at_peak=self.fullest.event)
+        save_snapshot(self.trace, path)
 
     def to_dict(self) -> dict[str, Any]:
         """The account as JSON values; sizes are bytes."""

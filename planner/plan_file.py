@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from planner.decisions import Decision
 from planner.errors import PlanFileError
 from planner.plan import Plan
 from planner.plan_reader import Reader
+from planner.whole_file import write_whole
 
 SCHEMA_VERSION = 2
 """Layout that this version writes and reads."""
@@ -43,19 +42,7 @@ def save(plan: Plan, path: str | PathLike[str]) -> None:
 
     Raises `OSError` where the path cannot be written.
     """
-    destination = Path(path)
-    draft = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with draft.open("x", encoding="utf-8", newline="\n") as stream:
-            stream.write(dumps(plan))
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(destination)
-    except OSError as error:
-        # The draft's name means nothing to the caller; the destination does.
-        raise type(error)(error.errno, error.strerror, str(destination)) from None
-    finally:
-        draft.unlink(missing_ok=True)
+    write_whole(path, dumps(plan).encode())
 
 
 def load(path: str | PathLike[str]) -> Plan:

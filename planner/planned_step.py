@@ -117,7 +117,10 @@ class _Planned:
         if op.workspace_bytes:
             touched.append(self._make(op, op.workspace_bytes, Category.TEMPORARIES))
             self.events.append(~touched[-1])
-        self.runs.append(OpRun(begun, _name(op), op.module, (*touched, *self._read(op))))
+        spared = 0
+        if op.inplace and taken is None:
+            spared = self.graph.buffers[op.outputs[0]].size_bytes
+        self.runs.append(OpRun(begun, _name(op), op.module, (*touched, *self._read(op)), spared))
         for number in leaving:
             self._release(number)
         if index in self.replay_state and last == position:

@@ -105,7 +105,8 @@ class Floor:
     op: str
     module: str
     working_set_bytes: int
-    """Of these bytes, those of the tensors that the op itself reads, writes and works with."""
+    """Of these bytes, those that the op itself reads, writes and works with: activations,
+    gradients of activations, workspace."""
 
 
 def account_of(loop: LoopTrace) -> LoopAccount:
@@ -144,8 +145,9 @@ def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
 def floor_of(loop: LoopTrace) -> Floor:
     """The least that any recomputation of activations leaves, with the kernels that ran.
 
-    At each run of an op there must be its own tensors, and whatever is no activation and no
-    gradient of one: parameters, gradients of parameters, state, and all of the optimizer's step.
+    At each run of an op there must be its own tensors (an operand that its result can be written
+    over counts once with it), and whatever is no activation and no gradient of one: parameters,
+    gradients of parameters, state, and all of the optimizer's step.
     """
     trace = loop.trace
     best = Floor(0, StepPhase.LOADING, "", "", 0)
@@ -160,10 +162,10 @@ def floor_of(loop: LoopTrace) -> Floor:
                 run = runs[following]
                 following += 1
                 own = sum(trace.blocks[block].size_bytes for block in run.touched
-                          if not (block in alive and _is_fixed(trace.blocks[block])))
+                          if not (block in alive and _is_fixed(trace.blocks[block]))
+                          ) - run.spared_bytes
                 if not optimizing and fixed + own > best.size_bytes:
-                    best = Floor(fixed + own, span.phase, run.op, run.module, sum(
-                        trace.blocks[block].size_bytes for block in run.touched))
+                    best = Floor(fixed + own, span.phase, run.op, run.module, own)
             event = trace.events[position]
             block = trace.blocks[event if event >= 0 else ~event]
             if _is_fixed(block):

@@ -234,7 +234,7 @@ class _Composer:
             else:
                 self.events.append(~ours[~event])
         self.runs.extend(
-            OpRun(here, made.op, made.module, _translated(made.touched, ours))
+            made._replace(event=here, touched=_translated(made.touched, ours))
             for made, here in placed)
 
 

@@ -152,30 +152,37 @@ def _quiet_kineto() -> Iterator[None]:
 
 
 class GradientSums:
-    """Tells where autograd's engine, given plain tensors, would sum two gradients in place.
+    """Tells where autograd's engine, left alone, would sum two gradients in place.
 
     Where a tensor is used twice, the engine adds the second gradient to the first one if it alone
-    holds it and its storage; given a tensor of a subclass, as a fake one is, it always makes a
-    third (`torch/csrc/autograd/input_buffer.cpp`, unchanged 2.11-2.13).  The counts of references,
-    `Tensor._use_count` and `torch._C._storage_Use_Count`, tell whether it alone holds them; what
-    they are in that case depends on the version, so they are read off a sum known to be such.
+    holds it and its storage; given a tensor of a subclass, as a fake one is, or while a dispatch
+    mode is active, it always makes a third (`torch/csrc/autograd/input_buffer.cpp` and
+    `isTensorSubclassLike`, unchanged 2.11-2.13).  The counts of references, `Tensor._use_count` and
+    `torch._C._storage_Use_Count`, tell whether it alone holds them; what they are in that case
+    depends on the version, so they are read off a sum known to be such, of fake and of plain
+    tensors.
     """
 
-    _alone: tuple[int, int] | None = None
+    _alone: dict[type, tuple[int, int]] | None = None
 
     def __init__(self) -> None:
         if GradientSums._alone is None:
-            GradientSums._alone = _counts_of_a_gradient_held_by_the_engine_alone()
+            with FakeTensorMode():
+                of_fakes = _counts_of_a_gradient_held_by_the_engine_alone()
+            with no_active_modes():
+                GradientSums._alone = {
+                    FakeTensor: of_fakes,
+                    torch.Tensor: _counts_of_a_gradient_held_by_the_engine_alone()}
 
     def in_place(self, args: tuple[object, ...]) -> bool:
         """Whether `aten.add.Tensor(*args)`, seen by a dispatch mode during a backward, is one."""
         if len(args) != 2 or not all(isinstance(arg, torch.Tensor) for arg in args):
             return False
         held, added = args
-        return (isinstance(held, FakeTensor) and isinstance(added, FakeTensor)
+        return (GradientSums._alone is not None and type(held) is type(added)
                 and held.shape == added.shape and held.dtype == added.dtype
                 and not torch.is_grad_enabled() and is_dense(held)
-                and _use_counts(held) == GradientSums._alone)
+                and _use_counts(held) == GradientSums._alone.get(type(held)))
 
 
 def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
@@ -198,7 +205,7 @@ class _CountsOfSums(TorchDispatchMode):
 
 
 def _counts_of_a_gradient_held_by_the_engine_alone() -> tuple[int, int]:
-    with FakeTensorMode(), torch.enable_grad():
+    with torch.enable_grad():
         x = torch.empty(3, requires_grad=True)
         hidden = x.exp()
         out = torch.cat([hidden.relu(), hidden.sigmoid()])

@@ -65,7 +65,7 @@ def plan_command(
         check_effort(solver, time_limit)
         if output is not None:
             check_writable(output)
-        model, example = load_target(_options(target, batch, seq, inputs, settings),
+        model, example = load_target(target_options(target, batch, seq, inputs, settings),
                                      device="meta")
         made = plan(model, example, budget=budget, optimizer=optimizer, solver=solver,
                     backend=backend, cost_model=cost_model, device=device, probe=probe,
@@ -111,7 +111,7 @@ def frontier_command(
         check_effort(solver, time_limit)
         if plot is not None:
             check_writable(plot)
-        model, example = load_target(_options(target, batch, seq, inputs, settings),
+        model, example = load_target(target_options(target, batch, seq, inputs, settings),
                                      device="meta")
         curve = frontier(model, example, points=points, optimizer=optimizer, solver=solver,
                          backend=backend, cost_model=cost_model, device=device, probe=probe,
@@ -138,7 +138,7 @@ def verify_command(
         from planner.verify import verify
 
         plan = load(path)
-        model, example = load_target(_options(target, batch, seq, inputs, settings),
+        model, example = load_target(target_options(target, batch, seq, inputs, settings),
                                      device=device)
         verification = verify(model, plan, example)
         if json:
@@ -154,8 +154,9 @@ def main() -> None:
     app()
 
 
-def _options(target: str, batch: int | None, seq: int | None, inputs: list[str] | None,
-             settings: list[str] | None) -> TargetOptions:
+def target_options(target: str, batch: int | None, seq: int | None, inputs: list[str] | None,
+                   settings: list[str] | None) -> TargetOptions:
+    """What the options of a command say about its target."""
     return TargetOptions(target, batch, seq, tuple(inputs or ()), tuple(settings or ()))
 
 

@@ -1,0 +1,94 @@
+"""`checkpoint-planner memory TARGET`: the account of the training loop, without a plan or with one.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.cli.commands import (
+    Batch,
+    Device,
+    Inputs,
+    Json,
+    Optimizer,
+    Probe,
+    Seq,
+    Settings,
+    Target,
+    app,
+    check_writable,
+    target_options,
+)
+from planner.cli.failures import reported
+from planner.cli.output import print_json, print_report
+from planner.cli.target import load_target
+
+
+class ZeroGrad(StrEnum):
+    """Where the loop resets gradients."""
+
+    AFTER_STEP = "after_step"
+    BEFORE_BACKWARD = "before_backward"
+
+
+class HoldOutput(StrEnum):
+    """How long the loop holds the model's output."""
+
+    BACKWARD = "backward"
+    STEP = "step"
+    LOOP = "loop"
+
+
+@app.command("memory")
+def memory_command(
+    target: Target, optimizer: Optimizer = None,
+    plan_path: Annotated[Path | None, typer.Option(
+        "--plan", metavar="PLAN.json", help="Count forward and backward as this plan has them.")
+    ] = None,
+    accumulation: Annotated[int, typer.Option(
+        "--accumulation", min=1, help="Micro-steps to each step of the optimizer.")] = 1,
+    autocast: Annotated[str | None, typer.Option(
+        "--autocast", help="Forward and loss run within torch.autocast: bf16 or fp16.")] = None,
+    grad_clip: Annotated[float | None, typer.Option(
+        "--grad-clip", help="Largest norm of the gradients.")] = None,
+    grad_scaler: Annotated[bool, typer.Option(
+        "--grad-scaler", help="A GradScaler scales the loss and makes the step.")] = False,
+    set_to_none: Annotated[bool, typer.Option(
+        "--set-to-none/--set-to-zero", help="What zero_grad does with gradients.")] = True,
+    zero_grad: Annotated[ZeroGrad, typer.Option(
+        "--zero-grad", help="Where gradients are reset.")] = ZeroGrad.AFTER_STEP,
+    hold_output: Annotated[HoldOutput, typer.Option(
+        "--hold-output", help="How long output and loss are held.")] = HoldOutput.STEP,
+    load_state_dict: Annotated[bool, typer.Option(
+        "--load-state-dict", help="Parameters come from a state dict on the device.")] = False,
+    snapshot: Annotated[Path | None, typer.Option(
+        "--snapshot", metavar="FILE", help="Save a snapshot for pytorch.org/memory_viz.")] = None,
+    batch: Batch = None, seq: Seq = None, inputs: Inputs = None, settings: Settings = None,
+    device: Device = None, probe: Probe = True, json: Json = False,
+) -> None:
+    """Print what a training loop of TARGET takes, phase by phase."""
+    with reported():
+        from planner.memory import memory
+        from planner.plan_file import load
+        from planner.reporters.memory_table import memory_report
+
+        if snapshot is not None:
+            check_writable(snapshot)
+        plan = None if plan_path is None else load(plan_path)
+        model, example = load_target(target_options(target, batch, seq, inputs, settings),
+                                     device="meta")
+        report = memory(
+            model, example, optimizer=optimizer, plan=plan, accumulation=accumulation,
+            autocast=autocast, grad_clip=grad_clip, grad_scaler=grad_scaler,
+            set_to_none=set_to_none, zero_grad=zero_grad.value, hold_output=hold_output.value,
+            load_state_dict=load_state_dict, device=device, probe=probe)
+        if snapshot is not None:
+            report.save_snapshot(snapshot)
+        if json:
+            print_json(report.to_dict())
+        else:
+            print_report(memory_report(report))

@@ -1,0 +1,155 @@
+"""The account of a training loop as tables for people: phases, holders at the peak, remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.accounting import CATEGORIES
+from planner.memory_report import MemoryReport
+from planner.step_account import MemoryHolder, PhaseMemory
+from planner.step_trace import StepPhase
+from planner.units import format_bytes
+
+_ROWS = 12
+"""How many holders are listed."""
+_SHORT = {"parameters": "param.", "gradients": "gradients", "optimizer": "optimizer",
+          "activations": "activat.", "temporaries": "tempor."}
+
+
+def memory_report(report: MemoryReport) -> RenderableType:
+    """Summary, phases, what holds the memory at the peak, and what would lower it."""
+    parts: list[RenderableType] = [
+        _title("Training loop"), _summary(report),
+        _title("Peak of each phase, by category"), _phases(report),
+        _title(f"What holds the memory at the peak, in the {_moment(report)}"), _holders(report)]
+    if report.proposals:
+        parts += [_title("What would lower the peak"), _proposals(report)]
+    notes = list(report.notes)
+    if report.optimizer is None:
+        notes.append("no optimizer was given: its state and its step are not counted")
+    parts.extend(Text(f"note: {note}") for note in notes)
+    return Group(*parts)
+
+
+def _moment(report: MemoryReport) -> str:
+    if report.fullest is report.loading:
+        return "loading"
+    step = "first step" if report.fullest in report.first.phases else "later steps"
+    return f"{report.fullest.phase} of the {step}"
+
+
+def _summary(report: MemoryReport) -> Table:
+    table = _table(show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("")
+    table.add_row("peak", format_bytes(report.peak_bytes),
+                  f"{report.peak_bytes:,} bytes, in the {_moment(report)}")
+    table.add_row("first step", format_bytes(report.first.peak_bytes),
+                  f"in the {report.first.fullest.phase}")
+    table.add_row("later steps", format_bytes(report.steady.peak_bytes),
+                  f"in the {report.steady.fullest.phase}")
+    table.add_row("between steps", format_bytes(report.resident_bytes),
+                  f"{report.resident_bytes:,} bytes: " + ", ".join(
+                      f"{name} {format_bytes(size)}" for name, size in report.resident.items()
+                      if size))
+    table.add_row("floor", format_bytes(report.floor.size_bytes), _floor(report))
+    table.add_row("inference", format_bytes(report.inference_peak_bytes),
+                  "a forward in eval() without gradients")
+    loop = report.loop
+    how = [f"device {report.device}", f"accumulation {loop.accumulation}",
+           f"set_to_none={loop.set_to_none}"]
+    table.add_row("optimizer", report.optimizer or "none", ", ".join(how))
+    return table
+
+
+def _floor(report: MemoryReport) -> str:
+    floor = report.floor
+    if floor.phase is StepPhase.OPTIMIZER_STEP:
+        return "however much is recomputed: the optimizer's step"
+    where = f" of {floor.module}" if floor.module else ""
+    return (f"however much is recomputed: {floor.op}{where} in the {floor.phase}, "
+            f"{format_bytes(floor.working_set_bytes)} of its own")
+
+
+def _phases(report: MemoryReport) -> Table:
+    shown = [name for name in CATEGORIES if any(
+        phase.memory[name] for phase in (report.loading, *report.first.phases,
+                                         *report.steady.phases))]
+    table = _table()
+    table.add_column("phase")
+    table.add_column("peak", justify="right")
+    for name in shown:
+        table.add_column(_SHORT.get(name, name), justify="right")
+
+    def add(name: str, phase: PhaseMemory) -> None:
+        mark = " *" if phase is report.fullest else ""
+        table.add_row(name + mark, format_bytes(phase.peak_bytes),
+                      *(format_bytes(phase.memory[category]) for category in shown))
+
+    add("loading", report.loading)
+    for title, phases in (("first", report.first.phases), ("later", report.steady.phases)):
+        table.add_section()
+        for phase in phases:
+            add(f"{title}: {phase.phase}", phase)
+    return table
+
+
+def _holders(report: MemoryReport) -> Table:
+    table = _table()
+    table.add_column("size", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("category")
+    table.add_column("module", overflow="fold", ratio=1)
+    table.add_column("made by")
+    table.add_column("blocks", justify="right")
+    rows = _folded(report.holders)
+    for row in rows[:_ROWS]:
+        table.add_row(format_bytes(row.size_bytes), f"{row.size_bytes / report.peak_bytes:.1%}",
+                      row.category, row.module, row.op, str(row.count))
+    rest = rows[_ROWS:]
+    if rest:
+        size = sum(row.size_bytes for row in rest)
+        table.add_row(format_bytes(size), f"{size / report.peak_bytes:.1%}", "",
+                      f"{len(rest)} others", "", str(sum(row.count for row in rest)))
+    return table
+
+
+def _folded(holders: Iterable[MemoryHolder]) -> list[MemoryHolder]:
+    """Layers that differ in a number only are one; named tensors are summed by category."""
+    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for holder in holders:
+        path = ".".join("*" if part.isdecimal() else part for part in holder.module.split("."))
+        key = ((holder.category, path, holder.op) if holder.category in (
+            "activations", "temporaries") else (holder.category, "", ""))
+        size, count = sums.get(key, (0, 0))
+        sums[key] = (size + holder.size_bytes, count + holder.count)
+    rows = [MemoryHolder(size, *key, count) for key, (size, count) in sums.items()]
+    return sorted(rows, key=lambda row: (-row.size_bytes, row.category, row.module, row.op))
+
+
+def _proposals(report: MemoryReport) -> Table:
+    table = _table()
+    table.add_column("peak", justify="right")
+    table.add_column("less", justify="right")
+    table.add_column("by", overflow="fold", ratio=1)
+    for proposal in report.proposals:
+        about = "" if proposal.exact else "about "
+        caveat = f" ({proposal.caveat})" if proposal.caveat else ""
+        table.add_row(about + format_bytes(proposal.peak_bytes),
+                      f"{1 - proposal.peak_bytes / report.peak_bytes:.0%}",
+                      proposal.change + caveat)
+    return table
+
+
+def _title(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _table(*, show_header: bool = True) -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_header=show_header, header_style="bold", pad_edge=False)
