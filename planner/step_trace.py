@@ -168,8 +168,8 @@ class _Composer:
         self._begin(StepPhase.LOSS, iteration, number)
         self._play(step.trace, step.loss_begins, step.backward_begins, ours)
         self._release(self.loss)
-        self._release(self.stale)
         self._begin(StepPhase.BACKWARD, iteration, number)
+        self._release(self.stale)
         self._play(step.trace, step.backward_begins, len(step.trace.events), ours)
         self.gradients.update({name: ours[block] for block, name in step.gradients.items()})
         self.output = [ours[block] for block in sorted(step.output_blocks)]
