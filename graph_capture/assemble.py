@@ -18,6 +18,7 @@ from torch import fx
 from graph_capture.lower import LoweredOp, LoweredRegion, epilogue_name
 from graph_capture.outline import outline
 from graph_capture.training_graph import (
+    LOSS_BACKWARD,
     Buffer,
     BufferKind,
     Phase,
@@ -159,7 +160,7 @@ class _Assembly:
                 self.index[number, storage] = self._buffer(
                     size, BufferKind.TEMPORARY, kept_to_end=loss.cotangents_held)
                 made.append(self.index[number, storage])
-        self._moment("loss/backward#0", Phase.LOSS, -1, reads, tuple(made),
+        self._moment(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made),
                      max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
 
     def _gap(self, gap: int, phase: Phase, next_backward: int | None = None) -> None:

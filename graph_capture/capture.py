@@ -115,7 +115,9 @@ def capture_step(
     check(graph)
     return CapturedStep(
         graph=graph, baseline=baseline,
-        optimizer=None if optimizer is None else trace_optimizer(optimizer, twin),
+        optimizer=None if optimizer is None else trace_optimizer(
+            optimizer, twin, with_gradient=baseline.with_gradient,
+            workspace=costs.workspace_bytes),
         training=model.training, overrides=forced,
         saved_by_default=_buffers_made_by(graph, uses, saved),
         compiled=CompiledTracer(twin, twin_loss, costs.workspace_bytes) if inductor else None)

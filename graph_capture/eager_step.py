@@ -29,6 +29,8 @@ class EagerStep:
     """The most before the backward begins, the loss included."""
     end_bytes: int
     """What is left when the step ends and its output is released: the gradients."""
+    with_gradient: frozenset[str]
+    """Names of the parameters that get a gradient."""
     loss: LossFootprint
     plain: bool
     """Whether the code ran on what it takes for plain tensors; else on fake ones, which some
@@ -60,4 +62,4 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         forward_peak_bytes=trace.until(step.backward_begins).peak_bytes,
         end_bytes=sum(trace.blocks[block].size_bytes
                       for block in (*step.gradients, *step.left_blocks)),
-        loss=footprint[0], plain=step.plain)
+        with_gradient=frozenset(step.gradients.values()), loss=footprint[0], plain=step.plain)

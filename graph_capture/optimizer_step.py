@@ -74,7 +74,9 @@ class OptimizerTrace:
     second_begins: int
     """Number of events when the first step is over and its gradients are reset."""
     parameters: frozenset[str]
-    """Names of the model's parameters whose gradients `optimizer.zero_grad()` resets."""
+    """Names of the model's parameters whose gradients are reset with the optimizer's."""
+    own_copies: int = 0
+    """How many tensors it updates that are no parameters of the model."""
 
     @property
     def state_bytes(self) -> int:
@@ -87,16 +89,17 @@ class OptimizerTrace:
         return max(self.trace.levels()[self.first_begins:]) - self.state_bytes
 
 
-def trace_optimizer(optimizer: Optimizer | type[Optimizer] | str | None,
-                    twin: FakeTwin) -> OptimizerFootprint:
+def trace_optimizer(optimizer: Optimizer | type[Optimizer] | str | None, twin: FakeTwin, *,
+                    with_gradient: Collection[str] | None = None,
+                    workspace: Workspace = lambda *call: 0) -> OptimizerFootprint:
     """The footprint of `optimizer` on the trainable parameters of the twin's model.
 
-    Arguments and errors are those of `trace_optimizer_steps`; every trainable parameter is taken to
-    have a gradient, and single ops to take nothing beyond their results.
+    Arguments and errors are those of `trace_optimizer_steps`.
     """
     if optimizer is None:
         return OptimizerFootprint("none", 0, 0)
-    traced = trace_optimizer_steps(optimizer, twin)
+    traced = trace_optimizer_steps(optimizer, twin, with_gradient=with_gradient,
+                                   workspace=workspace)
     return OptimizerFootprint(traced.name, traced.state_bytes, traced.step_peak_bytes)
 
 
@@ -110,7 +113,7 @@ def trace_optimizer_steps(
     An instance keeps its groups, settings and state; it belongs to the model that the twin was made
     from and is not touched.  A class, or its name in lower case (`"adamw"`), has its default
     settings.  `with_gradient`: names of the parameters that have a gradient; by default all that
-    are trainable.
+    are trainable.  `workspace`: what single ops take beyond their results; by default nothing.
 
     Raises `ValueError` for an unknown name, `TypeError` for something else, and `CaptureError` for
     an optimizer that cannot run without the values of the gradients.
@@ -204,7 +207,8 @@ def _trace(kind: str, optimizer: Optimizer | type[Optimizer], twin: FakeTwin,
         kind, tracker.trace(category_of, labels), begins[0], begins[1],
         # Who updates copies resets the gradients of the model by the model's own `zero_grad`.
         frozenset(names.values() if own_copies
-                  else (names[id(parameter)] for parameter in parameters)))
+                  else (names[id(parameter)] for parameter in parameters)),
+        len(own_copies))
 
 
 def _step(stepper: Optimizer, parameters: list[torch.Tensor],

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+LOSS_BACKWARD = "loss/backward#0"
+"""Name of the moment at which the backward starts: the loss's own, and the first cotangents."""
+
 
 class Phase(StrEnum):
     """The part of the step in which an op runs first."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from graph_capture.optimizer_step import OptimizerSettings
+    from graph_capture.optimizer_step import OptimizerSettings, OptimizerTrace
     from graph_capture.plain_loop import PlainLoop
     from planner.plan import Plan
 
@@ -120,7 +120,16 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
-        floor=floor, proposals=proposals, notes=plain.notes)
+        floor=floor, proposals=proposals,
+        notes=(*plain.notes, *_copies_noted(traced)))
+
+
+def _copies_noted(traced: OptimizerTrace | None) -> tuple[str, ...]:
+    if traced is None or not traced.own_copies:
+        return ()
+    return (f"{traced.own_copies} tensors that the optimizer updates are no parameters of the "
+            "model: they count as its own copies (master weights); an optimizer made for another "
+            "model looks the same",)
 
 
 def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,

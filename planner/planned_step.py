@@ -13,7 +13,14 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from graph_capture.memory_trace import Block, Category, MemoryTrace, MicroStep, OpRun
-from graph_capture.training_graph import Buffer, BufferKind, Phase, TrainingGraph, TrainingOp
+from graph_capture.training_graph import (
+    LOSS_BACKWARD,
+    Buffer,
+    BufferKind,
+    Phase,
+    TrainingGraph,
+    TrainingOp,
+)
 from solvers.simulator import Timeline
 
 
@@ -48,8 +55,9 @@ class _Planned:
         self._place_instances(first_of)
         loss_begins = 1 + max((first_of[i] for i, op in enumerate(graph.ops)
                                if op.phase is Phase.FORWARD), default=-1)
-        backward_begins = 1 + max((first_of[i] for i, op in enumerate(graph.ops)
-                                   if op.phase is not Phase.BACKWARD), default=-1)
+        backward_begins = 1 + max(
+            (first_of[i] for i, op in enumerate(graph.ops)
+             if op.phase is not Phase.BACKWARD and op.name != LOSS_BACKWARD), default=-1)
         moments = {}
         for position, index in enumerate(schedule):
             for moment in (loss_begins, backward_begins):
