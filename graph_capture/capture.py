@@ -47,6 +47,9 @@ class CapturedStep:
     graph: TrainingGraph
     baseline: EagerStep
     """The step as plain PyTorch runs it."""
+    later: EagerStep | None
+    """A later micro-step of accumulated gradients as plain PyTorch runs it, above what is resident
+    and the gradients from before; `None` without accumulation."""
     optimizer: OptimizerFootprint | None
     """`None`: no optimizer was named, and none is counted."""
     training: bool
@@ -64,7 +67,8 @@ def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
     device: torch.device | str | None = None, keep: Sequence[str] = (), backend: str = "eager",
-    cost_model: str = "roofline", probe: bool = True, progress: Progress | None = None,
+    cost_model: str = "roofline", probe: bool = True, accumulated: bool = False,
+    progress: Progress | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -72,6 +76,8 @@ def capture_step(
     `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
     `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
     that Inductor partitions: after its decompositions and its passes over the joint graph.
+    `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
+    well.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -95,8 +101,11 @@ def capture_step(
         uses = [replace(use, lowered=_without_replayed_randomness(use.lowered)) for use in uses]
     say("tracing the plain step")
     try:
-        baseline = trace_eager_step(_plain_twin(twin, kwargs or {}, forced), twin_loss,
-                                    workspace=costs.workspace_bytes)
+        plain = _plain_twin(twin, kwargs or {}, forced)
+        baseline = trace_eager_step(plain, twin_loss, workspace=costs.workspace_bytes)
+        later = None if not accumulated else trace_eager_step(
+            plain, twin_loss, workspace=costs.workspace_bytes,
+            with_gradient=baseline.with_gradient)
     except CaptureError:
         raise
     except Exception as error:
@@ -114,7 +123,7 @@ def capture_step(
     keeper.check_all_used()
     check(graph)
     return CapturedStep(
-        graph=graph, baseline=baseline,
+        graph=graph, baseline=baseline, later=later,
         optimizer=None if optimizer is None else trace_optimizer(
             optimizer, twin, with_gradient=baseline.with_gradient,
             workspace=costs.workspace_bytes),

@@ -6,7 +6,7 @@ that are `None`, as after `zero_grad()`, with the output held to the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +38,10 @@ class EagerStep:
 
 
 def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
-                     forward_context: ForwardContext = nullcontext) -> EagerStep:
-    """Trace forward, loss and backward of the twin; it has no gradients before and after.
+                     forward_context: ForwardContext = nullcontext,
+                     with_gradient: Collection[str] = ()) -> EagerStep:
+    """Trace forward, loss and backward of the twin; it has no gradients before and after, but for
+    the parameters named in `with_gradient`, whose gradients are resident.
 
     `forward_context` makes what the user wraps around the forward and the loss, e.g.
     `lambda: torch.autocast("cpu", torch.bfloat16)`; an autocast that is active at the time of the
@@ -53,7 +55,7 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         footprint[:] = [trace_loss(loss, output, running, workspace)]
 
     step = trace_micro_step(twin, loss_fn, workspace=workspace, forward_context=forward_context,
-                            look=look)
+                            with_gradient=with_gradient, look=look)
     trace = step.trace
     at_peak = trace.by_category(trace.alive_at_peak())
     return EagerStep(

@@ -129,26 +129,13 @@ def trace_parallel_step(twin: FakeTwin, wrapper: Wrapper, loss_fn: LossFn | None
         return ("temporaries" if number >= first_of_backward or number in seeds
                 else "activations")
 
-    alive, transient = _alive_at_peak(tracker)
+    alive, transient = tracker.alive_at_peak()
     by_category = dict.fromkeys(CATEGORIES, 0)
     by_category["temporaries"] = transient
     for number, size in alive.items():
         by_category[category(number)] += size
     return ParallelStep(tracker.peak_bytes, by_category, end_gradients_bytes,
                         end_bytes - end_gradients_bytes)
-
-
-def _alive_at_peak(tracker: MemoryTracker) -> tuple[Mapping[int, int], int]:
-    """Bytes by storage number, and workspace, at the first moment of the highest memory."""
-    if hasattr(tracker, "alive_at_peak"):
-        return tracker.alive_at_peak()
-    from graph_capture.memory_trace import Category
-
-    trace = tracker.trace(lambda number: Category.ACTIVATIONS)  # but workspace is temporary
-    numbers = trace.alive_at_peak()
-    workspace = [n for n in numbers if trace.blocks[n].category is Category.TEMPORARIES]
-    return ({n: trace.blocks[n].size_bytes for n in numbers if n not in workspace},
-            sum(trace.blocks[n].size_bytes for n in workspace))
 
 
 def _release_gradient(parameter: torch.Tensor) -> None:

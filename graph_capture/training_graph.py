@@ -151,11 +151,14 @@ class ResidentMemory:
     parameters_bytes: int
     buffers_bytes: int
     inputs_bytes: int
+    gradients_bytes: int = 0
+    """Of earlier micro-steps, to which this one adds its own."""
 
     @property
     def total_bytes(self) -> int:
         """Their sum."""
-        return self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
+        return (self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
+                + self.gradients_bytes)
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,12 @@ class TrainingGraph:
     """The device planned for, e.g. `cpu` or `cuda:0`."""
     notes: tuple[str, ...] = ()
     """What the user should know about this capture, e.g. that a cache was switched off."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the parameters' gradients at the end of the backward."""
+        return sum(buffer.size_bytes for buffer in self.buffers
+                   if buffer.kept_to_end and buffer.kind is BufferKind.GRADIENT)
 
     @cached_property
     def step_flops(self) -> int:

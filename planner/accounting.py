@@ -4,7 +4,8 @@ The model of the world: resident memory (parameters, buffers, inputs, optimizer 
 before the step to after it.  Above it the step has two phases: forward, loss and backward, unrolled
 by `solvers.simulator`; then the optimizer's step, during which all that is kept to the end of the
 first phase (gradients, the model's output) is alive, and its own temporaries.  The peak is the
-maximum over both.
+maximum over both.  Gradients of earlier micro-steps are resident until the new ones are added to
+them, which is after the backward.
 
 Blind spots: the first step, when optimizer state does not exist yet, is taken for any other;
 fragmentation and the allocator's caches do not count.
@@ -79,7 +80,8 @@ class StepAccount:
     memory: MemoryByCategory
     """At the peak; sums to `peak_bytes`."""
     resident_bytes: int
-    """Held before the step begins: parameters, buffers, inputs, optimizer state."""
+    """Held before the step begins: parameters, buffers, inputs, optimizer state, gradients of
+    earlier micro-steps."""
     forward_backward_peak_bytes: int
     """Peak of forward, loss and backward, resident memory included."""
     optimizer_step_peak_bytes: int
@@ -103,6 +105,7 @@ def account(graph: TrainingGraph, timeline: Timeline,
     if optimizer_step > forward_backward:
         assert optimizer is not None
         alive = Counter(resident)
+        alive["gradients"] -= graph.resident.gradients_bytes  # the new ones were added to them
         for buffer in graph.buffers:
             if buffer.kept_to_end:
                 alive[buffer.kind.value] += buffer.size_bytes
@@ -129,7 +132,8 @@ def optimizer_step_bytes(graph: TrainingGraph, optimizer: OptimizerMemory | None
     if optimizer is None:
         return 0
     kept = sum(buffer.size_bytes for buffer in graph.buffers if buffer.kept_to_end)
-    return resident_bytes(graph, optimizer) + kept + optimizer.step_peak_bytes
+    return (resident_bytes(graph, optimizer) - graph.resident.gradients_bytes + kept
+            + optimizer.step_peak_bytes)
 
 
 def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[str, int]:
@@ -179,6 +183,9 @@ def describe_bottleneck(graph: TrainingGraph, timeline: Timeline,
     resident = ", ".join(f"{name} {format_bytes(step.memory[name])}"
                          for name in ("parameters", "buffers", "inputs", "optimizer")
                          if step.memory[name])
+    earlier_bytes = graph.resident.gradients_bytes
+    if earlier_bytes:
+        resident += f", gradients of earlier micro-steps {format_bytes(earlier_bytes)}"
     always = f"{format_bytes(step.resident_bytes)} resident ({resident})" if resident else (
         "no resident memory")
     if optimizer is not None and step.optimizer_step_peak_bytes > step.forward_backward_peak_bytes:
@@ -204,6 +211,7 @@ def _resident(graph: TrainingGraph, optimizer: OptimizerMemory | None) -> dict[s
         "parameters": resident.parameters_bytes,
         "buffers": resident.buffers_bytes,
         "inputs": resident.inputs_bytes,
+        "gradients": resident.gradients_bytes,
         "optimizer": 0 if optimizer is None else optimizer.state_bytes,
     }
 

@@ -32,7 +32,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          optimizer: object = None, solver: str = "auto", backend: str = "eager",
          cost_model: str = "roofline", device: torch.device | str | None = None,
          probe: bool = True, time_limit: float = 60.0, keep: Sequence[str] = (),
-         progress: Progress | None = None) -> Plan:
+         accumulation: int = 1, progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
 
@@ -61,6 +61,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         time_limit: seconds for planning; soft.  What capture has used is taken off the solver's
             share, down to half of the limit.
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
+        accumulation: micro-steps to each step of the optimizer, `inputs` being those of one: from
+            the second on, the gradients of those before are there from the start.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -71,11 +73,12 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
     """
     limit = parse_budget(budget_gb, budget)
     check_effort(solver, time_limit)
+    check_accumulation(accumulation)
     started = time.monotonic()
     with watched(progress) as report:
         prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
                            cost_model=cost_model, device=device, probe=probe, keep=keep,
-                           progress=report)
+                           accumulation=accumulation, progress=report)
         left = 0.9 * time_limit - (time.monotonic() - started)
         effort = Effort(solver=solver, time_limit=max(left, time_limit / 2), progress=report)
         return plan_within(prepared, resolve(limit, prepared), effort)
@@ -85,7 +88,8 @@ def capture(model: nn.Module, inputs: object = None, *,
             loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
             backend: str = "eager", cost_model: str = "roofline",
             device: torch.device | str | None = None, probe: bool = True,
-            keep: Sequence[str] = (), progress: Progress | None = None) -> PreparedStep:
+            keep: Sequence[str] = (), accumulation: int = 1,
+            progress: Progress | None = None) -> PreparedStep:
     """Capture one training step of `model`, ready to be planned under any number of budgets.
 
     Arguments and errors are those of `plan`.
@@ -111,11 +115,21 @@ def capture(model: nn.Module, inputs: object = None, *,
     try:
         step = capture_step(model, args, kwargs, loss_fn=loss_fn, device=device, keep=tuple(keep),
                             backend=backend, cost_model=cost_model, probe=probe,
-                            optimizer=optimizer, progress=progress)
+                            optimizer=optimizer, accumulated=accumulation > 1,
+                            progress=progress)
     except Refusal as refusal:
         raise CaptureError(str(refusal)) from refusal
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
-                   backend=backend, cost_model=cost_model)
+                   backend=backend, cost_model=cost_model, accumulation=accumulation)
+
+
+def check_accumulation(accumulation: object) -> None:
+    """Raise `TypeError` or `ValueError` unless this is a number of micro-steps."""
+    if isinstance(accumulation, bool) or not isinstance(accumulation, int):
+        raise TypeError("accumulation must be a whole number of micro-steps, "
+                        f"got {accumulation!r}")
+    if accumulation < 1:
+        raise ValueError(f"accumulation must be at least 1, got {accumulation}")
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
+from planner.api import check_accumulation
 from planner.errors import CaptureError, PlanMismatch
 from planner.inputs import split_inputs
 from planner.memory_report import MemoryReport
@@ -172,15 +173,6 @@ def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any
     return TrainingLoop(accumulation=accumulation, set_to_none=bool(set_to_none),
                         zero_grad=zero_grad, hold_output=hold_output,
                         load_state_dict=bool(load_state_dict))
-
-
-def check_accumulation(accumulation: object) -> None:
-    """Raise `TypeError` or `ValueError` unless this is a number of micro-steps."""
-    if isinstance(accumulation, bool) or not isinstance(accumulation, int):
-        raise TypeError("accumulation must be a whole number of micro-steps, "
-                        f"got {accumulation!r}")
-    if accumulation < 1:
-        raise ValueError(f"accumulation must be at least 1, got {accumulation}")
 
 
 def _check_clip(grad_clip: object) -> None:

@@ -88,16 +88,26 @@ class Effort:
 
 
 def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: object,
-            backend: str = "eager", cost_model: str = "roofline") -> PreparedStep:
+            backend: str = "eager", cost_model: str = "roofline",
+            accumulation: int = 1) -> PreparedStep:
     """Lower a captured step.
 
     `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
-    inputs, in JSON values.
+    inputs, in JSON values.  With `accumulation`, any micro-step but the first is planned: the
+    gradients of those before are resident.
     """
     graph, footprint = step.graph, step.optimizer
+    baseline_bytes = step.baseline.peak_bytes
+    if accumulation > 1:
+        graph = replace(
+            graph, resident=replace(graph.resident, gradients_bytes=graph.gradient_bytes),
+            notes=(*graph.notes, f"gradients of {accumulation} micro-steps add up: those of the "
+                   "steps before are counted as resident; the output is taken to be let go as "
+                   "each backward ends"))
+        baseline_bytes = max(baseline_bytes - graph.gradient_bytes, step.later.peak_bytes)
     optimizer = None if footprint is None else OptimizerMemory(
         footprint.name, footprint.state_bytes, footprint.step_peak_bytes)
-    baseline = resident_bytes(graph, optimizer) + step.baseline.peak_bytes
+    baseline = resident_bytes(graph, optimizer) + baseline_bytes
     compiled = None
     if step.compiled is not None:
         from planner.compiled_planning import CompiledAccount

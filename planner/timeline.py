@@ -58,12 +58,12 @@ def memory_timeline(prepared: PreparedStep, plan: Plan) -> MemoryTimeline:
     timeline = unroll(prepared.problem, schedule)
     step = account(graph, timeline, prepared.optimizer)
     resident = {"parameters": step.memory["parameters"], "buffers": step.memory["buffers"],
-                "inputs": step.memory["inputs"], "optimizer": step.memory["optimizer"]}
+                "inputs": step.memory["inputs"], "optimizer": step.memory["optimizer"],
+                "gradients": graph.resident.gradients_bytes}
     rows = []
     for position in range(len(schedule)):
-        held = {**dict.fromkeys(CATEGORIES, 0), **resident,
-                **memory_at(graph, timeline, position)}
-        rows.append(tuple(held[name] for name in CATEGORIES))
+        made = memory_at(graph, timeline, position)
+        rows.append(tuple(resident.get(name, 0) + made.get(name, 0) for name in CATEGORIES))
     return MemoryTimeline(tuple(rows), tuple(graph.ops[index].name for index in schedule),
                           _first_backward(schedule, [op.phase for op in graph.ops]))
 

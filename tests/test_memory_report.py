@@ -249,3 +249,29 @@ def test_an_optimizer_of_another_model_is_told():
 def test_what_is_wrong_is_said(options, error, text):
     with pytest.raises(error, match=text):
         planner.memory(Network(), (IDS,), **{"loss_fn": loss_fn, **options})
+
+
+def test_a_plan_for_accumulation_counts_the_gradients_from_before():
+    model = Network()
+    call = {"loss_fn": loss_fn, "optimizer": adamw()(model), "accumulation": 3}
+    unlimited = planner.plan(model, (IDS,), **call)
+    budget = int(0.9 * unlimited.peak_bytes)
+    plan = planner.plan(model, (IDS,), budget=budget, time_limit=5, **call)
+    assert plan.peak_bytes <= budget and any("micro-steps add up" in note for note in plan.notes)
+    plain = planner.memory(model, (IDS,), hold_output="backward", **call)
+    assert plan.baseline_peak_bytes == plain.peak_bytes
+    report = planner.memory(model, (IDS,), plan=plan, hold_output="backward", **call)
+    assert report.peak_bytes == plan.peak_bytes and report.memory == plan.memory
+    applied = plan.apply(copy.deepcopy(model))
+    loss_fn(applied(IDS)).backward()  # compiles
+    applied.zero_grad()
+    measured = RealLoop(applied, (IDS,), loss_fn, adamw(), accumulation=3,
+                        hold_output="backward").measure()
+    assert max(map(abs, deviations(report.account, measured).values())) < 0.003
+    once = planner.plan(model, (IDS,), loss_fn=loss_fn, optimizer=adamw()(model))
+    gradients = 4 * sum(p.numel() for n, p in model.named_parameters() if "unused" not in n)
+    assert (unlimited.forward_backward_peak_bytes
+            == once.forward_backward_peak_bytes + gradients)
+    assert unlimited.optimizer_step_peak_bytes == once.optimizer_step_peak_bytes
+    with pytest.raises(planner.InfeasibleBudget, match="gradients of earlier micro-steps"):
+        planner.plan(model, (IDS,), budget=once.resident_bytes, time_limit=5, **call)

@@ -36,6 +36,8 @@ CostModel = Annotated[str, typer.Option(
     "--cost-model", help="What recomputation costs: roofline (time) or flops.")]
 Device = Annotated[str | None, typer.Option("--device", help="The device planned for.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the solver.")]
+Accumulation = Annotated[int, typer.Option(
+    "--accumulation", min=1, help="Micro-steps to each step of the optimizer.")]
 Keep = Annotated[list[str] | None, typer.Option(
     "--keep", metavar="NAME", help="Module or op whose results are kept; may be repeated.")]
 Probe = Annotated[bool, typer.Option(
@@ -53,7 +55,7 @@ def plan_command(
     optimizer: Optimizer = None, solver: Solver = "auto", batch: Batch = None, seq: Seq = None,
     inputs: Inputs = None, settings: Settings = None, backend: Backend = "eager",
     cost_model: CostModel = "roofline", device: Device = None, time_limit: TimeLimit = 60.0,
-    keep: Keep = None, probe: Probe = True, json: Json = False,
+    keep: Keep = None, accumulation: Accumulation = 1, probe: Probe = True, json: Json = False,
 ) -> None:
     """Plan one training step of TARGET under a budget and print the plan."""
     with reported():
@@ -69,7 +71,7 @@ def plan_command(
                                      device="meta")
         made = plan(model, example, budget=budget, optimizer=optimizer, solver=solver,
                     backend=backend, cost_model=cost_model, device=device, probe=probe,
-                    time_limit=time_limit, keep=tuple(keep or ()))
+                    time_limit=time_limit, keep=tuple(keep or ()), accumulation=accumulation)
         if output is not None:
             made.save(output)
         if json:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.commands import (
+    Accumulation,
     Batch,
     Device,
     Inputs,
@@ -49,8 +50,7 @@ def memory_command(
     plan_path: Annotated[Path | None, typer.Option(
         "--plan", metavar="PLAN.json", help="Count forward and backward as this plan has them.")
     ] = None,
-    accumulation: Annotated[int, typer.Option(
-        "--accumulation", min=1, help="Micro-steps to each step of the optimizer.")] = 1,
+    accumulation: Accumulation = 1,
     autocast: Annotated[str | None, typer.Option(
         "--autocast", help="Forward and loss run within torch.autocast: bf16 or fp16.")] = None,
     grad_clip: Annotated[float | None, typer.Option(
