@@ -217,11 +217,12 @@ def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate) -> 
 
 def _memory(prepared: PreparedStep, step: CompiledStep) -> MemoryByCategory:
     resident = prepared.graph.resident
+    made = {kind.value: size for kind, size in step.by_category.items()}
     return MemoryByCategory(
         parameters=resident.parameters_bytes, buffers=resident.buffers_bytes,
         inputs=resident.inputs_bytes,
         optimizer=0 if prepared.optimizer is None else prepared.optimizer.state_bytes,
-        **{kind.value: size for kind, size in step.by_category.items()})
+        **{**made, "gradients": made.get("gradients", 0) + resident.gradients_bytes})
 
 
 def _describe(prepared: PreparedStep, step: CompiledStep) -> str:

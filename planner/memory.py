@@ -77,6 +77,9 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     from graph_capture.optimizer_step import OptimizerSettings, optimizer_class
     from graph_capture.plain_loop import PlainLoop
 
+    if plan is not None and plan.backend != "eager":
+        raise ValueError(f"plan: the blocks of a plan for the backend {plan.backend!r} are not "
+                         "known one by one; its own figures (peak_bytes, memory) are the account")
     if optimizer is not None:
         optimizer_class(optimizer)  # a wrong name fails before the model is looked at
     args, kwargs = split_inputs(model, inputs)
