@@ -8,7 +8,7 @@ import pytest
 import planner
 from tests.test_cli import run
 
-TINY_GPT2 = ["hf:gpt2", "--set", "n_layer=2", "--set", "n_embd=32", "--set", "n_head=2",
+TINY_GPT2 = ["hf:gpt2", "--set", "n_layer=1", "--set", "n_embd=32", "--set", "n_head=2",
              "--set", "vocab_size=100", "--set", "n_positions=64", "--solver", "dp",
              "--time-limit", "1"]
 FACTORY = """
