@@ -19,20 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import solvers.errors
-from graph_capture.training_graph import BufferKind
-from planner.accounting import optimizer_step_bytes
 from planner.api import check_effort
 from planner.batch_size import absolute_budget, check_count
 from planner.bracketing import find_largest, secant
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plan import Plan
-from planner.planning import Effort, PreparedStep, infeasible, make_plan
+from planner.planning import Effort, PreparedStep, infeasible, plan_within
 from planner.progress import Progress, watched
 from planner.sized_steps import MakeInputs, MakeLoss, SizedSteps
-from planner.units import format_bytes
 from solvers.minimum import working_set_floor
-from solvers.solve import solve
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +53,8 @@ class Choice:
     seconds_per_sample: float
     """Estimated; without the optimizer's own step."""
     plan: Plan | None = field(repr=False)
-    """The plan of one micro-batch; `None`: the model runs as it is."""
+    """The plan of one micro-batch, gradients of those before it counted; `None`: the model runs as
+    it is."""
 
     def to_dict(self) -> dict[str, Any]:
         """The choice as JSON values, without the plan itself."""
@@ -132,6 +128,7 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
         raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
     with watched(progress) as report:
         steps = SizedSteps(model, make_inputs, what="batch", make_loss_fn=make_loss_fn,
+                           accumulation_of=lambda micro_batch: count // micro_batch,
                            progress=report, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
                            cost_model=cost_model, device=device, probe=probe, keep=keep)
         effort = Effort(solver=solver, time_limit=time_limit, progress=report)
@@ -153,7 +150,7 @@ class _Counsel:
         larger: list[int] = []
         for micro_batch in divisors[fit:]:
             step = self.steps.at(micro_batch)
-            if step is not None and not self._possible(micro_batch, step):
+            if step is not None and not self._possible(step):
                 break  # and larger ones are not possible either
             larger += [micro_batch] if step is not None else []
         choices = plain + self._planned(larger)
@@ -165,24 +162,19 @@ class _Counsel:
 
     def _fits_plainly(self, micro_batch: int) -> bool | None:
         step = self.steps.at(micro_batch)
-        return None if step is None else (
-            self._plain_peak_bytes(micro_batch, step) <= self.budget_bytes)
+        return None if step is None else step.baseline_peak_bytes <= self.budget_bytes
 
     def _guess(self, divisors: Sequence[int]) -> float | None:
-        peaks = {size: float(self._plain_peak_bytes(size, step))
+        peaks = {size: float(step.baseline_peak_bytes)
                  for size, step in self.steps.captured.items()}
         reached = secant(peaks, self.budget_bytes)
         return None if reached is None else bisect.bisect_right(divisors, reached)
-
-    def _plain_peak_bytes(self, micro_batch: int, step: PreparedStep) -> int:
-        return step.baseline_peak_bytes + self._resident_gradients(micro_batch, step)
 
     def _plain(self, micro_batch: int) -> Choice | None:
         step = self.steps.at(micro_batch)
         if step is None or not self._fits_plainly(micro_batch):
             return None
-        return Choice(micro_batch, self._accumulation(micro_batch),
-                      self._plain_peak_bytes(micro_batch, step), 0.0,
+        return Choice(micro_batch, self._accumulation(micro_batch), step.baseline_peak_bytes, 0.0,
                       self._seconds_per_sample(micro_batch, step, 0.0), None)
 
     def _planned(self, micro_batches: Sequence[int]) -> list[Choice]:
@@ -193,43 +185,29 @@ class _Counsel:
                 break
             step = self.steps.captured[micro_batch]
             try:
-                result = solve(step.problem, self._net_bytes(micro_batch, step),
-                               solver=self.effort.solver, time_limit=self.effort.time_limit,
-                               progress=self.effort.progress)
-            except solvers.errors.InfeasibleBudget:
+                plan = plan_within(step, self.budget_bytes, self.effort)
+            except InfeasibleBudget:
                 continue
-            held = self._resident_gradients(micro_batch, step)
-            plan = make_plan(step, max(self.budget_bytes - held, optimizer_step_bytes(
-                step.graph, step.optimizer)), result)
-            peak = max(plan.forward_backward_peak_bytes + held, plan.optimizer_step_peak_bytes)
             choices.append(Choice(
-                micro_batch, self._accumulation(micro_batch), peak, plan.overhead,
+                micro_batch, self._accumulation(micro_batch), plan.peak_bytes, plan.overhead,
                 self._seconds_per_sample(micro_batch, step, plan.overhead), plan))
         return choices
 
-    def _possible(self, micro_batch: int, step: PreparedStep) -> bool:
-        """Whether no bound says that a plan of this size is impossible."""
-        net_bytes = self._net_bytes(micro_batch, step)
+    def _possible(self, step: PreparedStep) -> bool:
+        """Whether no bound says that a plan is impossible."""
+        net_bytes = self.budget_bytes - step.resident_bytes
         return (net_bytes >= 0 and working_set_floor(step.problem) <= net_bytes
-                and optimizer_step_bytes(step.graph, step.optimizer) <= self.budget_bytes)
-
-    def _net_bytes(self, micro_batch: int, step: PreparedStep) -> int:
-        """What is left for forward and backward."""
-        return self.budget_bytes - step.resident_bytes - self._resident_gradients(micro_batch, step)
+                and step.optimizer_step_bytes <= self.budget_bytes)
 
     def _accumulation(self, micro_batch: int) -> int:
         return self.effective_batch // micro_batch
-
-    def _resident_gradients(self, micro_batch: int, step: PreparedStep) -> int:
-        """Bytes of the gradients that a micro-batch finds from those before it."""
-        return _gradient_bytes(step) if self._accumulation(micro_batch) > 1 else 0
 
     def _seconds_per_sample(self, micro_batch: int, step: PreparedStep, overhead: float) -> float:
         from graph_capture.device_model import device_model
 
         count = self._accumulation(micro_batch)
         # A sum reads both gradients and writes one.
-        sums = device_model(step.graph.device).traffic_seconds(3 * _gradient_bytes(step))
+        sums = device_model(step.graph.device).traffic_seconds(3 * step.graph.gradient_bytes)
         whole = count * step.graph.step_seconds * (1 + overhead) + (count - 1) * sums
         return whole / self.effective_batch
 
@@ -240,20 +218,11 @@ class _Counsel:
             return CaptureError("the step could be captured at no divisor of the effective batch "
                                 f"{self.effective_batch} that was tried; at {size}: {reason}")
         micro_batch, step = min(captured.items())
-        held = self._resident_gradients(micro_batch, step)
-        found = infeasible(step, max(0, self.budget_bytes - held), self.effort)
-        needed = found.minimum_bytes + held
-        beside = (f" ({format_bytes(held)} of them gradients of the micro-batches before)"
-                  if held else "")
+        found = infeasible(step, self.budget_bytes, self.effort)
         return InfeasibleBudget(
-            self.budget_bytes, needed, found.bottleneck,
+            self.budget_bytes, found.minimum_bytes, found.bottleneck,
             f"not even micro-batches of {micro_batch} fit in {self.budget_bytes:,} bytes: they "
-            f"need {needed:,} bytes{beside}. {found.bottleneck}")
-
-
-def _gradient_bytes(step: PreparedStep) -> int:
-    return sum(buffer.size_bytes for buffer in step.graph.buffers
-               if buffer.kind is BufferKind.GRADIENT and buffer.kept_to_end)
+            f"need {found.minimum_bytes:,} bytes. {found.bottleneck}")
 
 
 def _divisors(number: int) -> list[int]:

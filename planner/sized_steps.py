@@ -32,8 +32,9 @@ class SizedSteps:
 
     def __init__(self, model: nn.Module, make_inputs: MakeInputs, *, what: str,
                  make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
-                 **options: Any) -> None:
-        """`what`: the size in words, such as `batch`; `options`: those of `planner.api.capture`."""
+                 accumulation_of: Callable[[int], int] = lambda size: 1, **options: Any) -> None:
+        """`what`: the size in words, such as `batch`; `accumulation_of`: micro-steps to a step of
+        the optimizer, by size; `options`: those of `planner.api.capture`."""
         if not callable(make_inputs):
             raise TypeError(f"make_inputs must be a function from a {what} size to the inputs of a "
                             f"step, got {type(make_inputs).__name__}")
@@ -51,6 +52,7 @@ class SizedSteps:
         self._make_loss_fn = make_loss_fn
         self._what = what
         self._progress = progress
+        self._accumulation_of = accumulation_of
         self._options = options
         self._steps: dict[int, PreparedStep | None] = {}
         self._skipped: dict[int, str] = {}
@@ -88,7 +90,8 @@ class SizedSteps:
             return None
         self._check(size, inputs)
         try:
-            step = capture(self._model, inputs, progress=self._progress, **options)
+            step = capture(self._model, inputs, progress=self._progress,
+                           accumulation=self._accumulation_of(size), **options)
         except CaptureError as error:
             self._skipped[size] = str(error)
             return None
