@@ -202,8 +202,10 @@ class Row:
 
     @property
     def resident_off_bytes(self) -> int:
-        """Predicted less measured bytes between steps; the larger of the last two."""
-        return max((self.predicted.resident_bytes - end for end in self.measured.end_bytes[1:]),
+        """Predicted less measured bytes: when all is loaded, and between steps; the largest."""
+        loaded = self.predicted.loading.peak_bytes + self.predicted.resident.inputs
+        return max((loaded - self.measured.loaded_bytes,
+                    *(self.predicted.resident_bytes - end for end in self.measured.end_bytes[1:])),
                    key=abs)
 
 

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graph_capture.allocator import AllocationRecord, allocated_bytes, record_peak
+from graph_capture.allocator import (
+    AllocationRecord,
+    allocated_bytes,
+    record_peak,
+    record_stages,
+)
 
 
 def test_peak_and_end_of_known_allocations():
@@ -89,3 +94,19 @@ def test_granularity():
     assert allocated_bytes(1024, torch.device("cuda")) == 1024
     assert allocated_bytes(0, torch.device("cuda")) == 0
     assert allocated_bytes(1, torch.device("cpu")) == 1
+
+
+def test_stages_are_measured_one_by_one_in_one_recording():
+    held = []
+
+    def first() -> None:
+        held.append(torch.empty(1000, dtype=torch.uint8))
+        torch.empty(500, dtype=torch.uint8)
+
+    def second() -> None:
+        held.append(torch.empty(200, dtype=torch.uint8))
+        held.pop(0)  # what the first one made
+
+    records = record_stages([first, lambda: None, second])
+    assert [(r.peak_bytes, r.end_bytes) for r in records] == [
+        (1500, 1000), (1000, 1000), (1200, 200)]
