@@ -58,6 +58,8 @@ class RegionRecipe:
     """In the order of the runs."""
     outline: Outline | None = None
     """Which other sizes of inputs the recipe serves; `None`: no others."""
+    block: str = ""
+    """The submodule that is compiled by itself; empty where the whole model is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,16 +156,21 @@ class _Rewriter:
         self.env[op.node] = new
         for user in op.node.users:
             # A tuple must not outlive its run: it would hold all of its elements.
-            if is_tuple_element(user) and not (run and self._is_kept(user)):
+            if is_tuple_element(user) and not (run and self._is_returned_later(user)):
                 self._emit_copy(user)
 
-    def _is_kept(self, node: fx.Node) -> bool:
-        return self.region.storage_of.get(node, RESIDENT) in self.kept
+    def _is_returned_later(self, node: fx.Node) -> bool:
+        return self._keeps(self.region.storage_of.get(node, RESIDENT))
+
+    def _keeps(self, storage: int) -> bool:
+        """Whether the first result is still to be returned: a replay does not take its place.  Once
+        the forward has returned, it does."""
+        return self.in_forward and storage in self.kept
 
     def _forget(self, op: LoweredOp) -> None:
         """Views and elements of the previous results are stale once the op runs again."""
         for storage in op.outputs:
-            if storage not in self.kept:
+            if not self._keeps(storage):
                 for node in self.nodes_of.get(storage, ()):
                     self.env.pop(node, None)
 

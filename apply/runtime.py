@@ -28,7 +28,7 @@ from graph_capture.torch_compat import (
     BackendCompilerFailed,
     BoxedCodeGen,
     aot_backend,
-    compile_module,
+    compile_call,
     compile_settings,
     pass_absent_gradients,
     primal_indices,
@@ -60,6 +60,13 @@ def apply_recipe(
         _check_tensors(model, recipe.tensors)
     except GraphMismatch as error:
         raise mismatch(str(error)) from None
+    if any(region.block for region in recipe.regions):
+        from apply.blocks import apply_by_blocks
+
+        if replan is not None:
+            raise ValueError("replan works with plans of the whole model, and this one is made of "
+                             "blocks; leave it out")
+        return apply_by_blocks(model, recipe, mismatch)
     applied = copy.copy(model)
     applied._compiled_call_impl = _PlannedCall(  # type: ignore[assignment]
         applied, recipe, mismatch, replan)
@@ -107,8 +114,9 @@ class _PlannedCall:
         self._mismatch = mismatch
         self._replan = replan
         self._warned = False
-        self._planned = _PlannedStep(model, recipe, mismatch)
-        self._replanned: dict[_Shapes, _PlannedStep] = {}
+        self._planned = PlannedCode(type(model).__name__, model, recipe, mismatch)
+        self._replanned: dict[_Shapes | None, PlannedCode] = {}
+        self._is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -124,26 +132,47 @@ class _PlannedCall:
             raise self._mismatch(str(error)) from None
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._replan is None:
-            return self._planned(*args, **kwargs)
-        shapes = _shapes_of(args, kwargs)
+        shapes = None if self._replan is None else _shapes_of(args, kwargs)
         if shapes not in self._replanned:
             try:
-                return self._planned(*args, **kwargs)
+                return self._first_tried_twice(args, kwargs)
             except GraphMismatch:
-                if self._planned.has_begun:  # It may have changed random state and buffers.
+                # What has begun may have changed random state and buffers.
+                if self._replan is None or self._planned.has_begun:
                     raise
-            self._replanned[shapes] = _PlannedStep(
-                self._model, self._replan(self._model, args, kwargs), self._mismatch)
-        return self._replanned[shapes](*args, **kwargs)
+            assert shapes is not None
+            self._replanned[shapes] = PlannedCode(
+                type(self._model).__name__, self._model,
+                self._replan(self._model, args, kwargs), self._mismatch)
+        return self._replanned[shapes](self._model, *args, **kwargs)
+
+    def _first_tried_twice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A step under the plan.  Some models change when they are called for the first time
+        (transformers installs hooks), which breaks the graph once: then the second try is good."""
+        is_first, self._is_first = self._is_first, False
+        try:
+            return self._planned(self._model, *args, **kwargs)
+        except GraphMismatch as error:
+            if not is_first or self._planned.has_begun:
+                raise
+            first_error = error
+        try:
+            return self._planned(self._model, *args, **kwargs)
+        except GraphMismatch:
+            raise first_error from None
 
     def _warn_of_mode(self) -> None:
         if not self._warned:
             self._warned = True
-            planned, now = ("train", "eval") if self._recipe.training else ("eval", "train")
-            warnings.warn(
-                f"the plan was made in {planned} mode; this step in {now} mode runs without it",
-                stacklevel=4)
+            warn_of_mode(self._recipe)
+
+
+def warn_of_mode(recipe: Recipe) -> None:
+    """Tell the user that a step runs without its plan."""
+    planned, now = ("train", "eval") if recipe.training else ("eval", "train")
+    warnings.warn(
+        f"the plan was made in {planned} mode; this step in {now} mode runs without it",
+        stacklevel=5)
 
 
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -155,12 +184,15 @@ def _shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
                  if isinstance(leaf, torch.Tensor))
 
 
-class _PlannedStep:
-    """The model under one recipe; raises `GraphMismatch` where the recipe is for another graph."""
+class PlannedCode:
+    """Compiled code of the model, or of blocks that share it, under one recipe; raises
+    `GraphMismatch` where the recipe is for another graph."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> None:
-        self._backend = plan_backend(model, recipe, mismatch)
-        self._compiled = compile_module(model, self._backend)
+    def __init__(self, name: str, model: nn.Module, recipe: Recipe, mismatch: type[Exception],
+                 regions: Sequence[int] | None = None) -> None:
+        """`regions`: those of the recipe that may be met here, by default all."""
+        self._backend = plan_backend(model, recipe, mismatch, regions)
+        self._compiled = compile_call(name, self._backend)
         self._donated_buffers = recipe.backend == "inductor"
 
     @property
@@ -168,11 +200,11 @@ class _PlannedStep:
         """Whether a part of the model has run in the last call."""
         return self._backend.has_begun
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         self._backend.has_begun = False
         with compile_settings(donated_buffers=self._donated_buffers):
             try:
-                return self._compiled(*args, **kwargs)
+                return self._compiled(module, *args, **kwargs)
             except BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, GraphMismatch):
                     raise error.inner_exception from None
@@ -180,23 +212,27 @@ class _PlannedStep:
 
 
 def plan_backend(
-    model: nn.Module, recipe: Recipe, mismatch: type[Exception] = GraphMismatch
+    model: nn.Module, recipe: Recipe, mismatch: type[Exception] = GraphMismatch,
+    regions: Sequence[int] | None = None,
 ) -> PlanBackend:
-    """The Dynamo backend that runs a recipe's graphs for `model`."""
+    """The Dynamo backend that runs a recipe's graphs, by default those of all regions, for `model`.
+    """
     if recipe.backend == "inductor":
         from apply.inductor import InductorBackend
 
-        return InductorBackend(model, recipe, mismatch)
-    return PlanBackend(model, recipe, mismatch)
+        return InductorBackend(model, recipe, mismatch, regions)
+    return PlanBackend(model, recipe, mismatch, regions)
 
 
 class PlanBackend:
     """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception],
+                 regions: Sequence[int] | None = None) -> None:
         self._model = model
         self._recipe = recipe
         self._mismatch = mismatch
+        self._regions = tuple(range(len(recipe.regions)) if regions is None else regions)
         self._compiled_regions = 0
         self.has_begun = False
 
@@ -244,18 +280,17 @@ class PlanBackend:
         known = {id(tensor): name for name, tensor in
                  (*self._model.named_parameters(), *self._model.named_buffers())}
         names = region_input_names([inputs[i] for i in primal_indices(primals_of(joint))], known)
-        regions = self._recipe.regions
         first_difference = ""
-        start = self._compiled_regions % max(len(regions), 1)
-        for index in (*range(start, len(regions)), *range(start)):
-            region = regions[index]
+        start = self._compiled_regions % max(len(self._regions), 1)
+        for index in (*self._regions[start:], *self._regions[:start]):
+            region = self._recipe.regions[index]
             if len(region.cotangents) != count_cotangents(joint):
                 first_difference = first_difference or (
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
             clean = self._clean(joint, num_forward_outputs, region.cotangents)
-            lowered = lower(clean, names, index)
+            lowered = lower(clean, names, index, region.block)
             difference = _first_difference(region, lowered)
             if difference is not None and region.outline is not None:
                 difference = _why_not_served(region.outline, outline(lowered), difference)

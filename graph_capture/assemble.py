@@ -71,6 +71,8 @@ class RegionUse:
     """Storages of its outputs that the user holds to the end of the step."""
     released: Mapping[int, int]
     """Storage of an output -> the last gap in which uncaptured code holds it."""
+    block: str = ""
+    """The submodule that it is the graph of; empty for the whole model."""
     repeated: bool = False
     """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
 
@@ -122,7 +124,7 @@ class _Assembly:
         if self.uncaptured:
             self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
-                               outline(use.lowered))
+                               outline(use.lowered), use.block)
                         for number, use in enumerate(self.uses))
         return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
                              str(self.device))

@@ -17,11 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graph_capture.assemble import LossMemory, RegionUse, assemble
+from graph_capture.blocks import WHOLE_MODEL, find_blocks
 from graph_capture.compiled_step import CompiledTracer, check_compiler
 from graph_capture.eager_step import EagerStep, trace_eager_step
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin, make_twin
 from graph_capture.fused_costs import FusedCosts
+from graph_capture.hollow import hollow_twin
 from graph_capture.inductor_joint import move_saved_to_forward, saved_by_default
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
@@ -68,7 +70,7 @@ def capture_step(
     loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
     device: torch.device | str | None = None, keep: Sequence[str] = (), backend: str = "eager",
     cost_model: str = "roofline", probe: bool = True, accumulated: bool = False,
-    progress: Progress | None = None,
+    regions: str | Sequence[str] = WHOLE_MODEL, progress: Progress | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -76,6 +78,7 @@ def capture_step(
     `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
     `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
     that Inductor partitions: after its decompositions and its passes over the joint graph.
+    `regions`: what is captured as one piece, see `graph_capture.blocks.find_blocks`.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.
 
@@ -93,10 +96,16 @@ def capture_step(
     if inductor:
         check_compiler(twin.device, twin.trace_device)
     say("capturing the forward and the backward")
-    recording, output = _record(twin, twin_loss, costs.workspace_bytes,
+    blocks = find_blocks(model, regions)
+    # What runs between blocks, runs as it is written, and must see what it takes for plain tensors.
+    traced, traced_loss = twin, twin_loss
+    if blocks and twin.trace_device.type == "cpu":
+        traced = hollow_twin(twin, extra=(twin_loss,))
+        traced_loss = traced.extra[-1]
+    recording, output = _record(traced, traced_loss, costs.workspace_bytes, blocks,
                                 _inductor_recorder if inductor else aot_backend)
     saved: list[frozenset[str]] = []
-    uses = _region_uses(twin, recording, output, saved if inductor else None)
+    uses = _region_uses(traced, recording, output, saved if inductor else None)
     if inductor:
         uses = [replace(use, lowered=_without_replayed_randomness(use.lowered)) for use in uses]
     say("tracing the plain step")
@@ -168,9 +177,24 @@ def _without_replayed_randomness(lowered: LoweredRegion) -> LoweredRegion:
 
 def _record(
     twin: FakeTwin, loss_fn: Callable[[Any], torch.Tensor] | None, workspace: Workspace,
-    make_backend: MakeBackend,
+    blocks: Sequence[str], make_backend: MakeBackend,
 ) -> tuple[Recording, object]:
-    """One captured step of the twin, and what its forward returned."""
+    """One captured step of the twin, and what its forward returned.
+
+    Some models change when they are called for the first time (transformers installs hooks), which
+    breaks the graph once; a step of several pieces is therefore captured anew.
+    """
+    first = _record_once(twin, loss_fn, workspace, blocks, make_backend)
+    if blocks or len(first[0].calls) <= 1:
+        return first
+    again = _record_once(twin, loss_fn, workspace, blocks, make_backend)
+    return again if len(again[0].calls) < len(first[0].calls) else first
+
+
+def _record_once(
+    twin: FakeTwin, loss_fn: Callable[[Any], torch.Tensor] | None, workspace: Workspace,
+    blocks: Sequence[str], make_backend: MakeBackend,
+) -> tuple[Recording, object]:
     outputs: list[object] = []
 
     def run(compiled: Callable[..., Any], before_backward: Callable[[], object]) -> object:
@@ -181,7 +205,7 @@ def _record(
         goal.backward()
         return goal
 
-    return record_step(twin, run, workspace, make_backend), outputs[0]
+    return record_step(twin, run, workspace, blocks, make_backend), outputs[0]
 
 
 def _plain_twin(
@@ -220,7 +244,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
              (*twin.model.named_parameters(), *twin.model.named_buffers())}
     trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
     held = {storage_key(tensor) for tensor in output_tensors(output)}
-    repeated = Counter(id(call.region) for call in recording.calls)
+    repeated = Counter((id(call.region), call.module) for call in recording.calls)
     made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
     runs: Counter[int] = Counter()
     uses: list[RegionUse] = []
@@ -235,7 +259,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
         if saved is not None:
             saved.append(saved_by_default(joint))
             move_saved_to_forward(joint, saved[-1])
-        lowered = lower(joint, region_input_names(call.inputs, names), number)
+        lowered = lower(joint, region_input_names(call.inputs, names), number, call.module)
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}
@@ -259,7 +283,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
             parameter_names={index: trainable.get(id(tensor), f"input {index}")
                              for index, tensor in enumerate(call.inputs)},
             linked_inputs=linked, returned=frozenset(returned), released=released,
-            repeated=repeated[id(region)] > 1))
+            block=call.module, repeated=repeated[id(region), call.module] > 1))
     return uses
 
 
@@ -287,7 +311,11 @@ def _notes(
         arguments = ", ".join(f"{name}={value}" for name, value in forced)
         notes.append(f"the model is called with {arguments}: a training step has no use for "
                      "the key-value cache")
-    if len(recording.calls) > 1:
+    blocks = {call.module for call in recording.calls} - {""}
+    if blocks:
+        notes.append(f"{len(blocks)} blocks are compiled one by one; what the rest of the model "
+                     "allocates is counted, but not planned")
+    elif len(recording.calls) > 1:
         notes.append(f"torch.compile broke the model into {len(recording.calls)} regions, "
                      "which are planned together; what runs between them is not planned")
     if recording.inference_graphs:

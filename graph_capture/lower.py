@@ -26,6 +26,7 @@ from graph_capture.naming import (
     module_of,
     source_of,
     target_name,
+    within,
 )
 from graph_capture.replay import Replay, replay_of
 from graph_capture.torch_compat import OpOverload, storage_key
@@ -106,17 +107,20 @@ def epilogue_name(region: int) -> str:
     return f"{f'{region}:' if region else ''}/update of mutated inputs#0"
 
 
-def lower(joint: JointGraph, primal_names: Sequence[str], region: int = 0) -> LoweredRegion:
+def lower(joint: JointGraph, primal_names: Sequence[str], region: int = 0, block: str = ""
+          ) -> LoweredRegion:
     """Lower a clean joint graph, the step's `region`-th; `primal_names` are stable names of its
-    inputs."""
-    return _Lowering(joint, primal_names, region).run()
+    inputs, `block` is the submodule whose graph it is, empty for the whole model."""
+    return _Lowering(joint, primal_names, region, block).run()
 
 
 class _Lowering:
     """The state of one pass over the graph."""
 
-    def __init__(self, joint: JointGraph, primal_names: Sequence[str], region: int) -> None:
+    def __init__(self, joint: JointGraph, primal_names: Sequence[str], region: int, block: str
+                 ) -> None:
         self.joint = joint
+        self.block = block
         self.by_key: dict[int, int] = {}
         self.base_of: dict[fx.Node, fx.Node] = {}
         self.storage_of: dict[fx.Node, int] = {}
@@ -211,7 +215,7 @@ class _Lowering:
         outputs = tuple(self._new_storage(tensor, index) for tensor in made.values())
         if node.target in _WHOLE_STORAGE_COPIES:
             self.sizes[outputs[0]] = self._storage_bytes(node.args[0])
-        module, target = module_of(node), target_name(node)
+        module, target = within(self.block, module_of(node)), target_name(node)
         name = self.namer.name(phase, module, target)
         call = describe_call(node, self.references)
         structure = describe_structure(node, self.outlines)

@@ -50,6 +50,11 @@ def module_of(node: fx.Node) -> str:
     return _plain_path(path)
 
 
+def within(block: str, module: str) -> str:
+    """Qualified name of a module of a block."""
+    return f"{block}.{module}" if block and module else block or module
+
+
 def _plain_path(path: str) -> str:
     """`L['self'].h._modules['0'].attn` -> `h.0.attn`."""
     path = re.sub(r"^L\['\w+'\]", "", path)

@@ -1,6 +1,7 @@
 """Running a fake twin through Dynamo and AOTAutograd, and keeping the joint graphs.
 
-The forward, the loss and the backward of the twin really take place, on fake tensors: that shows
+The forward, the loss and the backward of the twin really take place, on fake (or hollow) tensors:
+that shows
 in which order the captured pieces (regions) run, and into which outputs a gradient flows.  The
 compiled pieces themselves are stand-ins that only make results of the right shapes.
 """
@@ -9,25 +10,29 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
+from graph_capture.hollow import HollowMode, hollow_storage, hollow_tensor
 from graph_capture.joint import count_cotangents, is_cotangent, primals_of
 from graph_capture.memory_tracker import Workspace
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     TorchDynamoException,
     aot_backend,
+    compile_call,
     compile_module,
     compile_settings,
+    no_active_modes,
     pass_absent_gradients,
     primal_indices,
     split_joint_graph,
@@ -54,6 +59,8 @@ class RegionCall:
     """What each primal is: a parameter, a buffer or another tensor of the twin."""
     outputs: tuple[object, ...]
     """What it returned to the user's code, in order."""
+    module: str = ""
+    """The block that was called; empty where the whole model is compiled."""
 
 
 @dataclass
@@ -77,17 +84,18 @@ MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[.
 
 
 def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
-                make_backend: MakeBackend = aot_backend) -> Recording:
+                blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend) -> Recording:
     """Record one step of the twin, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
-    regions allocates is followed; `workspace` tells what its ops take for themselves.
+    regions allocates is followed; `workspace` tells what its ops take for themselves.  With
+    `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written.
     `make_backend` decides which joint graph the partitioner is given.
     """
     recording = Recording()
     recorder = _Recorder(twin, recording, make_backend)
-    with compile_settings(), twin.mode:
-        compiled = compile_module(twin.model, recorder)
+    with compile_settings(), twin.mode, _compiled_blocks(twin.model, blocks, recorder):
+        compiled = twin.model if blocks else compile_module(twin.model, recorder)
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)
@@ -107,6 +115,36 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
         finally:
             _drop_gradients(twin)
     return recording
+
+
+@contextmanager
+def _compiled_blocks(model: nn.Module, names: Sequence[str], recorder: _Recorder
+                     ) -> Iterator[None]:
+    """Inside, these submodules run compiled; modules of one class share the code where they can."""
+    calls: dict[type[nn.Module], Callable[..., Any]] = {}
+    blocks = [model.get_submodule(name) for name in names]
+
+    def call_of(name: str, block: nn.Module) -> Callable[..., Any]:
+        call = calls.setdefault(type(block), compile_call(type(block).__name__, recorder))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            recorder.module = name
+            try:
+                # Dynamo is to see what it will see in a real step, where no mode is active.
+                with no_active_modes():
+                    return call(block, *args, **kwargs)
+            finally:
+                recorder.module = ""
+
+        return run
+
+    try:
+        for name, block in zip(names, blocks, strict=True):
+            block._compiled_call_impl = call_of(name, block)  # type: ignore[assignment]
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
 
 
 def _drop_gradients(twin: FakeTwin) -> None:
@@ -166,6 +204,8 @@ class _Recorder:
         self.make_backend = make_backend
         self.tracker: GapTracker | None = None
         """Set while the step runs again."""
+        self.module = ""
+        """The block that is running."""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region: RecordedRegion | None = None
@@ -204,6 +244,12 @@ class _Recorder:
         compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
+            if self.module:
+                with self.mode:  # which was left for Dynamo's sake
+                    return recorded(args)
+            return recorded(args)
+
+        def recorded(args: tuple[Any, ...]) -> Any:
             if self.tracker is not None and region is not None:
                 return followed(self.tracker, args)
             outputs = compiled(*args)
@@ -213,7 +259,7 @@ class _Recorder:
             else:
                 self.recording.calls.append(RegionCall(
                     region, tuple(args[i] for i in primal_positions),
-                    tuple(pytree.tree_leaves(outputs))))
+                    tuple(pytree.tree_leaves(outputs)), self.module))
             return outputs
 
         def followed(tracker: GapTracker, args: tuple[Any, ...]) -> Any:
@@ -237,14 +283,18 @@ class _Recorder:
 
         def make(args: list[Any]) -> list[Any]:
             args.clear()
-            with self.mode:
-                return [
-                    torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                    if isinstance(v, torch.Tensor) else v
-                    for v in values
-                ]
+            return [self._new_tensor(v) if isinstance(v, torch.Tensor) else v for v in values]
 
         return make
+
+    def _new_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the twin's kind, with values that are not known."""
+        if isinstance(self.mode, HollowMode):
+            with no_active_modes():
+                return hollow_tensor(like, hollow_storage(like.untyped_storage().nbytes()))
+        with self.mode:
+            return torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def _boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:

@@ -142,6 +142,8 @@ class Region:
     """For each differentiable output of the joint graph, whether a gradient flows into it."""
     outline: Outline | None = None
     """`None`: a plan of this region serves these sizes alone."""
+    block: str = ""
+    """The submodule that was captured by itself; empty where the whole model was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          optimizer: object = None, solver: str = "auto", backend: str = "eager",
          cost_model: str = "roofline", device: torch.device | str | None = None,
          probe: bool = True, time_limit: float = 60.0, keep: Sequence[str] = (),
-         accumulation: int = 1, progress: Progress | None = None) -> Plan:
+         accumulation: int = 1, regions: str | Sequence[str] = "model",
+         progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
 
@@ -63,6 +64,11 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         accumulation: micro-steps to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
+        regions: what is compiled as one piece. `"model"`: all of it; `"blocks"`: each of its
+            repeated blocks by itself, with one budget over all of them, while the rest runs as it
+            is written (counted, not planned), which compiles in a time that grows with the number
+            of different decisions instead of with depth, and leaves blocks in place for wrappers;
+            or names of modules, wildcards allowed.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -78,7 +84,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
     with watched(progress) as report:
         prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
                            cost_model=cost_model, device=device, probe=probe, keep=keep,
-                           accumulation=accumulation, progress=report)
+                           accumulation=accumulation, regions=regions, progress=report)
         left = 0.9 * time_limit - (time.monotonic() - started)
         effort = Effort(solver=solver, time_limit=max(left, time_limit / 2), progress=report)
         return plan_within(prepared, resolve(limit, prepared), effort)
@@ -89,6 +95,7 @@ def capture(model: nn.Module, inputs: object = None, *,
             backend: str = "eager", cost_model: str = "roofline",
             device: torch.device | str | None = None, probe: bool = True,
             keep: Sequence[str] = (), accumulation: int = 1,
+            regions: str | Sequence[str] = "model",
             progress: Progress | None = None) -> PreparedStep:
     """Capture one training step of `model`, ready to be planned under any number of budgets.
 
@@ -107,6 +114,9 @@ def capture(model: nn.Module, inputs: object = None, *,
     if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
         raise TypeError(f"keep must be a sequence of names, got {keep!r}; "
                         'for one name write keep=("layers.3.attn",)')
+    if backend != "eager" and regions != "model":
+        raise ValueError(f"regions={regions!r} works with backend=\"eager\", got {backend!r}: "
+                         'leave regions out, or the backend')
     args, kwargs = split_inputs(model, inputs)
     from apply.runtime import tensor_keys
     from graph_capture.capture import capture_step
@@ -115,7 +125,7 @@ def capture(model: nn.Module, inputs: object = None, *,
     try:
         step = capture_step(model, args, kwargs, loss_fn=loss_fn, device=device, keep=tuple(keep),
                             backend=backend, cost_model=cost_model, probe=probe,
-                            optimizer=optimizer, accumulated=accumulation > 1,
+                            optimizer=optimizer, accumulated=accumulation > 1, regions=regions,
                             progress=progress)
     except Refusal as refusal:
         raise CaptureError(str(refusal)) from refusal

@@ -69,7 +69,8 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
                      backward=tuple(keys[index] for index in region.backward
                                     if keys[index].digest),
                      cotangents=region.cotangents, recomputations=tuple(again[number]),
-                     takeovers=tuple(taken[number]), outline=region.outline)
+                     takeovers=tuple(taken[number]), outline=region.outline,
+                     block=region.block)
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=tuple(tensors), regions=regions, training=training,
                   overrides=tuple(overrides))

@@ -74,7 +74,7 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
              solver: str = "auto", backend: str = "eager", cost_model: str = "roofline",
              device: torch.device | str | None = None, probe: bool = True,
              time_limit: float = 60.0, keep: Sequence[str] = (),
-             progress: Progress | None = None) -> Frontier:
+             regions: str | Sequence[str] = "model", progress: Progress | None = None) -> Frontier:
     """The curve of `model` in up to `points` plans.
 
     `time_limit` is that of one plan in seconds; the whole curve takes at most five times as long.
@@ -88,7 +88,7 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
     with watched(progress) as report:
         prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
                            cost_model=cost_model, device=device, probe=probe, keep=keep,
-                           progress=report)
+                           regions=regions, progress=report)
         return trace_frontier(prepared, points,
                               Effort(solver=solver, time_limit=time_limit, progress=report))
 

@@ -117,6 +117,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             for key in plan.recipe.tensors],
         "regions": [
             {
+                "block": region.block,
                 "cotangents": list(region.cotangents),
                 "decisions": [_decision_to_dict(key, next(decisions)) for key in region.forward],
                 "backward": [_op_to_dict(key) for key in region.backward],
@@ -193,7 +194,7 @@ def fingerprint(recipe: Recipe) -> str:
     """
     graph = [
         [[key.name, list(key.shape), key.dtype, key.requires_grad] for key in recipe.tensors],
-        [[list(region.cotangents), [[key.name, key.digest] for key in region.forward],
+        [[region.block, list(region.cotangents), [[key.name, key.digest] for key in region.forward],
           [[key.name, key.digest] for key in region.backward], _outline_to_dict(region.outline)]
          for region in recipe.regions],
         recipe.training,
@@ -249,6 +250,7 @@ def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
             storage_bytes=outline.integers("storage_bytes"),
             input_bytes=outline.integers("input_bytes"),
             input_layout=outline.text("input_layout")),
+        block=region.text("block"),
     )
 
 

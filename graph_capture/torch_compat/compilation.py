@@ -30,6 +30,7 @@ __all__ = [
     "OpOverload",
     "TorchDynamoException",
     "aot_backend",
+    "compile_call",
     "compile_module",
     "compile_settings",
     "cotangent_sources",
@@ -119,10 +120,18 @@ def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[.
     The function has a code object of its own, since Dynamo's cache (and its limit on recompiles)
     hangs on the code; and it stands outside of torch, whose own modules Dynamo would skip.
     """
-    code = _call_module.__code__.replace(co_name=f"_call_{type(module).__name__}")
-    compiled = torch.compile(
+    return functools.partial(compile_call(type(module).__name__, backend), module)
+
+
+def compile_call(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a module and its arguments that Dynamo compiles with `backend`.
+
+    Modules that differ in nothing but their tensors share the compiled code: torch takes parameters
+    for inputs of the code.
+    """
+    code = _call_module.__code__.replace(co_name=f"_call_{name}")
+    return torch.compile(
         types.FunctionType(code, _call_module.__globals__), backend=backend, dynamic=False)
-    return functools.partial(compiled, module)
 
 
 def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -33,13 +33,15 @@ Optimizer = Annotated[str | None, typer.Option("--optimizer", help="sgd, adam, a
 Solver = Annotated[str, typer.Option("--solver", help="auto, none, sqrt_n, dp, ilp, ...")]
 Backend = Annotated[str, typer.Option("--backend")]
 CostModel = Annotated[str, typer.Option(
-    "--cost-model", help="What recomputation costs: roofline (time) or flops.")]
+    "--cost-model", help="What recomputation costs: roofline (time), measured or flops.")]
 Device = Annotated[str | None, typer.Option("--device", help="The device planned for.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the solver.")]
 Accumulation = Annotated[int, typer.Option(
     "--accumulation", min=1, help="Micro-steps to each step of the optimizer.")]
 Keep = Annotated[list[str] | None, typer.Option(
     "--keep", metavar="NAME", help="Module or op whose results are kept; may be repeated.")]
+Regions = Annotated[str, typer.Option(
+    "--regions", help='Compiled as one piece: model, blocks, or names of modules.')]
 Probe = Annotated[bool, typer.Option(
     "--probe/--no-probe", help="Measure the workspace of single ops.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -55,7 +57,8 @@ def plan_command(
     optimizer: Optimizer = None, solver: Solver = "auto", batch: Batch = None, seq: Seq = None,
     inputs: Inputs = None, settings: Settings = None, backend: Backend = "eager",
     cost_model: CostModel = "roofline", device: Device = None, time_limit: TimeLimit = 60.0,
-    keep: Keep = None, accumulation: Accumulation = 1, probe: Probe = True, json: Json = False,
+    keep: Keep = None, accumulation: Accumulation = 1, regions: Regions = "model",
+    probe: Probe = True, json: Json = False,
 ) -> None:
     """Plan one training step of TARGET under a budget and print the plan."""
     with reported():
@@ -71,7 +74,8 @@ def plan_command(
                                      device="meta")
         made = plan(model, example, budget=budget, optimizer=optimizer, solver=solver,
                     backend=backend, cost_model=cost_model, device=device, probe=probe,
-                    time_limit=time_limit, keep=tuple(keep or ()), accumulation=accumulation)
+                    time_limit=time_limit, keep=tuple(keep or ()), accumulation=accumulation,
+                    regions=regions)
         if output is not None:
             made.save(output)
         if json:
@@ -102,7 +106,7 @@ def frontier_command(
     optimizer: Optimizer = None, solver: Solver = "auto", batch: Batch = None, seq: Seq = None,
     inputs: Inputs = None, settings: Settings = None, backend: Backend = "eager",
     cost_model: CostModel = "roofline", device: Device = None, time_limit: TimeLimit = 60.0,
-    keep: Keep = None, probe: Probe = True, json: Json = False,
+    keep: Keep = None, regions: Regions = "model", probe: Probe = True, json: Json = False,
 ) -> None:
     """Print the memory/overhead curve of TARGET."""
     with reported():
@@ -117,7 +121,7 @@ def frontier_command(
                                      device="meta")
         curve = frontier(model, example, points=points, optimizer=optimizer, solver=solver,
                          backend=backend, cost_model=cost_model, device=device, probe=probe,
-                         time_limit=time_limit, keep=tuple(keep or ()))
+                         time_limit=time_limit, keep=tuple(keep or ()), regions=regions)
         if plot is not None:
             curve.plot(plot)
         if json:

@@ -1,0 +1,108 @@
+"""The applied model whose repeated blocks are compiled one by one.
+
+Each block runs the plan's graphs for it; everything else runs as it is written.  Blocks with the
+same decisions share compiled code, so that compiling takes as long as there are different
+decisions, not as there are blocks.  The modules on the way from the model to its blocks, and the
+blocks, are copies that share parameters, buffers and all other submodules with the user's model;
+wrappers that want each block for itself (as fully sharded data parallel does) find them in place.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from apply.errors import GraphMismatch
+from apply.recipe import OpKey, Recipe, RegionRecipe
+from apply.runtime import PlannedCode, warn_of_mode
+
+
+def apply_by_blocks(model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> nn.Module:
+    """A copy of `model` with planned blocks; raises `mismatch` where it has no such blocks."""
+    copies: dict[str, nn.Module] = {"": copy.copy(model)}
+
+    def copied(path: str) -> nn.Module:
+        if path not in copies:
+            outer, _, name = path.rpartition(".")
+            parent = copied(outer)
+            if parent._modules.get(name) is None:
+                raise mismatch(f"the plan has a block {path}, this model has none; make a plan for "
+                               "this model")
+            copies[path] = copy.copy(parent._modules[name])
+            parent.__dict__["_modules"] = {**parent._modules, name: copies[path]}
+        return copies[path]
+
+    code: dict[object, PlannedCode] = {}
+    regions: dict[str, list[int]] = {}
+    for index, region in enumerate(recipe.regions):
+        regions.setdefault(region.block, []).append(index)
+    alike: dict[object, list[int]] = {}
+    key_of: dict[str, object] = {}
+    for name, indices in regions.items():
+        key_of[name] = tuple(_decisions(recipe.regions[index], index) for index in indices)
+        alike.setdefault(key_of[name], []).extend(indices)
+    for name in regions:
+        block, key = copied(name), key_of[name]
+        if key not in code:
+            code[key] = PlannedCode(type(block).__name__, model, recipe, mismatch, alike[key])
+        block._compiled_call_impl = _BlockCall(block, code[key], recipe, mismatch)
+    applied = copies[""]
+    applied._compiled_call_impl = _ModelCall(applied, recipe)  # type: ignore[assignment]
+    return applied
+
+
+class _BlockCall:
+    """What runs when a block is called."""
+
+    def __init__(self, block: nn.Module, code: PlannedCode, recipe: Recipe,
+                 mismatch: type[Exception]) -> None:
+        self._block, self._code, self._recipe, self._mismatch = block, code, recipe, mismatch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or self._block.training != self._recipe.training:
+            return self._block._call_impl(*args, **kwargs)
+        try:
+            return self._code(self._block, *args, **kwargs)
+        except GraphMismatch as error:
+            raise self._mismatch(str(error)) from None
+
+
+class _ModelCall:
+    """What runs when the applied model is called: itself, with the arguments that capture forced.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self._model, self._recipe = model, recipe
+        self._warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            if self._model.training == self._recipe.training:
+                for name, value in self._recipe.overrides:
+                    kwargs.setdefault(name, value)
+            elif not self._warned:
+                self._warned = True
+                warn_of_mode(self._recipe)
+        return self._model._call_impl(*args, **kwargs)
+
+
+def _decisions(region: RegionRecipe, index: int) -> object:
+    """What a block's code depends on beside its graph: equal for blocks that may share code."""
+
+    def local(name: str) -> str:
+        """The op's name within the block."""
+        plain = name.removeprefix(f"{index}:")
+        mark = "~" if plain.startswith("~") else ""
+        return mark + plain.removeprefix(mark).removeprefix(region.block)
+
+    def ops(keys: tuple[OpKey, ...]) -> tuple[tuple[str, str], ...]:
+        return tuple((local(key.name), key.result) for key in keys)
+
+    sizes = region.outline and (region.outline.storage_bytes, region.outline.input_bytes)
+    return (ops(region.forward), ops(region.backward), region.cotangents, sizes,
+            tuple((local(group.before), tuple(map(local, group.ops)))
+                  for group in region.recomputations),
+            tuple((local(taken.op), taken.run, taken.candidate) for taken in region.takeovers))
