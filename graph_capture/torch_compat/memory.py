@@ -167,7 +167,7 @@ class GradientSums:
 
     def __init__(self) -> None:
         if GradientSums._alone is None:
-            with FakeTensorMode():
+            with no_active_modes(), FakeTensorMode():
                 of_fakes = _counts_of_a_gradient_held_by_the_engine_alone()
             with no_active_modes():
                 GradientSums._alone = {
