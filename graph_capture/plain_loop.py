@@ -57,10 +57,11 @@ class PlainLoop:
         if any(not step.plain for step in self._micro_steps.values()):
             notes.append("the model's code does not run on plain tensors without values; it was "
                          "traced on fake ones, which some libraries treat in another way")
-        if self._autocast is not None and self.twin.trace_device.type != self.twin.device.type:
-            notes.append(f"there is no {self.twin.device.type} device here: which ops autocast "
-                         f"runs in {str(self._autocast).removeprefix('torch.')} was taken from "
-                         f"{self.twin.trace_device.type}")
+        here, planned = self.twin.trace_device.type, self.twin.device.type
+        if here != planned:
+            notes.append(f"there is no {planned} device here: the step was traced with what torch "
+                         f"does on {here}, its choice of attention kernels and the ops that "
+                         "autocast concerns among it")
         if self._probe.assumed:
             notes.append("workspace is a stated margin, not a measurement, for: "
                          + ", ".join(sorted(self._probe.assumed)))

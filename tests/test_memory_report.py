@@ -228,6 +228,14 @@ def test_nothing_of_the_model_or_the_optimizer_changes():
     assert all(p.grad is None for p in model.parameters()) and model.training
 
 
+def test_a_device_that_is_not_here_is_told():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    report = planner.memory(Network(), (IDS,), loss_fn=loss_fn, device="cuda", autocast="bf16")
+    assert report.device == "cuda:0"
+    assert any("there is no cuda device here" in note for note in report.notes)
+
+
 def test_an_optimizer_of_another_model_is_told():
     report = planner.memory(Network(), (IDS,), loss_fn=loss_fn, optimizer=momentum(Network()))
     assert any("are no parameters of the model" in note for note in report.notes)
