@@ -2,9 +2,10 @@
 
     python -m benchmarks.solvers --instances FOLDER --budgets .9,.8,.5 --time-limit 60
 
-Instances are networkx node-link JSON files (see `solvers.instances`); `--problems` takes files of
-`benchmarks.problem_file`, such as captured training steps.  Budgets are fractions of the peak of
-the plain order.  Overheads are percentages of the cost of running every op once.
+Instances are networkx node-link JSON files (see `solvers.instances`); `--models` names models that
+are captured first (see `benchmarks.captured`), and `--problems` takes files that it wrote.
+Budgets are fractions of the peak of the plain order.  Overheads are percentages of the cost of
+running every op once.
 """
 
 from __future__ import annotations
@@ -164,6 +165,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--instances", type=Path, help="folder of node-link JSON instances")
     parser.add_argument("--problems", type=Path, nargs="*", default=[],
                         help="files written by benchmarks.problem_file.save_problem")
+    parser.add_argument("--models", default="",
+                        help="names of models to capture, e.g. gpt2,llama_8b")
     parser.add_argument("--only", default="", help="instances whose name contains this")
     parser.add_argument("--budgets", default=".9,.8,.7,.5,.4,.3,.2",
                         help="fractions of the plain peak")
@@ -182,8 +185,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.budgets = [float(part) for part in arguments.budgets.split(",")]
     except ValueError:
         parser.error(f"expected budgets such as .9,.8; got {arguments.budgets}")
-    if arguments.instances is None and not arguments.problems:
-        parser.error("expected --instances FOLDER or --problems FILE; got neither")
+    if arguments.instances is None and not arguments.problems and not arguments.models:
+        parser.error("expected --instances FOLDER, --models NAMES or --problems FILE; got none")
     return arguments
 
 
@@ -195,6 +198,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems += [(path.stem, load_problem(path))
                      for path in sorted(arguments.instances.glob("*.json"))]
     problems += [(path.stem, read_problem(path)) for path in arguments.problems]
+    if arguments.models:
+        from benchmarks.captured import captured
+
+        problems += [(name, captured(name).problem) for name in arguments.models.split(",")]
     problems = [(name, problem) for name, problem in problems if arguments.only in name]
     print(machine())
     print(f"at most {arguments.time_limit:g} s per run, seed {arguments.seed}; overhead in percent "

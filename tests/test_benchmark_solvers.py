@@ -50,6 +50,12 @@ def test_the_table_has_a_row_per_instance_budget_and_solver(
     assert "OR-Tools" in out
 
 
+@pytest.mark.slow
+def test_models_are_captured_for_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--models", "mlp", "--budgets", "1", "--solvers", "auto"]) == 0
+    assert sum(line.startswith("| mlp ") for line in capsys.readouterr().out.splitlines()) == 1
+
+
 @pytest.mark.parametrize("argv, message", [
     (["--instances", ".", "--solvers", "magic"], "expected solvers of"),
     (["--instances", ".", "--budgets", "much"], "expected budgets such as"),
