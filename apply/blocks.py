@@ -89,6 +89,11 @@ class _ModelCall:
         return self._model._call_impl(*args, **kwargs)
 
 
+def count_decisions(recipe: Recipe) -> int:
+    """How many different pieces of code the regions of a recipe need."""
+    return len({_decisions(region, index) for index, region in enumerate(recipe.regions)})
+
+
 def _decisions(region: RegionRecipe, index: int) -> object:
     """What a block's code depends on beside its graph: equal for blocks that may share code."""
 

@@ -86,3 +86,8 @@ class Recipe:
     """Keyword arguments that capture forced (`use_cache=False`) and the applied model repeats."""
     backend: str = "eager"
     """What runs the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the submodules that are compiled one by one; none for the whole model."""
+        return tuple(dict.fromkeys(region.block for region in self.regions if region.block))

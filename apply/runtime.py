@@ -60,7 +60,7 @@ def apply_recipe(
         _check_tensors(model, recipe.tensors)
     except GraphMismatch as error:
         raise mismatch(str(error)) from None
-    if any(region.block for region in recipe.regions):
+    if recipe.blocks:
         from apply.blocks import apply_by_blocks
 
         if replan is not None:

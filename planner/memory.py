@@ -150,7 +150,8 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
              else torch.autocast(plain.twin.trace_device.type, autocast))
     with casts:
         prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
-                           cost_model=plan.cost_model, device=plain.twin.device)
+                           cost_model=plan.cost_model, device=plain.twin.device,
+                           regions=plan.recipe.blocks or "model")
     graph = prepared.graph
     try:
         timeline = unroll(prepared.problem, schedule_of(graph, plan.recipe))

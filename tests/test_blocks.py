@@ -102,6 +102,14 @@ def test_a_file_keeps_the_blocks(tmp_path):
         loaded.apply(language_model(layers=2).model)
 
 
+def test_the_account_of_a_loop_knows_blocks():
+    case = language_model(layers=2)
+    plan = plan_at(prepared(case), 0.8)
+    report = planner.memory(case.model, case.inputs, loss_fn=case.loss_fn, plan=plan,
+                            hold_output="step")
+    assert report.peak_bytes == plan.peak_bytes
+
+
 def test_smaller_batches_are_served_by_blocks_too():
     case = language_model(layers=2, batch=5)
     plan = plan_at(prepared(case), 0.7)
