@@ -36,26 +36,28 @@ class Workload:
         return model(**self.inputs)
 
 
-def gpt2(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1) -> Workload:
+def gpt2(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1,
+         layers: int = LAYERS) -> Workload:
     """GPT-2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(
-        n_layer=LAYERS, n_embd=WIDTH, n_head=8, vocab_size=VOCABULARY, n_positions=sequence,
+        n_layer=layers, n_embd=WIDTH, n_head=8, vocab_size=VOCABULARY, n_positions=sequence,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
         bos_token_id=0, eos_token_id=0))
     ids = torch.randint(0, VOCABULARY, (batch, sequence))
     return Workload("gpt2", model.train(), {"input_ids": ids, "labels": ids})
 
 
-def bert(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1) -> Workload:
+def bert(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1,
+         layers: int = LAYERS) -> Workload:
     """BERT as a masked language model; half of the last row is padding."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(
-        num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
+        num_hidden_layers=layers, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
         num_attention_heads=8, vocab_size=VOCABULARY, max_position_embeddings=sequence,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
     ids = torch.randint(0, VOCABULARY, (batch, sequence))
@@ -65,13 +67,13 @@ def bert(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1) -> Worklo
                     {"input_ids": ids, "attention_mask": mask, "labels": ids})
 
 
-def llama(*, batch: int = 8, sequence: int = 192) -> Workload:
+def llama(*, batch: int = 8, sequence: int = 192, layers: int = LAYERS) -> Workload:
     """Llama with grouped-query attention; it has no dropout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
-        num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=3 * WIDTH,
+        num_hidden_layers=layers, hidden_size=WIDTH, intermediate_size=3 * WIDTH,
         num_attention_heads=8, num_key_value_heads=4, vocab_size=VOCABULARY, use_cache=False,
         max_position_embeddings=sequence, bos_token_id=0, eos_token_id=0))
     ids = torch.randint(0, VOCABULARY, (batch, sequence))
@@ -90,13 +92,13 @@ def t5(*, batch: int = 8, sequence: int = 128, dropout: float = 0.1) -> Workload
     return Workload("t5", model.train(), {"input_ids": ids, "labels": ids})
 
 
-def vit(*, batch: int = 8, image: int = 56) -> Workload:
+def vit(*, batch: int = 8, image: int = 56, layers: int = LAYERS) -> Workload:
     """ViT, with 196 patches; no dropout, as published."""
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
     model = ViTForImageClassification(ViTConfig(
-        num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
+        num_hidden_layers=layers, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
         num_attention_heads=8, image_size=image, patch_size=4, num_labels=10))
     return Workload("vit", model.train(), {"pixel_values": torch.randn(batch, 3, image, image),
                                            "labels": torch.arange(batch) % 10})

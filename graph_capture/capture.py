@@ -22,7 +22,7 @@ from graph_capture.compiled_step import CompiledTracer, check_compiler
 from graph_capture.eager_step import EagerStep, trace_eager_step
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin, make_twin
-from graph_capture.fused_costs import FusedCosts
+from graph_capture.fused_costs import FusedCosts, fused_storages
 from graph_capture.hollow import hollow_twin
 from graph_capture.inductor_joint import move_saved_to_forward, saved_by_default
 from graph_capture.input_names import region_input_names
@@ -60,6 +60,8 @@ class CapturedStep:
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
     saved_by_default: frozenset[int] = frozenset()
     """Buffers that Inductor's own partitioner saves for the backward."""
+    fused: frozenset[int] = frozenset()
+    """Buffers that exist only inside of the kernels that Inductor generates."""
     compiled: CompiledTracer | None = None
     """Follows the step as Inductor compiles it; `None` for the eager backend."""
 
@@ -138,6 +140,7 @@ def capture_step(
             workspace=costs.workspace_bytes),
         training=model.training, overrides=forced,
         saved_by_default=_buffers_made_by(graph, uses, saved),
+        fused=_fused_buffers(graph, uses) if inductor else frozenset(),
         compiled=CompiledTracer(twin, twin_loss, costs.workspace_bytes) if inductor else None)
 
 
@@ -154,17 +157,24 @@ def _inductor_recorder(partition: Callable[..., Any], forward: Callable[..., Any
 def _buffers_made_by(graph: TrainingGraph, uses: Sequence[RegionUse],
                      nodes: Sequence[frozenset[str]]) -> frozenset[int]:
     """Buffers of the ops that make these nodes, named for each region."""
-    found = set()
-    for use, names in zip(uses, nodes, strict=False):
-        lowered = use.lowered
-        for node, storage in lowered.storage_of.items():
-            if (node.name not in names or storage == RESIDENT
-                    or lowered.storages[storage].producer < 0):
-                continue
-            producer = lowered.ops[lowered.storages[storage].producer]
-            op = graph.ops[graph.index_of[producer.name]]
-            found.add(op.outputs[producer.outputs.index(storage)])
-    return frozenset(found)
+    return frozenset(
+        _buffer_of(graph, use.lowered, storage)
+        for use, names in zip(uses, nodes, strict=False)
+        for node, storage in use.lowered.storage_of.items()
+        if node.name in names and storage != RESIDENT
+        and use.lowered.storages[storage].producer >= 0)
+
+
+def _fused_buffers(graph: TrainingGraph, uses: Sequence[RegionUse]) -> frozenset[int]:
+    return frozenset(_buffer_of(graph, use.lowered, storage)
+                     for use in uses for storage in fused_storages(use.lowered))
+
+
+def _buffer_of(graph: TrainingGraph, lowered: LoweredRegion, storage: int) -> int:
+    """The buffer of the graph that a storage made by an op of the region became."""
+    producer = lowered.ops[lowered.storages[storage].producer]
+    op = graph.ops[graph.index_of[producer.name]]
+    return op.outputs[producer.outputs.index(storage)]
 
 
 def _without_replayed_randomness(lowered: LoweredRegion) -> LoweredRegion:

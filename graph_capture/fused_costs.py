@@ -16,6 +16,7 @@ stored once, as Inductor's heuristics decide.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable
 from enum import Enum
 
@@ -26,6 +27,7 @@ from graph_capture.assemble import OpCost
 from graph_capture.device_model import device_model
 from graph_capture.flops import bytes_moved, op_flops
 from graph_capture.joint import tensors_of
+from graph_capture.lower import LoweredRegion
 from graph_capture.torch_compat import OpOverload
 
 
@@ -111,6 +113,31 @@ class FusedCosts:
         arithmetic = self._model.arithmetic_seconds(math.ceil(elements * per_element),
                                                     torch.float32)
         return arithmetic + self._model.traffic_seconds(traffic)
+
+
+def fused_storages(region: LoweredRegion) -> frozenset[int]:
+    """Storages of the backward that take no memory: made by a pointwise op and read by generated
+    kernels alone, all of them before the next external op.  (One of the forward may be saved, and
+    takes memory then.)"""
+    kinds = [fusion_of(op.node) for op in region.ops]
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(region.ops):
+        for storage in op.inputs:
+            readers.setdefault(storage, []).append(index)
+    external = [index for index, kind in enumerate(kinds) if kind is Fusion.EXTERNAL]
+    held = {*region.held_outputs, *region.mutation_sources,
+            *(storage for storage, _ in region.gradient_storages)}
+    found = set()
+    for storage, made in enumerate(region.storages):
+        by, users = made.producer, readers.get(storage)
+        if (by < region.num_forward or storage in held or not users
+                or kinds[by] is not Fusion.POINTWISE):
+            continue
+        following = bisect(external, by)
+        barrier = external[following] if following < len(external) else len(region.ops)
+        if all(user < barrier and kinds[user] is not Fusion.EXTERNAL for user in users):
+            found.add(storage)
+    return frozenset(found)
 
 
 def _is_read_from_outside(node: fx.Node) -> bool:

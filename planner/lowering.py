@@ -10,6 +10,9 @@ Resident memory is not part of the problem; `planner.accounting` adds it.
 
 from __future__ import annotations
 
+from collections.abc import Set
+from dataclasses import replace
+
 from graph_capture.training_graph import Phase, TrainingGraph, TrainingOp
 from solvers.problem import Op, Problem, Segment, Storage
 
@@ -23,6 +26,19 @@ def lower(graph: TrainingGraph) -> Problem:
         segments=_segments(graph),
         name="training step",
     )
+
+
+def without_buffers(problem: Problem, buffers: Set[int]) -> Problem:
+    """The problem in which these storages take no memory."""
+    storages = tuple(replace(storage, size_bytes=0) if index in buffers else storage
+                     for index, storage in enumerate(problem.storages))
+
+    def size(storage: int) -> int:
+        return storages[storage].size_bytes
+
+    return replace(problem, storages=storages, ops=tuple(
+        replace(op, inplace=tuple(s for s in op.inplace if size(s) == size(op.outputs[0])))
+        for op in problem.ops))
 
 
 def _lower_op(op: TrainingOp) -> Op:

@@ -22,7 +22,7 @@ from planner.accounting import (
 )
 from planner.decisions import build_recipe, decide
 from planner.errors import InfeasibleBudget
-from planner.lowering import lower
+from planner.lowering import lower, without_buffers
 from planner.plan import Plan
 from planner.progress import Progress
 from planner.version import created_with
@@ -108,13 +108,14 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     optimizer = None if footprint is None else OptimizerMemory(
         footprint.name, footprint.state_bytes, footprint.step_peak_bytes)
     baseline = resident_bytes(graph, optimizer) + baseline_bytes
-    compiled = None
+    problem, compiled = lower(graph), None
     if step.compiled is not None:
         from planner.compiled_planning import CompiledAccount
 
         compiled = CompiledAccount(step.compiled, step.saved_by_default)
+        problem = without_buffers(problem, step.fused)
     return PreparedStep(
-        graph=graph, problem=lower(graph), optimizer=optimizer,
+        graph=graph, problem=problem, optimizer=optimizer,
         baseline_peak_bytes=max(baseline, optimizer_step_bytes(graph, optimizer)),
         tensors=tuple(tensors), inputs=as_json(inputs), training=step.training,
         overrides=tuple((name, as_json(value)) for name, value in step.overrides),

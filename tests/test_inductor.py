@@ -16,6 +16,7 @@ import planner
 from graph_capture.allocator import record_peak
 from graph_capture.compiled_step import check_compiler
 from graph_capture.errors import CaptureError
+from graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.compiled_planning import saved_buffers, schedule_saving, without_free
 from planner.plan_file import dumps, loads
@@ -131,6 +132,16 @@ def test_what_is_free_to_compute_is_not_saved(prepared):
     leaner = without_free(graph, everything, free)
     assert leaner <= everything
     assert not any(graph.buffers[b].producer in free for b in leaner)
+
+
+def test_what_a_kernel_keeps_to_itself_takes_no_memory_and_never_crosses(prepared):
+    graph, problem = prepared.graph, prepared.problem
+    fused = [index for index, storage in enumerate(problem.storages)
+             if storage.size_bytes == 0 < graph.buffers[index].size_bytes]
+    assert fused
+    for buffer in fused:
+        assert graph.ops[graph.buffers[buffer].producer].phase is Phase.BACKWARD
+        assert not graph.buffers[buffer].kept_to_end
 
 
 # --- Budgets --------------------------------------------------------------------------------------
