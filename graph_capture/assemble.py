@@ -104,7 +104,9 @@ class _Assembly:
         self.buffers: list[Buffer] = []
         self.index: dict[tuple[int, int], int] = {}  # (region, storage) -> buffer
         self.foreign: dict[int, int] = {}  # storage of uncaptured code -> buffer
-        self.handed_over: list[int] = []  # gradients that uncaptured code reads next
+        self.handed_over: list[tuple[int, int]] = []
+        # gradients that uncaptured code reads, and the region whose own it waits for
+        self.done = len(uses)  # the last region whose backward has run
         self.input_gradients: dict[tuple[int, int], list[int]] = {}
         # (region, storage of an output) -> buffers of its gradients from later regions
 
@@ -121,6 +123,7 @@ class _Assembly:
             if self.uncaptured and number in self.uncaptured.before_backward:
                 self._gap(self.uncaptured.before_backward[number], Phase.BACKWARD, number)
             backwards[number] = self._backward(number)
+            self.done = number
         if self.uncaptured:
             self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
@@ -181,8 +184,8 @@ class _Assembly:
         for (number, _), gradients in self.input_gradients.items():
             if number == next_backward:
                 last_read += gradients
-        last_read += self.handed_over
-        self.handed_over = []
+        last_read += [buffer for buffer, awaited in self.handed_over if awaited >= self.done]
+        self.handed_over = [wait for wait in self.handed_over if wait[1] < self.done]
         made = []
         for index, storage in enumerate(code.storages):
             if storage.made == gap:
@@ -253,7 +256,8 @@ class _Assembly:
             self.input_gradients.setdefault(use.linked_inputs[primal], []).append(buffer)
             return
         if self.uncaptured and (number, primal) in self.uncaptured.inputs:
-            self.handed_over.append(buffer)
+            self.handed_over.append((buffer, self._last_with_gradient(
+                self.uncaptured.inputs[number, primal])))
             return
         name = use.parameter_names.get(primal, "")
         gradient = use.lowered.joint.gradients[primal]
@@ -270,6 +274,14 @@ class _Assembly:
             kind = BufferKind.GRADIENT
         self.buffers[buffer] = replace(
             self.buffers[buffer], kind=kind, kept_to_end=True, label=name)
+
+    def _last_with_gradient(self, foreign: int) -> int:
+        """The region that is the last, in the backward, to make a gradient of this storage: until
+        then autograd holds those of the others, to sum them."""
+        assert self.uncaptured is not None
+        return min(number for (number, primal), storage in self.uncaptured.inputs.items()
+                   if storage == foreign
+                   and self.uses[number].lowered.joint.gradients[primal] is not None)
 
     def _op(self, number: int, op: LoweredOp) -> None:
         use = self.uses[number]
