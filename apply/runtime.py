@@ -104,6 +104,11 @@ def _describe_tensor(key: ParameterKey) -> str:
     return f"{key.name} ({key.dtype}{list(key.shape)}{frozen})"
 
 
+# Models of transformers may install hooks then, which breaks the captured graph once.
+_FIRST_CALL_HINT = ("; or, if the model sets something up in its first call, call it once before "
+                    "the plan is applied")
+
+
 class _PlannedCall:
     """What runs when the applied module is called."""
 
@@ -116,7 +121,7 @@ class _PlannedCall:
         self._warned = False
         self._planned = PlannedCode(type(model).__name__, model, recipe, mismatch)
         self._replanned: dict[_Shapes | None, PlannedCode] = {}
-        self._is_first = True
+        self._is_first_step = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -127,15 +132,18 @@ class _PlannedCall:
         for name, value in self._recipe.overrides:
             kwargs.setdefault(name, value)
         try:
-            return self._step(args, kwargs)
+            result = self._step(args, kwargs)
         except GraphMismatch as error:
-            raise self._mismatch(str(error)) from None
+            hint = _FIRST_CALL_HINT if self._is_first_step else ""
+            raise self._mismatch(f"{error}{hint}") from None
+        self._is_first_step = False
+        return result
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes = None if self._replan is None else _shapes_of(args, kwargs)
         if shapes not in self._replanned:
             try:
-                return self._first_tried_twice(args, kwargs)
+                return self._planned(self._model, *args, **kwargs)
             except GraphMismatch:
                 # What has begun may have changed random state and buffers.
                 if self._replan is None or self._planned.has_begun:
@@ -145,21 +153,6 @@ class _PlannedCall:
                 type(self._model).__name__, self._model,
                 self._replan(self._model, args, kwargs), self._mismatch)
         return self._replanned[shapes](self._model, *args, **kwargs)
-
-    def _first_tried_twice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A step under the plan.  Some models change when they are called for the first time
-        (transformers installs hooks), which breaks the graph once: then the second try is good."""
-        is_first, self._is_first = self._is_first, False
-        try:
-            return self._planned(self._model, *args, **kwargs)
-        except GraphMismatch as error:
-            if not is_first or self._planned.has_begun:
-                raise
-            first_error = error
-        try:
-            return self._planned(self._model, *args, **kwargs)
-        except GraphMismatch:
-            raise first_error from None
 
     def _warn_of_mode(self) -> None:
         if not self._warned:
@@ -194,6 +187,7 @@ class PlannedCode:
         self._backend = plan_backend(model, recipe, mismatch, regions)
         self._compiled = compile_call(name, self._backend)
         self._donated_buffers = recipe.backend == "inductor"
+        self._warned = False
 
     @property
     def has_begun(self) -> bool:
@@ -204,11 +198,18 @@ class PlannedCode:
         self._backend.has_begun = False
         with compile_settings(donated_buffers=self._donated_buffers):
             try:
-                return self._compiled(module, *args, **kwargs)
+                result = self._compiled(module, *args, **kwargs)
             except BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, GraphMismatch):
                     raise error.inner_exception from None
                 raise
+        if not self._backend.has_begun and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "torch.compile ran this step as it is written, without the plan: it gave up on the "
+                "model's code, or a dispatch mode is active. If the model sets something up in its "
+                "first call, call it once before the plan is applied", stacklevel=5)
+        return result
 
 
 def plan_backend(

@@ -192,13 +192,15 @@ def _record(
     """One captured step of the twin, and what its forward returned.
 
     Some models change when they are called for the first time (transformers installs hooks), which
-    breaks the graph once; a step of several pieces is therefore captured anew.
+    breaks the graph once; a step of several pieces, or of none, is therefore captured anew.
     """
     first = _record_once(twin, loss_fn, workspace, blocks, make_backend)
-    if blocks or len(first[0].calls) <= 1:
+    if blocks or len(first[0].calls) == 1:
         return first
     again = _record_once(twin, loss_fn, workspace, blocks, make_backend)
-    return again if len(again[0].calls) < len(first[0].calls) else first
+    is_better = again[0].calls and (
+        not first[0].calls or len(again[0].calls) < len(first[0].calls))
+    return again if is_better else first
 
 
 def _record_once(
