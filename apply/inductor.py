@@ -12,15 +12,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from apply.recipe import Recipe
-from apply.rewrite import rewrite
 from apply.runtime import PlanBackend, checked_backward
 from graph_capture.inductor_joint import move_saved_to_forward, saved_by_default
 from graph_capture.joint import JointGraph
-from graph_capture.torch_compat import pass_absent_gradients
+from graph_capture.torch_compat import PartitionFunction
 from graph_capture.torch_compat.inductor import LateRecomputation, inductor_backend
 
 _FORMAT = "checkpoint-planner 1"
@@ -30,36 +28,20 @@ _FORMAT = "checkpoint-planner 1"
 class InductorBackend(PlanBackend):
     """The Dynamo backend that lets Inductor compile a recipe's graphs."""
 
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        cotangents: tuple[bool, ...] = ()
-
-        def partition(
-            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            nonlocal cotangents
-            region, lowered = self._matching_region(joint, num_fwd_outputs, inputs)
-            cotangents = region.cotangents
-            rewritten = rewrite(lowered, region.recomputations)
-            return rewritten.forward, rewritten.backward
-
+    def _compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
+        cotangents: Callable[[], tuple[bool, ...]],
+    ) -> Callable[..., Any]:
         def finish_backward(planned_inputs: list[Any], run: Callable[[list[Any]], Any]
                             ) -> Callable[[list[Any]], Any]:
-            if all(cotangents):
+            if all(cotangents()):
                 return run
-            planned = planned_inputs[len(planned_inputs) - len(cotangents):]
-            return checked_backward(run, planned, cotangents, self._mismatch)
+            planned = planned_inputs[len(planned_inputs) - len(cotangents()):]
+            return checked_backward(run, planned, cotangents(), self._mismatch)
 
-        compiled = inductor_backend(
+        return inductor_backend(
             partition, uuid_of(self._recipe), finish_backward=finish_backward,
             settings={"_pre_fusion_custom_pass": LateRecomputation()})(module, inputs)
-
-        def call(*args: Any) -> Any:
-            self.has_begun = True
-            outputs = compiled(*args)
-            pass_absent_gradients(outputs)
-            return outputs
-
-        return torch.compiler.disable(call)
 
     def _clean(
         self, joint: fx.GraphModule, num_forward_outputs: int, cotangents: Sequence[bool]

@@ -27,7 +27,9 @@ from graph_capture.outline import outline
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     BoxedCodeGen,
+    PartitionFunction,
     aot_backend,
+    boxed,
     compile_call,
     compile_settings,
     pass_absent_gradients,
@@ -249,15 +251,7 @@ class PlanBackend:
             rewritten = rewrite(lowered, region.recomputations, region.takeovers)
             return rewritten.forward, rewritten.backward
 
-        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return boxed_callable(graph)
-
-        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
-                       ][-len(cotangents):] if cotangents else []
-            return checked_backward(boxed_callable(graph), planned, cotangents, self._mismatch)
-
-        compiled = aot_backend(partition, forward, backward)(module, list(inputs))
+        compiled = self._compile(module, inputs, partition, lambda: cotangents)
 
         def call(*args: Any) -> Any:
             self.has_begun = True
@@ -266,6 +260,24 @@ class PlanBackend:
             return outputs
 
         return torch.compiler.disable(call)
+
+    def _compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
+        cotangents: Callable[[], tuple[bool, ...]],
+    ) -> Callable[..., Any]:
+        """The captured module, compiled with the graphs of `partition`; `cotangents` are those of
+        the region that it found."""
+
+        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            return boxed_callable(graph)
+
+        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            count = len(cotangents())
+            planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
+                       ][-count:] if count else []
+            return checked_backward(boxed_callable(graph), planned, cotangents(), self._mismatch)
+
+        return aot_backend(partition, forward, backward)(module, list(inputs))
 
     def _clean(
         self, joint: fx.GraphModule, num_forward_outputs: int, cotangents: Sequence[bool]
@@ -338,13 +350,7 @@ def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module's generated code, taking its arguments in a list that it empties."""
     graph.graph.set_codegen(BoxedCodeGen())
     graph.recompile()
-    run = graph.forward
-
-    def call(args: list[Any]) -> Any:
-        return run(args)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(graph.forward)
 
 
 def checked_backward(
@@ -370,5 +376,4 @@ def checked_backward(
                     like.shape, dtype=like.dtype, device=like.device)
         return run(args)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)

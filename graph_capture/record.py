@@ -29,6 +29,7 @@ from graph_capture.torch_compat import (
     BackendCompilerFailed,
     TorchDynamoException,
     aot_backend,
+    boxed,
     compile_call,
     compile_module,
     compile_settings,
@@ -221,7 +222,7 @@ class _Recorder:
             return split_joint_graph(joint, _crossing(joint, num_fwd_outputs), num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return _boxed(self._results_of(graph))
+            return boxed(self._results_of(graph))
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             make = self._results_of(graph)
@@ -239,7 +240,7 @@ class _Recorder:
                 finally:
                     self.tracker.end_region()
 
-            return _boxed(run)
+            return boxed(run)
 
         compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
@@ -295,11 +296,6 @@ class _Recorder:
         with self.mode:
             return torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-def _boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    function._boxed_call = True  # type: ignore[attr-defined]
-    return function
 
 
 def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:

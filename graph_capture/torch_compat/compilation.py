@@ -28,8 +28,10 @@ __all__ = [
     "BoxedCodeGen",
     "HigherOrderOperator",
     "OpOverload",
+    "PartitionFunction",
     "TorchDynamoException",
     "aot_backend",
+    "boxed",
     "compile_call",
     "compile_module",
     "compile_settings",
@@ -42,6 +44,17 @@ __all__ = [
     "quiet_fake_tensors",
     "split_joint_graph",
 ]
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`function`, which takes its arguments in a list that it empties, so marked that AOTAutograd
+    hands it the only reference to them."""
+
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def aot_backend(

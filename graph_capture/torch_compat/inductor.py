@@ -19,6 +19,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, CustomPassBase
 
+from graph_capture.torch_compat.compilation import boxed
+
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
 """`compile(graph, example_inputs, is_backward)` gives a callable that takes a list of arguments."""
@@ -128,11 +130,11 @@ def inductor_backend(
 
         is_backward = bool(options.get("is_backward", False))
         if compile_graph is not None:
-            return _boxed(compile_graph(gm, example_inputs, is_backward))
+            return boxed(compile_graph(gm, example_inputs, is_backward))
         if not is_backward or finish_backward is None:
             return compile_fx_inner(gm, example_inputs, **options)
         partitioned = _placeholder_values(gm)
-        return _boxed(finish_backward(partitioned, compile_fx_inner(gm, example_inputs, **options)))
+        return boxed(finish_backward(partitioned, compile_fx_inner(gm, example_inputs, **options)))
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
@@ -145,14 +147,6 @@ def inductor_backend(
 
 def _placeholder_values(gm: fx.GraphModule) -> list[Any]:
     return [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-
-
-def _boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    def call(args: list[Any]) -> Any:
-        return function(args)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
 
 
 def default_saved_names(joint: fx.GraphModule, num_forward_outputs: int,
