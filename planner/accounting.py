@@ -14,17 +14,17 @@ fragmentation and the allocator's caches do not count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from graph_capture.training_graph import BufferKind, TrainingGraph
+from planner.categories import ByCategory
 from planner.units import format_bytes
 from solvers.simulator import Timeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MemoryByCategory(Mapping[str, int]):
+class MemoryByCategory(ByCategory):
     """A mapping from category to bytes, in a fixed order; the categories sum to the peak."""
 
     parameters: int = 0
@@ -37,20 +37,6 @@ class MemoryByCategory(Mapping[str, int]):
     """Made by the forward, with what their recomputation needs (the random generator's state)."""
     temporaries: int = 0
     """Gradients of activations, workspace of single ops, temporaries of the optimizer's step."""
-
-    def __getitem__(self, category: str) -> int:
-        if category not in CATEGORIES:
-            raise KeyError(category)
-        return getattr(self, category)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(CATEGORIES)
-
-    def __len__(self) -> int:
-        return len(CATEGORIES)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.values()))
 
     @property
     def total_bytes(self) -> int:

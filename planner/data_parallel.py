@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import numbers
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from planner.categories import ByCategory
 from planner.errors import CaptureError
 from planner.inputs import split_inputs
 
@@ -83,7 +84,7 @@ class DataParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class RankCategories(Mapping[str, int]):
+class RankCategories(ByCategory):
     """A mapping from category to bytes, in a fixed order; the categories sum to the peak."""
 
     parameters: int = 0
@@ -99,17 +100,6 @@ class RankCategories(Mapping[str, int]):
     """Of the units that are gathered at that moment."""
     communication: int = 0
     """Buckets beside the gradients; buffers of all-gather and reduce-scatter."""
-
-    def __getitem__(self, category: str) -> int:
-        if category not in CATEGORIES:
-            raise KeyError(category)
-        return getattr(self, category)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(CATEGORIES)
-
-    def __len__(self) -> int:
-        return len(CATEGORIES)
 
 
 CATEGORIES = tuple(field.name for field in fields(RankCategories))
