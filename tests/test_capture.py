@@ -166,7 +166,7 @@ def two_regions(skip: bool) -> Case:
     return Case(TwoRegions(skip), (torch.randn(2, 8, 16),), lambda out: out.square().mean())
 
 
-@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("skip", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_regions_are_captured_in_order_and_applied_together(skip):
     case = two_regions(skip)
     step = captured(case)

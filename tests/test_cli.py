@@ -116,6 +116,7 @@ def test_a_model_that_cannot_be_captured_or_made_exits_with_1(tmp_path, monkeypa
     sys.modules.pop("own")
 
 
+@pytest.mark.slow
 def test_the_frontier_is_printed_and_drawn(tmp_path):
     result = run("frontier", *TINY_GPT2, "--points", "3", "--time-limit", "3", "--json",
                  "--plot", tmp_path / "curve.svg")

@@ -39,6 +39,7 @@ def factories(tmp_path, monkeypatch):
     sys.modules.pop("sized_factories", None)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_an_hf_target(tmp_path):
     path = tmp_path / "plan.json"
     result = run("max-batch", *TINY_GPT2, "--seq", "32", "--budget", "2MB", "--optimizer", "sgd",
@@ -57,6 +58,7 @@ def test_the_longest_sequence_of_an_hf_target():
     assert found["plain"]["largest"] == 64  # the model has no more positions
 
 
+@pytest.mark.slow
 def test_advice_on_an_hf_target():
     result = run("advise", *TINY_GPT2, "--seq", "32", "--budget", "2MB", "--effective-batch", "4")
     assert "micro-batch" in result.stdout and result.stderr == ""

@@ -152,6 +152,7 @@ def test_what_a_kernel_keeps_to_itself_takes_no_memory_and_never_crosses(prepare
 # --- Budgets --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_within_the_budget_or_the_smallest_that_works(prepared, default, tight):
     assert tight.peak_bytes <= tight.budget_bytes < default.peak_bytes
     assert tight.overhead > default.overhead == 0.0

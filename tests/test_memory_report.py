@@ -259,6 +259,7 @@ def test_what_is_wrong_is_said(options, error, text):
         planner.memory(Network(), (IDS,), **{"loss_fn": loss_fn, **options})
 
 
+@pytest.mark.slow
 def test_a_plan_for_accumulation_counts_the_gradients_from_before():
     model = Network()
     call = {"loss_fn": loss_fn, "optimizer": adamw()(model), "accumulation": 3}

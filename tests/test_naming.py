@@ -34,6 +34,7 @@ print(json.dumps([(op.name, op.digest, op.result) for op in region.ops]))
 """
 
 
+@pytest.mark.slow
 def test_every_process_finds_the_same_names_and_digests():
     found = set()
     for seed in ("0", "4242"):

@@ -88,6 +88,7 @@ def test_a_plan_made_on_meta_serves_a_real_model(tight):
     assert planner.verify(make_model(), plan, batch(), loss_fn=mean_square).ok
 
 
+@pytest.mark.slow
 def test_a_plan_serves_another_process(tight, tmp_path):
     path = tmp_path / "plan.json"
     tight.save(path)
@@ -147,6 +148,7 @@ def test_an_optimizer_counts_with_its_state(model, keep_all):
         plan_model(model, optimizer="no_such_optimizer")
 
 
+@pytest.mark.slow
 def test_the_frontier_of_a_model(model, keep_all):
     curve = planner.frontier(model, batch(), points=4, loss_fn=mean_square, time_limit=4.0)
     assert next(iter(curve)).peak_bytes == keep_all.peak_bytes

@@ -40,7 +40,9 @@ def plan(largest) -> planner.Plan:
     return plan_of(largest)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "graph_break", "lora", "autocast"])
+@pytest.mark.parametrize("name", [
+    "gpt2", *(pytest.param(name, marks=pytest.mark.slow)
+              for name in ("bert", "graph_break", "lora", "autocast"))])
 def test_a_plan_serves_smaller_batches_and_shorter_sequences(name):
     case = BUILDERS[name](layers=1, **PLANNED)
     plan = plan_of(case)
@@ -52,6 +54,7 @@ def test_a_plan_serves_smaller_batches_and_shorter_sequences(name):
         assert measured_peak(model, smaller) <= limit
 
 
+@pytest.mark.slow
 def test_a_plan_serves_smaller_batches_of_images():
     case = BUILDERS["vit"](batch=6, layers=1)
     plan = plan_of(case)
@@ -61,6 +64,7 @@ def test_a_plan_serves_smaller_batches_of_images():
     assert measured_peak(model, smaller) <= plan.budget_bytes - plan.resident_bytes
 
 
+@pytest.mark.slow
 def test_the_budget_holds_over_a_stream_of_sizes(largest, plan):
     model = plan.apply(largest.model)
     sizes = random.Random(1)
@@ -114,6 +118,7 @@ def test_other_values_with_the_same_sizes_are_another_model():
         plan.apply(Scaled(3))(torch.randn(4, 8))
 
 
+@pytest.mark.slow
 def test_larger_inputs_are_planned_again_on_request(largest, plan):
     asked = []
 

@@ -72,6 +72,7 @@ def test_the_entry_point_is_declared():
     assert name == checkpoint_planner.__name__
 
 
+@pytest.mark.slow
 def test_the_first_call_plans_and_every_call_keeps_the_budget(caplog):
     model = WithLoss(make_model())
     x = batch()

@@ -69,6 +69,7 @@ def momentum(model):
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
+@pytest.mark.slow
 def test_the_benchmark_holds_on_a_small_network():
     workload = Workload("network", Network(), (IDS,), loss_fn)
     rows = list(step_memory.run(workload, ["adamw-foreach"]))
