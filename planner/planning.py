@@ -114,6 +114,9 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
 
         compiled = CompiledAccount(step.compiled, step.saved_by_default)
         problem = without_buffers(problem, step.fused)
+        graph = replace(graph, buffers=tuple(
+            replace(buffer, size_bytes=0) if index in step.fused else buffer
+            for index, buffer in enumerate(graph.buffers)))
     return PreparedStep(
         graph=graph, problem=problem, optimizer=optimizer,
         baseline_peak_bytes=max(baseline, optimizer_step_bytes(graph, optimizer)),
