@@ -237,7 +237,17 @@ class PlanBackend:
         self._mismatch = mismatch
         self._regions = tuple(range(len(recipe.regions)) if regions is None else regions)
         self._compiled_regions = 0
+        self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
         self.has_begun = False
+
+    def with_recipe(self, recipe: Recipe) -> PlanBackend:
+        """The backend of another recipe for the same captured graphs, the very modules: what this
+        one has lowered is not lowered again."""
+        if self._lowered is None:
+            self._lowered = {}
+        other = copy.copy(self)
+        other._recipe = recipe
+        return other
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         cotangents: tuple[bool, ...] = ()
@@ -246,7 +256,7 @@ class PlanBackend:
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal cotangents
-            region, lowered = self._matching_region(joint, num_fwd_outputs, inputs)
+            region, lowered = self._matching_region(module, joint, num_fwd_outputs, inputs)
             cotangents = region.cotangents
             rewritten = rewrite(lowered, region.recomputations, region.takeovers)
             return rewritten.forward, rewritten.backward
@@ -286,7 +296,8 @@ class PlanBackend:
         return clean_joint_graph(joint, num_forward_outputs, cotangents)
 
     def _matching_region(
-        self, joint: fx.GraphModule, num_forward_outputs: int, inputs: Sequence[Any]
+        self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
+        inputs: Sequence[Any],
     ) -> tuple[RegionRecipe, LoweredRegion]:
         """The recipe's region that this graph is; raises `GraphMismatch`."""
         # Read now: the model may have been given other parameters since the plan was applied.
@@ -302,8 +313,12 @@ class PlanBackend:
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
-            clean = self._clean(joint, num_forward_outputs, region.cotangents)
-            lowered = lower(clean, names, index, region.block)
+            lowered = None if self._lowered is None else self._lowered.get((module, index))
+            if lowered is None:
+                clean = self._clean(joint, num_forward_outputs, region.cotangents)
+                lowered = lower(clean, names, index, region.block)
+            if self._lowered is not None:
+                self._lowered[module, index] = lowered
             difference = _first_difference(region, lowered)
             if difference is not None and region.outline is not None:
                 difference = _why_not_served(region.outline, outline(lowered), difference)

@@ -141,7 +141,8 @@ def capture_step(
         training=model.training, overrides=forced,
         saved_by_default=_buffers_made_by(graph, uses, saved),
         fused=_fused_buffers(graph, uses) if inductor else frozenset(),
-        compiled=CompiledTracer(twin, twin_loss, costs.workspace_bytes) if inductor else None)
+        compiled=None if recording.graphs is None else CompiledTracer(
+            twin, twin_loss, costs.workspace_bytes, recording.graphs))
 
 
 def _inductor_recorder(partition: Callable[..., Any], forward: Callable[..., Any],
@@ -217,7 +218,8 @@ def _record_once(
         goal.backward()
         return goal
 
-    return record_step(twin, run, workspace, blocks, make_backend), outputs[0]
+    return record_step(twin, run, workspace, blocks, make_backend,
+                       keep_graphs=make_backend is _inductor_recorder), outputs[0]
 
 
 def _plain_twin(

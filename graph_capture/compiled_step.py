@@ -12,21 +12,22 @@ C++ heap, which torch's allocator does not see either).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
 from graph_capture.loss import LossFn, objective
 from graph_capture.memory_tracker import MemoryTracker, Workspace
-from graph_capture.torch_compat import compile_module, compile_settings
+from graph_capture.torch_compat import compile_settings
 from graph_capture.training_graph import BufferKind
 
-DynamoBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+if TYPE_CHECKING:
+    from graph_capture.captured_graphs import CapturedGraphs, DynamoBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class CompiledTracer:
     twin: FakeTwin
     loss_fn: LossFn | None
     workspace: Workspace
+    graphs: CapturedGraphs
+    """Of the twin's model."""
 
     def trace(self, backend: DynamoBackend) -> CompiledStep:
         """Compile the step with `backend`, kernels aside, and follow its memory.
@@ -54,13 +57,14 @@ class CompiledTracer:
         from graph_capture.torch_compat.inductor import stub_code
 
         twin = self.twin
-        with compile_settings(donated_buffers=True), stub_code(), twin.mode:
-            compiled = compile_module(twin.model, backend)
-            self._run(compiled, None)
-            copies = list(twin.fake_of.values())
-            tracker = _CompiledTracker(self.workspace, device=twin.device,
-                                       trace_device=twin.trace_device, resident=copies)
-            return self._run(compiled, tracker)
+        with compile_settings(donated_buffers=True), stub_code():
+            self.graphs.compile_with(backend)
+            with twin.mode:
+                self._run(self.graphs.call, None)
+                copies = list(twin.fake_of.values())
+                tracker = _CompiledTracker(self.workspace, device=twin.device,
+                                           trace_device=twin.trace_device, resident=copies)
+                return self._run(self.graphs.call, tracker)
 
     def _run(self, compiled: Callable[..., Any], tracker: _CompiledTracker | None) -> CompiledStep:
         twin = self.twin

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -39,6 +39,9 @@ from graph_capture.torch_compat import (
     split_joint_graph,
 )
 from graph_capture.uncaptured import GapTracker, UncapturedCode
+
+if TYPE_CHECKING:
+    from graph_capture.captured_graphs import CapturedGraphs
 
 
 @dataclass
@@ -73,6 +76,8 @@ class Recording:
     """Captured pieces that need no gradient."""
     uncaptured: UncapturedCode | None = None
     """What runs between the regions; `None`: the model is one region and nothing else."""
+    graphs: CapturedGraphs | None = None
+    """For other backends to compile, where they are to be kept."""
 
 
 RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
@@ -85,18 +90,25 @@ MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[.
 
 
 def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
-                blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend) -> Recording:
+                blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend,
+                keep_graphs: bool = False) -> Recording:
     """Record one step of the twin, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
     regions allocates is followed; `workspace` tells what its ops take for themselves.  With
     `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written.
-    `make_backend` decides which joint graph the partitioner is given.
+    `make_backend` decides which joint graph the partitioner is given.  With `keep_graphs` it makes
+    Inductor, and the graphs can be compiled by Inductor again.
     """
     recording = Recording()
     recorder = _Recorder(twin, recording, make_backend)
+    if keep_graphs:
+        from graph_capture.captured_graphs import CapturedGraphs
+
+        recording.graphs = CapturedGraphs(twin.model, recorder)
     with compile_settings(), twin.mode, _compiled_blocks(twin.model, blocks, recorder):
-        compiled = twin.model if blocks else compile_module(twin.model, recorder)
+        compiled = (recording.graphs.call if recording.graphs
+                    else twin.model if blocks else compile_module(twin.model, recorder))
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)

@@ -30,6 +30,7 @@ from solvers.problem import Problem, Schedule
 from solvers.simulator import simulate, unroll
 
 if TYPE_CHECKING:
+    from apply.runtime import PlanBackend
     from graph_capture.compiled_step import CompiledStep, CompiledTracer
 
 _ROUNDS = 6
@@ -50,6 +51,7 @@ class CompiledAccount:
     saved_by_default: frozenset[int]
     """Buffers that Inductor's own partitioner saves for the backward."""
     _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
+    _backend: PlanBackend | None = None
 
     def trace(self, recipe: Recipe) -> CompiledStep:
         """The memory of the step under a recipe, above what is resident."""
@@ -57,8 +59,9 @@ class CompiledAccount:
 
         found = self._known.get(recipe)
         if found is None:
-            found = self.tracer.trace(plan_backend(self.tracer.twin.model, recipe))
-            self._known[recipe] = found
+            if self._backend is None:
+                self._backend = plan_backend(self.tracer.twin.model, recipe)
+            found = self._known[recipe] = self.tracer.trace(self._backend.with_recipe(recipe))
         return found
 
 

@@ -198,10 +198,33 @@ def stub_code() -> Iterator[None]:
         return _load_stub(text, graph.cache_path, dict(graph.constants))
 
     with (
+        _without_vector_code(),
         mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
         inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False,
                               cpp_wrapper=False, size_asserts=False),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_vector_code() -> Iterator[None]:
+    """Inside, kernels for CPUs are generated as plain loops.
+
+    The plain loops come first in any case, and with them is decided what a kernel allocates and
+    reuses.  Only where kernels share their outer loops does the vectorization matter.
+    """
+    from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode, TilingSelect
+
+    generate = CppScheduling.codegen_node
+
+    def plain(scheduling: Any, node: Any) -> None:
+        if isinstance(node, OuterLoopFusedSchedulerNode):
+            generate(scheduling, node)
+            return
+        with mock.patch.object(TilingSelect, "_select_tiling_indices", lambda *args: []):
+            generate(scheduling, node)
+
+    with mock.patch.object(CppScheduling, "codegen_node", plain):
         yield
 
 

@@ -1,0 +1,102 @@
+"""Private names of AOTAutograd and Inductor that lie before the partitioner; torch 2.11 to 2.13.
+
+A step that is planned is compiled for one schedule after the other, and everything up to the
+partitioner is the same each time: the traces of the forward and of the joint graph, and Inductor's
+passes over that graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch._functorch.aot_autograd as aot
+import torch._inductor.compile_fx as inductor
+from torch import fx
+
+__all__ = ["JointReplay"]
+
+
+class JointReplay:
+    """What torch makes of one Dynamo graph up to its partition.
+
+    `record()` around the first compilation of the graph keeps it, `replay()` around the later ones
+    puts it in the place of new traces and passes.
+    """
+
+    def __init__(self) -> None:
+        self._metadata: Any = None
+        self._state: tuple[Any, ...] = ()
+        self._capture: Any = None
+        self._joint: fx.GraphModule | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is something to replay: the graph has a backward."""
+        return self._joint is not None
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Inside, what is compiled is kept."""
+        trace, passes = aot.aot_stage1_graph_capture, inductor._recursive_joint_graph_passes
+
+        def capture(state: Any, function: Any) -> Any:
+            self._metadata = copy.copy(state.fw_metadata)
+            found = trace(state, function)
+            if state.needs_autograd:
+                self._capture = found
+                # What follows changes the metadata in place.
+                self._state = (state.flat_args, state.flat_args_descs,
+                               copy.copy(state.fw_metadata))
+            return found
+
+        def transform(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> fx.GraphModule:
+            found = passes(graph, *args, **kwargs)
+            if self._capture is not None and self._joint is None:
+                self._joint = _copied(found)
+            return found
+
+        with self._patched(capture, transform):
+            yield
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        """Inside, what was kept is used."""
+
+        def metadata(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            return lambda *inputs: copy.copy(self._metadata)
+
+        def capture(state: Any, function: Any) -> Any:
+            assert self._joint is not None
+            state.flat_args, state.flat_args_descs = self._state[:2]
+            state.fw_metadata = copy.copy(self._state[2])
+            return replace(self._capture, graph_module=_copied(self._joint))
+
+        def transform(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> fx.GraphModule:
+            return graph
+
+        with (mock.patch.object(aot, "run_functionalized_fw_and_collect_metadata", metadata),
+              self._patched(capture, transform)):
+            yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _patched(capture: Callable[..., Any], transform: Callable[..., Any]) -> Iterator[None]:
+        with (mock.patch.object(aot, "aot_stage1_graph_capture", capture),
+              mock.patch.object(inductor, "_recursive_joint_graph_passes", transform)):
+            yield
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """A module with a graph of its own; values and attributes are shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    copied = fx.GraphModule(module, graph)
+    copied.meta.update(module.meta)
+    return copied
