@@ -8,7 +8,7 @@ every step, and no recomputation lowers that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -210,12 +210,19 @@ class _UNet(nn.Module):
         return self.head(x)
 
 
-def unet(*, batch: int = 4, image: int = 128, width: int = 16, depth: int = 4) -> Workload:
+def unet(*, batch: int = 4, image: int = 128, width: int = 16, depth: int = 4,
+         layout: torch.memory_format = torch.contiguous_format) -> Workload:
     """U-Net at a quarter of its width."""
     torch.manual_seed(0)
     labels = torch.randint(0, 3, (batch, image, image))
-    return Workload("unet", _UNet(width, depth, 3).train(), (torch.randn(batch, 3, image, image),),
+    pixels = torch.randn(batch, 3, image, image).contiguous(memory_format=layout)
+    return Workload("unet", _UNet(width, depth, 3).train().to(memory_format=layout), (pixels,),
                     lambda logits: F.cross_entropy(logits, labels))
+
+
+def unet_channels_last(**sizes: int) -> Workload:
+    """The U-Net in the layout in which a CPU's convolutions need no copies of their operands."""
+    return replace(unet(layout=torch.channels_last, **sizes), name="unet_channels_last")
 
 
 def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6) -> Workload:
@@ -230,5 +237,6 @@ def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    build.__name__: build for build in (gpt2, bert, llama, t5, vit, resnet, unet, mlp, mobilenet)}
+    build.__name__: build for build in (
+        gpt2, bert, llama, t5, vit, resnet, unet, unet_channels_last, mlp, mobilenet)}
 """Every model by name."""

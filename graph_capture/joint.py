@@ -5,9 +5,10 @@ of dead and duplicate ops, and of the backward through outputs that receive no g
 cotangents are known to be zero, and plain autograd would never run that part (AOTAutograd, left to
 itself, allocates the zeros and runs it).
 
-The order is changed in one respect: what makes a gradient that the backward returns runs as soon as
-it can.  Such a gradient is held to the end whenever it is made, while what it is made from,
-the activation that a layer saved, can go before the gradient of the layer's input is made.
+The backward of a convolution is split in two (see `convolution_backward`), and the order is changed
+in one respect: what makes a gradient that the backward returns runs as soon as it can.  Such a
+gradient is held to the end whenever it is made, while what it is made from, the activation that a
+layer saved, can go before the gradient of the layer's input is made.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from graph_capture.convolution_backward import halve_convolution_backwards
 from graph_capture.errors import CaptureError
 from graph_capture.torch_compat import (
     OpOverload,
@@ -90,6 +92,7 @@ def clean_joint_graph(
     _prune_backward(graph, num_forward_outputs,
                     [t for t, used in zip(tangents, cotangents, strict=True) if not used])
     graph.eliminate_dead_code()
+    halve_convolution_backwards(graph)
     _hasten_gradients(graph, num_forward_outputs)
     graph.lint()
     output = graph.output_node()

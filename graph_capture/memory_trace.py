@@ -52,7 +52,8 @@ class OpRun(NamedTuple):
     touched: tuple[int, ...]
     """Blocks that it read or wrote, its workspace included."""
     spared_bytes: int = 0
-    """Of these, what it would not take if it wrote its result over an operand."""
+    """Of these, what it would not take if it wrote its result over an operand, or if it were split
+    (see `convolution_backward`)."""
 
 
 @dataclass(frozen=True, slots=True)

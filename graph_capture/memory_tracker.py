@@ -16,7 +16,7 @@ writes differently for subclasses.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.allocator import allocated_bytes
+from graph_capture.convolution_backward import halves
 from graph_capture.inplace import can_write_inplace
 from graph_capture.memory_trace import Block, Category, MemoryTrace, OpRun
 from graph_capture.torch_compat import GradientSums, OpOverload, storage_key
@@ -146,10 +147,22 @@ class MemoryTracker(TorchDispatchMode):
             self._workspaces.add(touched[-1])
             self._events += (touched[-1], ~touched[-1])
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
-        spared = next((size for size in made.values() if size in read.values()), 0)
+        spared = (next((size for size in made.values() if size in read.values()), 0)
+                  if can_write_inplace(func) else 0)
+        if parts := halves(func, args):
+            spared = sum(made.values()) + workspace_bytes - max(
+                self._made_bytes(func, part, kwargs, [
+                    leaf if wanted else None for leaf, wanted in zip(out, part[-1], strict=True)])
+                for part in parts)
         if touched:
-            self._runs.append(OpRun(begun, *self._running, tuple(touched),
-                                    spared if can_write_inplace(func) else 0))
+            self._runs.append(OpRun(begun, *self._running, tuple(touched), spared))
+
+    def _made_bytes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                    out: Sequence[torch.Tensor | None]) -> int:
+        """What a call takes for its results and beyond them."""
+        numbers = {self.number_of(leaf) for leaf in out if leaf is not None} - {None}
+        return self._workspace(func, args, kwargs, out) + sum(
+            self._sizes[number] for number in numbers if number is not None)
 
     def _follow_new(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                     out: Any) -> None:

@@ -1,0 +1,55 @@
+"""The backward of a convolution in two halves, so that its memory need not be there at once.
+
+ATen has one op for the gradients of input, weight and bias, which makes them one after the other.
+As one op it holds the gradient that is made first while the kernel of the next takes its buffers
+(on a CPU, copies of its operands in another layout); as two, each is alone.  In a U-Net that is the
+peak which no recomputation lowers.
+
+The halves are the same op with another `output_mask`: its kernels are called as before, and the
+results are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+_WHOLE = torch.ops.aten.convolution_backward.default
+_OUTPUT_MASK = 10
+"""Position of the argument that says which of the three gradients are wanted."""
+
+
+def halves(target: object, args: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Arguments of the two calls that one call of an op can be split in, the half for weight and
+    bias first; none where it is no backward of a convolution, or makes only one of them."""
+    if target is not _WHOLE or not (args[_OUTPUT_MASK][0] and any(args[_OUTPUT_MASK][1:])):
+        return ()
+    _, *of_weight = args[_OUTPUT_MASK]
+    return tuple((*args[:_OUTPUT_MASK], mask)
+                 for mask in ([False, *of_weight], [True, False, False]))
+
+
+def halve_convolution_backwards(graph: fx.Graph) -> None:
+    """Split each backward of a convolution that makes gradients of both input and weight."""
+    for node in graph.find_nodes(op="call_function", target=_WHOLE):
+        calls = halves(node.target, node.args)
+        elements = list(node.users)
+        if not calls or any(user.target is not operator.getitem for user in elements):
+            continue
+        with graph.inserting_before(node):
+            of_weight, of_input = (_half(graph, node, args) for args in calls)
+        for element in elements:
+            element.replace_input_with(node, of_input if element.args[1] == 0 else of_weight)
+        graph.erase_node(node)
+
+
+def _half(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    half = graph.call_function(_WHOLE, args)
+    half.meta = dict(node.meta)
+    half.meta["val"] = tuple(value if wanted else None for value, wanted
+                             in zip(node.meta["val"], args[_OUTPUT_MASK], strict=True))
+    return half
