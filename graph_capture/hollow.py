@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,10 @@ from graph_capture.torch_compat import (
 _KNOWN_BYTES = 1 << 24
 """Known values are followed through tensors of at most this size."""
 
-_ITEM = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default,
-                   torch.ops.aten.is_nonzero.default})
+VALUE_OPS = frozenset({
+    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default})
+"""Ops that give code the value of a tensor."""
 
 
 class UnknownValue(CaptureError):
@@ -68,9 +70,18 @@ class HollowMode(TorchDispatchMode):
     def __init__(self, *, unknown_is_zero: bool = False) -> None:
         super().__init__()
         self._unknown_is_zero = unknown_is_zero
+        self._answers: Iterator[Any] | None = None
         self._fakes = FakeTensorMode()
+        self._results: dict[object, Any] = {}  # fake ones, by signature of the op
         # Real storages into which an unknown value was written; a key may be given out anew.
         self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def answer_with(self, answers: Iterator[Any]) -> None:
+        """From here on, each value that code asks for, known or not, is the next of these.
+
+        Where they run out, asking raises `UnknownValue`.
+        """
+        self._answers = answers
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -81,7 +92,9 @@ class HollowMode(TorchDispatchMode):
             return func(*args, **kwargs)  # touches no data
         known = all(self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
                     if isinstance(leaf, torch.Tensor))
-        if func in _ITEM:
+        if func in VALUE_OPS:
+            if self._answers is not None:
+                return self._next_answer()
             if not (known or self._unknown_is_zero):
                 raise UnknownValue("the model's code looks at the value of a tensor that depends "
                                    "on the weights or on values that are not given")
@@ -90,6 +103,12 @@ class HollowMode(TorchDispatchMode):
             return self._run_if_small(func, args, kwargs)
         self._note_overwritten(func, args, kwargs)
         return self._answer(func, args, kwargs)
+
+    def _next_answer(self) -> Any:
+        assert self._answers is not None
+        for answer in self._answers:
+            return answer
+        raise UnknownValue("code asked for more values than are known")
 
     def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],
                           kwargs: Mapping[str, Any]) -> None:
@@ -117,9 +136,22 @@ class HollowMode(TorchDispatchMode):
         return answer
 
     def _answer(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the op returns, without values."""
+        written = _returned_operand(func)
+        if written is not None and len(args) > written:
+            return args[written]
+        key = _signature(func, args, kwargs)
+        known = self._results.get(key)
+        if known is not None:
+            return pytree.tree_map(_hollow, known)
+        return self._run_on_fakes(func, args, kwargs, key)
+
+    def _run_on_fakes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                      key: object) -> Any:
         originals: dict[int, torch.Tensor] = {}  # by identity of the fake tensor
         storages: dict[int, torch.UntypedStorage] = {}  # meta storage, by key of the original
         owners: dict[int, torch.Tensor] = {}  # a tensor of each storage, by key of the meta one
+        of_operands = False
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -135,24 +167,68 @@ class HollowMode(TorchDispatchMode):
             return made
 
         def answer(leaf: Any) -> Any:
+            nonlocal of_operands
             if not isinstance(leaf, torch.Tensor):
                 return leaf
+            owner = owners.get(storage_key(leaf))
+            of_operands = of_operands or owner is not None
             if id(leaf) in originals:
                 return originals[id(leaf)]
-            owner = owners.get(storage_key(leaf))
             if owner is not None:  # an alias, though the op is no view by its schema
                 return owner.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
-            return hollow_tensor(leaf, hollow_storage(leaf.untyped_storage().nbytes()))
+            return _hollow(leaf)
 
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
         with self._fakes:
             out = func(*fake_args, **fake_kwargs)
-        return pytree.tree_map(answer, out)
+        result = pytree.tree_map(answer, out)
+        if key is not None and not of_operands:
+            self._results[key] = out
+        return result
 
     def _known(self, tensor: torch.Tensor) -> bool:
         overwritten = self._overwritten.get(storage_key(tensor))
         return not (_ZEROS.holds(tensor)
                     or (overwritten is not None and overwritten() is not None))
+
+
+def _returned_operand(func: OpOverload) -> int | None:
+    """Position of the operand that an op writes and returns, where that is all it does."""
+    schema = func._schema
+    if not schema.name.endswith("_") or len(schema.returns) != 1:
+        return None
+    returned = schema.returns[0].alias_info
+    written = [position for position, argument in enumerate(schema.arguments)
+               if argument.alias_info is not None and argument.alias_info.is_write]
+    if returned is None or written != [0] or not isinstance(schema.returns[0].type,
+                                                            torch.TensorType):
+        return None
+    return 0
+
+
+def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """What the layout of the results of an op depends on; `None` where they may be operands."""
+    if func._schema.is_mutable:
+        return None
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    words: list[object] = [func, structure]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            words += (leaf.dtype, leaf.device, leaf.size(), leaf.stride(), leaf.storage_offset())
+        else:
+            words += (type(leaf), leaf)
+    try:
+        hash(key := tuple(words))
+    except TypeError:  # an argument that cannot be compared
+        return None
+    return key
+
+
+def _hollow(leaf: Any) -> Any:
+    """A hollow tensor in the place of a fake one, in a storage of its own."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return hollow_tensor(leaf, hollow_storage(leaf.untyped_storage().nbytes()))
 
 
 def hollow_storage(size_bytes: int) -> torch.UntypedStorage:

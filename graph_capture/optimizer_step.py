@@ -9,14 +9,18 @@ An optimizer given as an instance may update copies of its own in place of the m
 (fp32 master weights): then the user is taken to copy the model's gradients to them before each
 step.
 
-Blind spots: kernels of others than torch, and what their state is made of; an optimizer whose steps
-depend on the gradients' values (L-BFGS), or that does something else every so many steps.
+A step that takes a closure, as that of L-BFGS, evaluates the model when it likes; the trace says
+where.  Its course is that of `optimizer_course`, and as long as its state grows there are more
+steps: the last one stands for all later ones.
+
+Blind spots: kernels of others than torch, and what their state is made of; an optimizer that does
+something else every so many steps.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,16 +30,14 @@ from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
-from graph_capture.hollow import HollowCopier, hollow_twin
+from graph_capture.hollow import HollowCopier, HollowMode, hollow_twin
 from graph_capture.memory_trace import Category, MemoryTrace
 from graph_capture.memory_tracker import MemoryTracker, Workspace
+from graph_capture.optimizer_course import Course, needs_closure
+from graph_capture.optimizers import instances, make_optimizers, optimizer_name
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    name.lower(): value for name, value in sorted(vars(torch.optim).items(),
-                                                  key=lambda item: item[0].lower())
-    if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer}
-"""Every class of `torch.optim` by its name in lower case."""
-
+_MOST_EVALUATIONS = 2000
+"""Of the model, until the state of an optimizer that evaluates it has stopped to grow."""
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFootprint:
@@ -44,9 +46,9 @@ class OptimizerFootprint:
     name: str
     """Of its class; `none` without an optimizer."""
     state_bytes: int
-    """Held from the first step on."""
+    """Held from the first step on; where the step evaluates the model, while it does so."""
     step_peak_bytes: int
-    """The most that a step takes beyond the state."""
+    """The most that a step takes beyond that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +75,34 @@ class OptimizerTrace:
     """Number of events when the optimizer, with the state that it has, is there."""
     second_begins: int
     """Number of events when the first step is over and its gradients are reset."""
+    steady_begins: int
+    """Number of events when the last step begins, which all later ones are like."""
     parameters: frozenset[str]
     """Names of the model's parameters whose gradients are reset with the optimizer's."""
     own_copies: int = 0
     """How many tensors it updates that are no parameters of the model."""
+    evaluations: tuple[int, ...] = ()
+    """Numbers of events when the step evaluates the model, in all steps."""
+
+    def evaluations_from(self, start: int, stop: int | None = None) -> tuple[int, ...]:
+        """Those of `evaluations` that lie between two numbers of events."""
+        return tuple(event for event in self.evaluations
+                     if start <= event and (stop is None or event < stop))
 
     @property
     def state_bytes(self) -> int:
-        """Held from the first step on."""
-        return self.trace.levels()[self.second_begins]
+        """Held from the first step on; where the step evaluates the model, while it does so."""
+        levels = self.trace.levels()
+        return max((levels[event] for event in self.evaluations),
+                   default=levels[self.second_begins])
 
     @property
     def step_peak_bytes(self) -> int:
-        """The most that either step takes beyond what is held after the first."""
+        """The most that a step takes beyond that."""
         return max(self.trace.levels()[self.first_begins:]) - self.state_bytes
 
 
-def trace_optimizer(optimizer: Optimizer | type[Optimizer] | str | None, twin: FakeTwin, *,
+def trace_optimizer(optimizer: object, twin: FakeTwin, *,
                     with_gradient: Collection[str] | None = None,
                     workspace: Workspace = lambda *call: 0) -> OptimizerFootprint:
     """The footprint of `optimizer` on the trainable parameters of the twin's model.
@@ -104,124 +117,164 @@ def trace_optimizer(optimizer: Optimizer | type[Optimizer] | str | None, twin: F
 
 
 def trace_optimizer_steps(
-    optimizer: Optimizer | type[Optimizer] | str, twin: FakeTwin, *,
+    optimizer: object, twin: FakeTwin, *,
     with_gradient: Collection[str] | None = None, settings: OptimizerSettings | None = None,
     workspace: Workspace = lambda *call: 0,
 ) -> OptimizerTrace:
-    """Two steps of `optimizer` on the trainable parameters of the twin's model.
+    """Two steps of `optimizer` on the trainable parameters of the twin's model; more, where its
+    state grows from step to step.
 
-    An instance keeps its groups, settings and state; it belongs to the model that the twin was made
-    from and is not touched.  A class, or its name in lower case (`"adamw"`), has its default
-    settings.  `with_gradient`: names of the parameters that have a gradient; by default all that
-    are trainable.  `workspace`: what single ops take beyond their results; by default nothing.
+    An instance, or each of several, keeps its groups, settings and state; it belongs to the model
+    that the twin was made from and is not touched.  (Where the step takes a closure, the state is
+    left out.)  A class, or its name in lower case (`"adamw"`), has its default settings.
+    `with_gradient`: names of the parameters that have a gradient; by default all that are
+    trainable.  `workspace`: what single ops take beyond their results; by default nothing.
 
     Raises `ValueError` for an unknown name, `TypeError` for something else, and `CaptureError` for
     an optimizer that cannot run without the values of the gradients.
     """
-    kind = optimizer_class(optimizer)
-    if isinstance(optimizer, str):
-        optimizer = kind
+    name = optimizer_name(optimizer)
     try:
-        return _trace(kind.__name__, optimizer, twin, with_gradient,
-                      settings or OptimizerSettings(), workspace)
+        return _Steps(optimizer, twin, with_gradient, settings or OptimizerSettings(),
+                      workspace).trace()
     except Exception as error:
-        raise CaptureError(f"cannot trace a step of the optimizer {kind.__name__}: {error}; plan "
+        raise CaptureError(f"cannot trace a step of the optimizer {name}: {error}; plan "
                            "without it and leave room for its state") from error
 
 
-def optimizer_class(optimizer: object) -> type[Optimizer]:
-    """The class of an optimizer that is given as an instance, a class or a name.
+class _Steps:
+    """Steps of optimizers on hollow parameters."""
 
-    Raises `ValueError` for an unknown name and `TypeError` for something else.
-    """
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {optimizer!r}; expected one of "
-                             f"{', '.join(OPTIMIZERS)}, or an instance or class")
-        return OPTIMIZERS[optimizer.lower()]
-    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        return optimizer
-    if isinstance(optimizer, Optimizer):
-        return type(optimizer)
-    raise TypeError(f"expected an optimizer of torch, its class or its name, got "
-                    f"{type(optimizer).__name__}")
-
-
-def _trace(kind: str, optimizer: Optimizer | type[Optimizer], twin: FakeTwin,
-           with_gradient: Collection[str] | None, settings: OptimizerSettings,
-           workspace: Workspace) -> OptimizerTrace:
-    plain = hollow_twin(twin, unknown_is_zero=True)  # some look at the norm of an update
-    names = {id(tensor): name for name, tensor in reversed(plain.parameters.items())}
-    trainable = [p for p in plain.model.parameters() if p.requires_grad]
-    if not trainable:
-        return OptimizerTrace(kind, MemoryTrace((), ()), 0, 0, frozenset())
-    tracker = MemoryTracker(_without_multi_tensor_ops(workspace), device=twin.device,
-                            trace_device=plain.trace_device, resident=plain.fake_of.values())
-    if isinstance(optimizer, Optimizer):
-        stepper = _copied(optimizer, twin, plain)
-    else:
-        with plain.mode, tracker:  # some make their state at once
-            stepper = optimizer(trainable)
-    parameters = [p for group in stepper.param_groups for p in group["params"]
-                  if p.requires_grad or id(p) not in names]
-    own_copies = [p for p in parameters if id(p) not in names]
-    for tensor in (*own_copies, *_tensors(list(stepper.state.values()))):
-        tracker.follow(tensor)
-    for group in stepper.param_groups:
-        _choose_implementation(group, twin.device, settings.implementation)
-    for parameter in parameters:
-        name = names.get(id(parameter))
-        if name is not None and (with_gradient is None or name in with_gradient):
-            with plain.mode:  # outside of the tracker: gradients are not the optimizer's
-                parameter.grad = torch.empty_like(parameter)
-    scaler = None
-    if settings.grad_scaler:
-        scaler = torch.amp.GradScaler(plain.trace_device.type)
-        with plain.mode, tracker:
-            scaler.scale(torch.ones((), device=plain.trace_device))  # makes its state
-    held = tracker.live_numbers()
-    begins = [tracker.event_count]
-    own_gradients: set[int | None] = set()
-    for _ in range(2):
-        with plain.mode, tracker:
-            for parameter in own_copies:
-                if parameter.grad is None:
+    def __init__(self, optimizer: object, twin: FakeTwin,
+                 with_gradient: Collection[str] | None, settings: OptimizerSettings,
+                 workspace: Workspace) -> None:
+        self.settings = settings
+        # Some look at the norm of an update.
+        self.plain = plain = hollow_twin(twin, unknown_is_zero=True)
+        self.names = {id(tensor): name for name, tensor in reversed(plain.parameters.items())}
+        self.trainable = [p for p in plain.model.parameters() if p.requires_grad]
+        self.tracker = MemoryTracker(
+            _without_multi_tensor_ops(workspace), device=twin.device,
+            trace_device=plain.trace_device, resident=plain.fake_of.values())
+        with plain.mode:  # out of the tracker's sight: the loss is not the optimizer's
+            self.loss = torch.empty(())
+        self.evaluations: list[int] = []
+        self.begins: list[int] = []
+        if not self.trainable:
+            return
+        given = instances(optimizer)
+        if given is None:
+            with plain.mode, self.tracker:  # some make their state at once
+                self.steppers = make_optimizers(optimizer, self.trainable, ())
+        else:
+            self.steppers = _copied(given, twin, plain)
+        groups = [group for stepper in self.steppers for group in stepper.param_groups]
+        self.parameters = [p for group in groups for p in group["params"]
+                           if p.requires_grad or id(p) not in self.names]
+        self.own_copies = [p for p in self.parameters if id(p) not in self.names]
+        for group in groups:
+            _choose_implementation(group, twin.device, settings.implementation)
+        for parameter in self.parameters:
+            known = self.names.get(id(parameter))
+            if known is not None and (with_gradient is None or known in with_gradient):
+                with plain.mode:  # outside of the tracker: gradients are not the optimizer's
                     parameter.grad = torch.empty_like(parameter)
-            own_gradients |= {tracker.number_of(p.grad) for p in own_copies}
-            _step(stepper, parameters, scaler, settings)
-        if settings.set_to_none:
-            for parameter in own_copies:
-                parameter.grad = None
-        held |= tracker.live_numbers()
-        begins.append(tracker.event_count)
-    tracker.close()
-    labels = {number: names.get(id(owner), "") for owner, state in stepper.state.items()
-              for tensor in _tensors(state) if (number := tracker.number_of(tensor)) is not None}
 
-    def category_of(number: int) -> Category:
-        if number in own_gradients:
-            return Category.GRADIENTS
-        return Category.OPTIMIZER if number in held else Category.TEMPORARIES
+    def trace(self) -> OptimizerTrace:
+        """From when the optimizers are there to the end of the last step."""
+        if not self.trainable:
+            return OptimizerTrace("none", MemoryTrace((), ()), 0, 0, 0, frozenset())
+        tracker, plain = self.tracker, self.plain
+        for stepper in self.steppers:
+            for tensor in (*self.own_copies, *_tensors(list(stepper.state.values()))):
+                tracker.follow(tensor)
+        scaler = None
+        if self.settings.grad_scaler:
+            scaler = torch.amp.GradScaler(plain.trace_device.type)
+            with plain.mode, tracker:
+                scaler.scale(torch.ones((), device=plain.trace_device))  # makes its state
+        held = tracker.live_numbers()
+        self.begins.append(tracker.event_count)
+        own_gradients: set[int | None] = set()
+        for _ in self._turns(scaler):
+            with plain.mode, tracker:
+                for parameter in self.own_copies:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                own_gradients |= {tracker.number_of(p.grad) for p in self.own_copies}
+                self._step(scaler)
+            if self.settings.set_to_none:
+                for parameter in self.own_copies:
+                    parameter.grad = None
+            held |= tracker.live_numbers()
+            self.begins.append(tracker.event_count)
+        tracker.close()
+        labels = {number: self.names.get(id(owner), "")
+                  for stepper in self.steppers for owner, state in stepper.state.items()
+                  for tensor in _tensors(state)
+                  if (number := tracker.number_of(tensor)) is not None}
 
-    return OptimizerTrace(
-        kind, tracker.trace(category_of, labels), begins[0], begins[1],
-        # Who updates copies resets the gradients of the model by the model's own `zero_grad`.
-        frozenset(names.values() if own_copies
-                  else (names[id(parameter)] for parameter in parameters)),
-        len(own_copies))
+        def category_of(number: int) -> Category:
+            if number in own_gradients:
+                return Category.GRADIENTS
+            return Category.OPTIMIZER if number in held else Category.TEMPORARIES
 
+        return OptimizerTrace(
+            optimizer_name(self.steppers), tracker.trace(category_of, labels), self.begins[0],
+            self.begins[1], self.begins[-2],
+            # Who updates copies resets the gradients of the model by the model's own `zero_grad`.
+            frozenset(self.names.values() if self.own_copies
+                      else (self.names[id(parameter)] for parameter in self.parameters)),
+            len(self.own_copies), tuple(self.evaluations))
 
-def _step(stepper: Optimizer, parameters: list[torch.Tensor],
-          scaler: torch.amp.GradScaler | None, settings: OptimizerSettings) -> None:
-    if settings.grad_clip is not None:
+    def _turns(self, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
+        """As many turns as steps are to be traced; before each, its course is known."""
+        if not any(map(needs_closure, self.steppers)):
+            yield from (None, None)
+            return
         if scaler is not None:
-            scaler.unscale_(stepper)
-        torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip)
-    if scaler is None:
-        stepper.step()
-    else:
-        scaler.step(stepper)
-        scaler.update()
+            raise ValueError("torch's GradScaler makes no steps that take a closure")
+        if len(self.steppers) > 1:
+            raise ValueError("a step that takes a closure is traced for one optimizer alone")
+        (stepper,) = self.steppers
+        stepper.state.clear()
+        course = Course(stepper)
+        assert isinstance(self.plain.mode, HollowMode)
+        level: int | None = None
+        while level != self.tracker.live_bytes or len(self.begins) < 3:
+            if course.evaluations > _MOST_EVALUATIONS:
+                raise ValueError("its state still grows after "
+                                 f"{course.evaluations} evaluations of the model")
+            level = self.tracker.live_bytes
+            self.plain.mode.answer_with(iter(course.step()))
+            yield
+
+    def _step(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not None and self.settings.grad_clip is not None:
+            for stepper in self.steppers:
+                scaler.unscale_(stepper)
+        closures = [needs_closure(stepper) for stepper in self.steppers]
+        if not any(closures):
+            self._clip()
+        for stepper, closure in zip(self.steppers, closures, strict=True):
+            if closure:
+                stepper.step(self._evaluate)
+            elif scaler is None:
+                stepper.step()
+            else:
+                scaler.step(stepper)
+        if scaler is not None:
+            scaler.update()
+
+    def _evaluate(self) -> torch.Tensor:
+        """The closure: the model's part is traced elsewhere, and the gradients are there."""
+        self.evaluations.append(self.tracker.event_count)
+        self._clip()
+        return self.loss
+
+    def _clip(self) -> None:
+        if self.settings.grad_clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.grad_clip)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -253,12 +306,15 @@ def _choose_implementation(group: dict[str, Any], device: torch.device,
         group["foreach"] = True
 
 
-def _copied(optimizer: Optimizer, twin: FakeTwin, plain: FakeTwin) -> Optimizer:
-    """A hollow copy of the optimizer on the hollow parameters."""
+def _copied(optimizers: Sequence[Optimizer], twin: FakeTwin, plain: FakeTwin) -> list[Optimizer]:
+    """Hollow copies of the optimizers on the hollow parameters."""
     copier = HollowCopier({})
     for original, fake in twin.fake_of.items():
         copier.fake_of[original] = copier.memo[id(original)] = plain.fake_of[fake]
+    return [_copy(optimizer, copier) for optimizer in optimizers]
 
+
+def _copy(optimizer: Optimizer, copier: HollowCopier) -> Optimizer:
     def copied(key: str, value: Any) -> Any:
         return copier.tree(value, f"the optimizer's `{key}`")
 

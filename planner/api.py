@@ -49,7 +49,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             plain step's peak.  With neither there is no limit and nothing is planned away.
         loss_fn: `loss_fn(output)` gives the scalar loss; `None`: `output.loss`,
             `output["loss"]`, a scalar output, else every differentiable output gets a cotangent.
-        optimizer: instance, class or name (`"adamw"`) whose state and step count as memory.
+        optimizer: instance, class or name (`"adamw"`), or a sequence of instances, whose state and
+            step count as memory.
         solver: `"auto"`, or one of `planner.api.solver_names()`.
         backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact;
             `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.

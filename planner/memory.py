@@ -45,10 +45,12 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
 
     Args:
         model, inputs, loss_fn, device, probe, progress: as for `planner.plan`.
-        optimizer: an instance, a class, or a name such as `"adamw"`.  Its own `step` is traced, so
-            that any optimizer written in torch will do, and with an instance its groups and
-            settings count.  An instance that updates copies of the parameters (fp32 master
-            weights) is taken to get the model's gradients copied before each step.
+        optimizer: an instance, a class, or a name such as `"adamw"`; or several instances, which
+            step one after the other.  Its own `step` is traced, so that any optimizer written in
+            torch will do, and with an instance its groups and settings count.  An instance that
+            updates copies of the parameters (fp32 master weights) is taken to get the model's
+            gradients copied before each step.  Where `step` takes a closure (L-BFGS), the closure
+            is taken to reset the gradients and to make the micro-steps, and nothing precedes it.
         plan: a plan for this model and these inputs; `None`: the step as it runs today.
         accumulation: micro-steps to each step of the optimizer; `inputs` are those of one.
         autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
@@ -74,14 +76,15 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         raise TypeError("loss_fn must be a function of the model's output, "
                         f"got {type(loss_fn).__name__}")
     from graph_capture.errors import CaptureError as Refusal
-    from graph_capture.optimizer_step import OptimizerSettings, optimizer_class
+    from graph_capture.optimizer_step import OptimizerSettings
+    from graph_capture.optimizers import optimizer_name
     from graph_capture.plain_loop import PlainLoop
 
     if plan is not None and plan.backend != "eager":
         raise ValueError(f"plan: the blocks of a plan for the backend {plan.backend!r} are not "
                          "known one by one; its own figures (peak_bytes, memory) are the account")
     if optimizer is not None:
-        optimizer_class(optimizer)  # a wrong name fails before the model is looked at
+        optimizer_name(optimizer)  # a wrong name fails before the model is looked at
     args, kwargs = split_inputs(model, inputs)
     settings = OptimizerSettings(grad_clip=grad_clip, grad_scaler=grad_scaler,
                                  set_to_none=set_to_none)
@@ -125,15 +128,22 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
         floor=floor, proposals=proposals,
-        notes=(*plain.notes, *_copies_noted(traced)))
+        notes=(*plain.notes, *_notes_on(traced)))
 
 
-def _copies_noted(traced: OptimizerTrace | None) -> tuple[str, ...]:
-    if traced is None or not traced.own_copies:
-        return ()
-    return (f"{traced.own_copies} tensors that the optimizer updates are no parameters of the "
+def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
+    notes = []
+    if traced is not None and traced.own_copies:
+        notes.append(
+            f"{traced.own_copies} tensors that the optimizer updates are no parameters of the "
             "model: they count as its own copies (master weights); an optimizer made for another "
-            "model looks the same",)
+            "model looks the same")
+    if traced is not None and traced.evaluations:
+        later = len(traced.evaluations_from(traced.steady_begins))
+        notes.append(
+            f"a step of {traced.name} evaluates the model itself, taken to be {later} times: no "
+            "iteration ends early; a later step is one whose state has grown to its full size")
+    return tuple(notes)
 
 
 def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,

@@ -16,6 +16,7 @@ from graph_capture.allocator import allocated_bytes
 from graph_capture.fake_twin import FakeTwin, make_twin
 from graph_capture.fully_sharded import make_units, padded_shard_bytes
 from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
+from graph_capture.optimizers import instances
 from graph_capture.parallel_step import IntoBuckets, Sharded, Wrapper
 
 if TYPE_CHECKING:
@@ -170,8 +171,8 @@ def _trace_on(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object,
               device: torch.device) -> OptimizerFootprint:
     """The footprint of the optimizer on parts of its parameters."""
     stand_in = _StandIn(shapes)
-    if isinstance(optimizer, Optimizer):
-        optimizer = _moved(optimizer, stand_in.of)
+    if (given := instances(optimizer)) is not None:
+        optimizer = [_moved(each, stand_in.of) for each in given]
     stand_in.of = {}
     return trace_optimizer(optimizer, make_twin(stand_in, device=device))
 

@@ -2,6 +2,8 @@
 
 The model of the world: parameters and buffers are loaded and the optimizer is made; then come
 iterations, each of one or more micro-steps (forward, loss, backward) and a step of the optimizer.
+Where that step evaluates the model itself, by a closure, the micro-steps are within it, after a
+reset of the gradients, and the last gradients stay until the next one.
 Two iterations stand for all: in the first the optimizer makes its state and the parameters get
 their gradients; from the second on everything repeats.  Two micro-steps stand for any larger
 number: the first after a reset of the gradients, and one that adds to them.
@@ -47,7 +49,11 @@ class OptimizerSteps(Protocol):
     trace: MemoryTrace
     first_begins: int
     second_begins: int
+    steady_begins: int
     parameters: frozenset[str]
+
+    def evaluations_from(self, start: int, stop: int | None = None) -> tuple[int, ...]:
+        """When its step evaluates the model, between two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +130,16 @@ class _Composer:
         self._begin(StepPhase.LOADING, 0, 0)
         self._load()
         for iteration in (1, 2):
-            for micro_step in range(min(self.loop.accumulation, 2)):
-                self._micro_step(iteration, micro_step)
-            self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
-            if self.optimizer is not None:
-                trace, second = self.optimizer.trace, self.optimizer.second_begins
-                if iteration == 1:
-                    self._play(trace, self.optimizer.first_begins, second, self.of_optimizer)
-                else:
-                    self._play(trace, second, len(trace.events), self.of_optimizer)
-            self._reset_gradients()
+            start, stop = self._optimizer_step(iteration)
+            evaluations = (() if self.optimizer is None
+                           else self.optimizer.evaluations_from(start, stop))
+            if evaluations:
+                self._step_by_closure(iteration, (start, *evaluations, stop))
+            else:
+                self._micro_steps(iteration)
+                self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+                self._play_optimizer(start, stop)
+                self._reset_gradients()
             self._release(self.left)
             if self.loop.hold_output != "loop":
                 self._release(self.output)
@@ -154,7 +160,58 @@ class _Composer:
             self._make(block)
         self._release(copies)
         if self.optimizer is not None:
-            self._play(self.optimizer.trace, 0, self.optimizer.first_begins, self.of_optimizer)
+            self._play_optimizer(0, self.optimizer.first_begins)
+
+    def _optimizer_step(self, iteration: int) -> tuple[int, int]:
+        """The events of the optimizer's step: the first and the last of its trace."""
+        if self.optimizer is None:
+            return 0, 0
+        if iteration == 1:
+            return self.optimizer.first_begins, self.optimizer.second_begins
+        return self.optimizer.steady_begins, len(self.optimizer.trace.events)
+
+    def _step_by_closure(self, iteration: int, events: Sequence[int]) -> None:
+        """The optimizer's step evaluates the model after all but the first and last of `events`;
+        the loss of the first evaluation is what the step returns, the others it lets go."""
+        returned: list[int] = []
+        start, *evaluations, stop = events
+        for event in evaluations:
+            self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+            if iteration == 2 and event == evaluations[0]:
+                self._grow()
+            self._play_optimizer(start, event)
+            start = event
+            self._reset_gradients()
+            self._micro_steps(iteration)
+            self._release(self.output)
+            if event == evaluations[0]:
+                returned, self.loss = self.loss, []
+            else:
+                self._release(self.loss)
+        self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+        self._play_optimizer(start, stop)
+        self._release(returned)
+
+    def _play_optimizer(self, start: int, stop: int) -> None:
+        if self.optimizer is not None:
+            self._play(self.optimizer.trace, start, stop, self.of_optimizer)
+
+    def _grow(self) -> None:
+        """From the state after the first step to that before the last, which stands for all later
+        ones."""
+        if self.optimizer is None:
+            return
+        trace = self.optimizer.trace
+        before, after = (dict.fromkeys(trace.alive_after(event)) for event in (
+            self.optimizer.second_begins, self.optimizer.steady_begins))
+        self._release([self.of_optimizer[block] for block in before if block not in after])
+        for block in after:
+            if block not in before:
+                self.of_optimizer[block] = self._make(trace.blocks[block])
+
+    def _micro_steps(self, iteration: int) -> None:
+        for number in range(min(self.loop.accumulation, 2)):
+            self._micro_step(iteration, number)
 
     def _micro_step(self, iteration: int, number: int) -> None:
         self._begin(StepPhase.FORWARD, iteration, number)

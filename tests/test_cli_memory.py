@@ -39,6 +39,6 @@ def test_wrong_usage_exits_with_2(arguments):
 
 
 def test_other_mistakes_exit_with_1(tmp_path):
-    assert "LBFGS" in run("memory", *TINY_GPT2, "--optimizer", "lbfgs", code=1).stderr
+    assert "SparseAdam" in run("memory", *TINY_GPT2, "--optimizer", "sparseadam", code=1).stderr
     run("memory", *TINY_GPT2, "--snapshot", tmp_path / "missing" / "x.pickle", code=1)
     run("memory", *TINY_GPT2, "--plan", tmp_path / "none.json", code=1)

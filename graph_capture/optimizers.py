@@ -1,0 +1,96 @@
+"""Which optimizers make the step of a training loop: one or several, given as instances, or one by
+its class or name.
+
+Two classes of torch update only some parameters: Muon matrices, SparseAdam those whose gradients
+are sparse.  By class or name, each comes with the optimizer that torch's documentation or common
+use puts beside it for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    name.lower(): value for name, value in sorted(vars(torch.optim).items(),
+                                                  key=lambda item: item[0].lower())
+    if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer}
+"""Every class of `torch.optim` by its name in lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Selective:
+    """An optimizer that does not take every parameter."""
+
+    takes: Callable[[torch.Tensor, bool], bool]
+    """Of a parameter, and whether its gradient is sparse."""
+    others: type[Optimizer]
+    """For the parameters that it does not take."""
+    wanted: str
+    """What it takes, in words."""
+
+
+_SELECTIVE: dict[str, _Selective] = {
+    "Muon": _Selective(lambda parameter, sparse: parameter.dim() == 2, torch.optim.AdamW,
+                       "matrices"),
+    "SparseAdam": _Selective(lambda parameter, sparse: sparse, torch.optim.Adam,
+                             "parameters with sparse gradients, such as those of "
+                             "nn.Embedding(..., sparse=True)"),
+}
+
+
+def optimizer_name(optimizer: object) -> str:
+    """Names of the classes of what is given as the optimizer.
+
+    Raises `ValueError` for an unknown name and `TypeError` for what is no optimizer.
+    """
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {optimizer!r}; expected one of "
+                             f"{', '.join(OPTIMIZERS)}, or an instance or class")
+        return OPTIMIZERS[optimizer.lower()].__name__
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        return optimizer.__name__
+    if isinstance(optimizer, Optimizer):
+        return type(optimizer).__name__
+    if isinstance(optimizer, Sequence) and optimizer:
+        for each in optimizer:
+            if not isinstance(each, Optimizer):
+                kind = each.__name__ if isinstance(each, type) else type(each).__name__
+                raise TypeError("several optimizers are expected as instances, each with its own "
+                                f"parameters, got {kind}")
+        return " + ".join(type(each).__name__ for each in optimizer)
+    raise TypeError("expected an optimizer of torch, its class or its name, or a sequence of "
+                    f"optimizers, got {type(optimizer).__name__}")
+
+
+def instances(optimizer: object) -> tuple[Optimizer, ...] | None:
+    """The optimizers that were given as such; `None` for a class or a name."""
+    if isinstance(optimizer, Optimizer):
+        return (optimizer,)
+    if isinstance(optimizer, str | type) or not isinstance(optimizer, Sequence):
+        return None
+    return tuple(optimizer)
+
+
+def make_optimizers(optimizer: object, trainable: Sequence[torch.Tensor],
+                    sparse: Collection[int]) -> list[Optimizer]:
+    """Optimizers of a class, or of its name, on these parameters, with default settings.
+
+    `sparse`: identities of the parameters whose gradients are sparse.  Raises `ValueError` where
+    the class takes none of them, or refuses them.
+    """
+    kind = OPTIMIZERS[optimizer.lower()] if isinstance(optimizer, str) else optimizer
+    assert isinstance(kind, type)
+    rule = _SELECTIVE.get(kind.__name__) if kind in OPTIMIZERS.values() else None
+    if rule is None:
+        return [kind(trainable)]
+    taken = [p for p in trainable if rule.takes(p, id(p) in sparse)]
+    others = [p for p in trainable if not rule.takes(p, id(p) in sparse)]
+    if not taken:
+        raise ValueError(f"{kind.__name__} takes {rule.wanted}, and the model has none; "
+                         f"choose another optimizer, {rule.others.__name__} for one")
+    return [kind(taken), *([rule.others(others)] if others else [])]
