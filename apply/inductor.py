@@ -4,51 +4,93 @@ is computed again, and Inductor compiles the two graphs.
 Inductor hands its partitioner the joint graph after its decompositions and joint passes; a plan for
 it was made on the same graph.  The graphs run in the order that Inductor's scheduler gives them: it
 starts from the plan's, and deviates where kernels fuse or its own estimate of the peak is lower.
+So for smaller inputs than planned, what is generated for them is checked to take no more memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
 
-from apply.recipe import Recipe
-from apply.runtime import PlanBackend, checked_backward
-from graph_capture.inductor_joint import move_saved_to_forward, saved_by_default
+from apply.errors import GraphMismatch
+from apply.recipe import Recipe, RegionRecipe
+from apply.runtime import Match, PlanBackend, checked_backward
+from graph_capture.generated_code import memory_of_code
+from graph_capture.inductor_joint import move_to_forward, without_replayed_randomness
 from graph_capture.joint import JointGraph
+from graph_capture.lower import LoweredRegion
 from graph_capture.torch_compat import PartitionFunction
 from graph_capture.torch_compat.inductor import LateRecomputation, inductor_backend
+from graph_capture.training_graph import CodeMemory
 
-_FORMAT = "checkpoint-planner 1"
+_FORMAT = "checkpoint-planner 2"
 """To be changed whenever one recipe makes other graphs than before."""
 
 
 class InductorBackend(PlanBackend):
     """The Dynamo backend that lets Inductor compile a recipe's graphs."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._generated: dict[tuple[int, bool], Callable[[], CodeMemory]] | None = None
+
+    def keep_code(self) -> None:
+        """From here on, `memory_of_code` can tell what was generated."""
+        self._generated = {}
+
+    def memory_of_code(self) -> tuple[tuple[CodeMemory, ...], ...]:
+        """For each region, what the code of its forward and of its backward takes; nothing for a
+        region that was not met, or without one of the two."""
+        generated = self._generated or {}
+        both = [[generated.get((index, is_backward)) for is_backward in (False, True)]
+                for index in range(len(self._recipe.regions))]
+        return tuple(tuple(follow() for follow in pair if follow) if all(pair) else ()
+                     for pair in both)
+
     def _compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
-        cotangents: Callable[[], tuple[bool, ...]],
+        match: Callable[[], Match | None],
     ) -> Callable[..., Any]:
-        def finish_backward(planned_inputs: list[Any], run: Callable[[list[Any]], Any]
-                            ) -> Callable[[list[Any]], Any]:
-            if all(cotangents()):
+        def finish(inputs: list[Any], run: Callable[[list[Any]], Any], is_backward: bool) -> Any:
+            found = match()
+            if found is None:  # A graph without gradients is not partitioned.
                 return run
-            planned = planned_inputs[len(planned_inputs) - len(cotangents()):]
-            return checked_backward(run, planned, cotangents(), self._mismatch)
+            self._check_memory(found, inputs, run, is_backward)
+            cotangents = found.region.cotangents
+            if not is_backward or all(cotangents):
+                return run
+            planned = inputs[len(inputs) - len(cotangents):]
+            return checked_backward(run, planned, cotangents, self._mismatch)
 
         return inductor_backend(
-            partition, uuid_of(self._recipe), finish_backward=finish_backward,
+            partition, uuid_of(self._recipe), finish=finish,
             settings={"_pre_fusion_custom_pass": LateRecomputation()})(module, inputs)
 
-    def _clean(
-        self, joint: fx.GraphModule, num_forward_outputs: int, cotangents: Sequence[bool]
-    ) -> JointGraph:
-        clean = super()._clean(joint, num_forward_outputs, cotangents)
-        move_saved_to_forward(clean, saved_by_default(clean))
-        return clean
+    def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool
+                      ) -> None:
+        """Raise `GraphMismatch` where the code for smaller inputs takes more than planned."""
+        follow = partial(memory_of_code, compiled, inputs)
+        if self._generated is not None:
+            self._generated[found.index, is_backward] = follow
+        if not found.is_resized or not found.region.code:
+            return
+        planned, needed = found.region.code[is_backward], follow()
+        if not planned.serves(needed):
+            raise GraphMismatch(
+                "the code that Inductor generates for the "
+                f"{'backward' if is_backward else 'forward'} with these smaller inputs takes "
+                f"{needed.peak_bytes:,} bytes and leaves {needed.left_bytes:,}, where that of the "
+                f"plan takes {planned.peak_bytes:,} and leaves {planned.left_bytes:,}. Make a plan "
+                "for these inputs")
+
+    def _lower(self, joint: JointGraph, region: RegionRecipe, primal_names: Sequence[str],
+               index: int) -> LoweredRegion:
+        move_to_forward(joint, region.early)
+        return without_replayed_randomness(super()._lower(joint, region, primal_names, index))
 
 
 def uuid_of(recipe: Recipe) -> str:

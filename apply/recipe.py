@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graph_capture.training_graph import Outline
+from graph_capture.training_graph import CodeMemory, Outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,10 @@ class RegionRecipe:
     """Which other sizes of inputs the recipe serves; `None`: no others."""
     block: str = ""
     """The submodule that is compiled by itself; empty where the whole model is."""
+    early: tuple[int, ...] = ()
+    """Positions, in the clean joint graph, of backward ops that belong to the forward here."""
+    code: tuple[CodeMemory, ...] = ()
+    """What the forward and the backward code that Inductor generated take; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)

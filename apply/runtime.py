@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
@@ -227,10 +228,22 @@ def plan_backend(
     return PlanBackend(model, recipe, mismatch, regions)
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A captured graph and the region of the recipe that it is."""
+
+    index: int
+    """The region's number."""
+    region: RegionRecipe
+    lowered: LoweredRegion
+    is_resized: bool
+    """Whether it is the region with smaller tensors."""
+
+
 class PlanBackend:
     """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception],
+    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception] = GraphMismatch,
                  regions: Sequence[int] | None = None) -> None:
         self._model = model
         self._recipe = recipe
@@ -240,7 +253,7 @@ class PlanBackend:
         self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
         self.has_begun = False
 
-    def with_recipe(self, recipe: Recipe) -> PlanBackend:
+    def with_recipe(self, recipe: Recipe) -> Self:
         """The backend of another recipe for the same captured graphs, the very modules: what this
         one has lowered is not lowered again."""
         if self._lowered is None:
@@ -250,18 +263,18 @@ class PlanBackend:
         return other
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        cotangents: tuple[bool, ...] = ()
+        match: Match | None = None
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            nonlocal cotangents
-            region, lowered = self._matching_region(module, joint, num_fwd_outputs, inputs)
-            cotangents = region.cotangents
-            rewritten = rewrite(lowered, region.recomputations, region.takeovers)
+            nonlocal match
+            match = self._matching_region(module, joint, num_fwd_outputs, inputs)
+            region = match.region
+            rewritten = rewrite(match.lowered, region.recomputations, region.takeovers)
             return rewritten.forward, rewritten.backward
 
-        compiled = self._compile(module, inputs, partition, lambda: cotangents)
+        compiled = self._compile(module, inputs, partition, lambda: match)
 
         def call(*args: Any) -> Any:
             self.has_begun = True
@@ -273,32 +286,33 @@ class PlanBackend:
 
     def _compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
-        cotangents: Callable[[], tuple[bool, ...]],
+        match: Callable[[], Match | None],
     ) -> Callable[..., Any]:
-        """The captured module, compiled with the graphs of `partition`; `cotangents` are those of
-        the region that it found."""
+        """The captured module, compiled with the graphs of `partition`; `match` is the region that
+        it found."""
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             return boxed_callable(graph)
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            count = len(cotangents())
+            found = match()
+            cotangents = found.region.cotangents if found else ()
+            count = len(cotangents)
             planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
                        ][-count:] if count else []
-            return checked_backward(boxed_callable(graph), planned, cotangents(), self._mismatch)
+            return checked_backward(boxed_callable(graph), planned, cotangents, self._mismatch)
 
         return aot_backend(partition, forward, backward)(module, list(inputs))
 
-    def _clean(
-        self, joint: fx.GraphModule, num_forward_outputs: int, cotangents: Sequence[bool]
-    ) -> JointGraph:
-        """The joint graph as the plan saw it."""
-        return clean_joint_graph(joint, num_forward_outputs, cotangents)
+    def _lower(self, joint: JointGraph, region: RegionRecipe, primal_names: Sequence[str],
+               index: int) -> LoweredRegion:
+        """The clean joint graph as the plan for this region saw it."""
+        return lower(joint, primal_names, index, region.block)
 
     def _matching_region(
         self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
         inputs: Sequence[Any],
-    ) -> tuple[RegionRecipe, LoweredRegion]:
+    ) -> Match:
         """The recipe's region that this graph is; raises `GraphMismatch`."""
         # Read now: the model may have been given other parameters since the plan was applied.
         known = {id(tensor): name for name, tensor in
@@ -315,16 +329,17 @@ class PlanBackend:
                 continue
             lowered = None if self._lowered is None else self._lowered.get((module, index))
             if lowered is None:
-                clean = self._clean(joint, num_forward_outputs, region.cotangents)
-                lowered = lower(clean, names, index, region.block)
+                clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
+                lowered = self._lower(clean, region, names, index)
             if self._lowered is not None:
                 self._lowered[module, index] = lowered
             difference = _first_difference(region, lowered)
+            is_resized = difference is not None
             if difference is not None and region.outline is not None:
                 difference = _why_not_served(region.outline, outline(lowered), difference)
             if difference is None:
                 self._compiled_regions += 1
-                return region, lowered
+                return Match(index, region, lowered, is_resized)
             first_difference = first_difference or difference
         raise GraphMismatch(
             f"the plan does not fit this model and these inputs; the first difference: "

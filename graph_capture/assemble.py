@@ -75,6 +75,8 @@ class RegionUse:
     """The submodule that it is the graph of; empty for the whole model."""
     repeated: bool = False
     """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
+    early: tuple[int, ...] = ()
+    """See `Region.early`."""
 
 
 def assemble(
@@ -127,7 +129,7 @@ class _Assembly:
         if self.uncaptured:
             self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
-                               outline(use.lowered), use.block)
+                               outline(use.lowered), use.block, use.early)
                         for number, use in enumerate(self.uses))
         return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
                              str(self.device))

@@ -24,7 +24,12 @@ from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin, make_twin
 from graph_capture.fused_costs import FusedCosts, fused_storages
 from graph_capture.hollow import hollow_twin
-from graph_capture.inductor_joint import move_saved_to_forward, saved_by_default
+from graph_capture.inductor_joint import (
+    backward_ops_to_save,
+    move_to_forward,
+    saved_by_default,
+    without_replayed_randomness,
+)
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
 from graph_capture.loss import LossFootprint, objective, output_tensors
@@ -33,7 +38,6 @@ from graph_capture.memory_tracker import Workspace
 from graph_capture.op_costs import OpCosts
 from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
 from graph_capture.record import MakeBackend, Recording, record_step
-from graph_capture.replay import Replay
 from graph_capture.specification import check
 from graph_capture.torch_compat import aot_backend, quiet_fake_tensors, storage_key
 from graph_capture.training_graph import TrainingGraph
@@ -109,7 +113,7 @@ def capture_step(
     saved: list[frozenset[str]] = []
     uses = _region_uses(traced, recording, output, saved if inductor else None)
     if inductor:
-        uses = [replace(use, lowered=_without_replayed_randomness(use.lowered)) for use in uses]
+        uses = [replace(use, lowered=without_replayed_randomness(use.lowered)) for use in uses]
     say("tracing the plain step")
     try:
         plain = _plain_twin(twin, kwargs or {}, forced)
@@ -176,14 +180,6 @@ def _buffer_of(graph: TrainingGraph, lowered: LoweredRegion, storage: int) -> in
     producer = lowered.ops[lowered.storages[storage].producer]
     op = graph.ops[graph.index_of[producer.name]]
     return op.outputs[producer.outputs.index(storage)]
-
-
-def _without_replayed_randomness(lowered: LoweredRegion) -> LoweredRegion:
-    """Random ops run once: no generator's state is kept for compiled code.  What Inductor computes
-    from a seed is not random in this sense."""
-    return replace(lowered, ops=tuple(
-        replace(op, replay=Replay(pinned="random numbers are drawn once"))
-        if op.replay.random else op for op in lowered.ops))
 
 
 def _record(
@@ -270,9 +266,11 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
         cotangents = (region.cotangents[backward] if 0 <= backward < len(region.cotangents)
                       else (False,) * count_cotangents(region.joint))
         joint = clean_joint_graph(region.joint, region.num_forward_outputs, cotangents)
+        early: tuple[int, ...] = ()
         if saved is not None:
             saved.append(saved_by_default(joint))
-            move_saved_to_forward(joint, saved[-1])
+            early = backward_ops_to_save(joint, saved[-1])
+            move_to_forward(joint, early)
         lowered = lower(joint, region_input_names(call.inputs, names), number, call.module)
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
@@ -297,7 +295,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
             parameter_names={index: trainable.get(id(tensor), f"input {index}")
                              for index, tensor in enumerate(call.inputs)},
             linked_inputs=linked, returned=frozenset(returned), released=released,
-            block=call.module, repeated=repeated[id(region), call.module] > 1))
+            block=call.module, repeated=repeated[id(region), call.module] > 1, early=early))
     return uses
 
 

@@ -3,15 +3,20 @@
 That partitioner is a minimum cut between what the forward has and what the backward needs, and what
 it saves may be computed by an op that stands in the backward, though no gradient flows into it (the
 inverse deviation over the width, in the backward of a normalization).  Such ops belong to the
-forward here, so that their results can be saved.
+forward here, so that their results can be saved.  Which ones depends on sizes; a plan that is to
+serve several sizes keeps the list.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import fx
 
 from graph_capture.joint import JointGraph
-from graph_capture.lower import last_forward_node
+from graph_capture.lower import LoweredRegion, last_forward_node
+from graph_capture.replay import Replay
 
 
 def saved_by_default(joint: JointGraph) -> frozenset[str]:
@@ -21,12 +26,12 @@ def saved_by_default(joint: JointGraph) -> frozenset[str]:
     return frozenset(default_saved_names(joint.copy(), len(joint.forward_outputs)))
 
 
-def move_saved_to_forward(joint: JointGraph, saved: frozenset[str]) -> None:
-    """Move the ops that make `saved`, and what they need, to the end of the forward where they
-    stand in the backward."""
+def backward_ops_to_save(joint: JointGraph, saved: frozenset[str]) -> tuple[int, ...]:
+    """The ops that make `saved`, and what they need, where they stand in the backward: their
+    positions in the graph."""
     last = last_forward_node(joint)
     if last is None:
-        return
+        return ()
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
     late: set[fx.Node] = set()  # in the backward, or only to be had after the whole forward
     movable: set[fx.Node] = set()
@@ -44,5 +49,21 @@ def move_saved_to_forward(joint: JointGraph, saved: frozenset[str]) -> None:
         if node in movable and node not in chosen:
             chosen.add(node)
             wanted.extend(node.all_input_nodes)
-    for node in sorted(chosen, key=order.__getitem__):
-        last.prepend(node)
+    return tuple(sorted(map(order.__getitem__, chosen)))
+
+
+def move_to_forward(joint: JointGraph, positions: Sequence[int]) -> None:
+    """Move the ops at these positions of the graph to the end of the forward."""
+    last = last_forward_node(joint)
+    nodes = list(joint.graph.nodes)
+    for position in positions:
+        if last is not None and position < len(nodes):
+            last.prepend(nodes[position])
+
+
+def without_replayed_randomness(lowered: LoweredRegion) -> LoweredRegion:
+    """Random ops run once: no generator's state is kept for compiled code.  What Inductor computes
+    from a seed is not random in this sense."""
+    return replace(lowered, ops=tuple(
+        replace(op, replay=Replay(pinned="random numbers are drawn once"))
+        if op.replay.random else op for op in lowered.ops))

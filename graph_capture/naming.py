@@ -99,7 +99,8 @@ def describe_call(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
 
 def describe_structure(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
     """As `describe_call`, without what follows from the sizes of tensors: their shapes (but for the
-    number of dimensions), and integers where the op takes a size or a number."""
+    number of dimensions), and the value of a number where the op takes a size or an operand (a mean
+    divides by one)."""
     names, sizes = _arguments(node.target) if isinstance(node.target, OpOverload) else ((), ())
     named = [*zip(names, node.args, strict=False), *sorted(node.kwargs.items())]
     words = [f"{name}={_canonical(argument, references, sizes=name not in sizes)}"
@@ -111,11 +112,14 @@ def describe_structure(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
 @cache
 def _arguments(target: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
     """Names of an op's arguments, and of those that are sizes or numbers that may follow from
-    sizes.  torch's schemas write `SymInt` where a size may stand, `int` for dimensions and modes.
+    sizes.  torch's schemas write `SymInt` where a size may stand, `int` for dimensions and modes;
+    an operand is a `Scalar`, or a `Tensor` in whose place a number may stand.
     """
+    arguments = target._schema.arguments
     sizes = re.findall(r"(?:SymInt|Scalar)(?:\[\d*\])?\??\s(\w+)", str(target._schema))
-    return (tuple(argument.name for argument in target._schema.arguments),
-            frozenset(sizes) - _SETTINGS)
+    operands = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
+    return (tuple(argument.name for argument in arguments),
+            frozenset((*sizes, *operands)) - _SETTINGS)
 
 
 _SETTINGS = frozenset({"stride", "padding", "dilation", "output_padding", "groups", "kernel_size"})
@@ -144,7 +148,7 @@ def describe_value(value: object) -> str:
 def _canonical(
     argument: object, references: Mapping[fx.Node, str], *, sizes: bool = True
 ) -> str:
-    """A canonical text of an argument; without `sizes`, integers are left open."""
+    """A canonical text of an argument; without `sizes`, numbers are left open."""
     if isinstance(argument, fx.Node):
         return references[argument]
     if isinstance(argument, (tuple, list)):
@@ -155,8 +159,8 @@ def _canonical(
                                for key in sorted(argument)) + "}"
     if isinstance(argument, torch.device):
         return argument.type
-    if not sizes and isinstance(argument, int) and not isinstance(argument, bool):
-        return "int"
+    if not sizes and isinstance(argument, (int, float)) and not isinstance(argument, bool):
+        return "number"
     if isinstance(argument, (int, float, bool, str, type(None), torch.dtype, torch.layout,
                              torch.memory_format, complex, slice)):
         return repr(argument)

@@ -131,6 +131,20 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeMemory:
+    """What the generated code of one graph takes, its inputs included."""
+
+    peak_bytes: int
+    """The most at any time."""
+    left_bytes: int
+    """What it leaves: its outputs."""
+
+    def serves(self, other: CodeMemory) -> bool:
+        """Whether other code takes no more at its peak, and leaves no more."""
+        return other.peak_bytes <= self.peak_bytes and other.left_bytes <= self.left_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A stretch of the model that was captured as one joint graph."""
 
@@ -144,6 +158,8 @@ class Region:
     """`None`: a plan of this region serves these sizes alone."""
     block: str = ""
     """The submodule that was captured by itself; empty where the whole model was."""
+    early: tuple[int, ...] = ()
+    """Positions, in the clean joint graph, of backward ops that were moved to the forward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from solvers.problem import Problem, Schedule
 from solvers.simulator import simulate, unroll
 
 if TYPE_CHECKING:
-    from apply.runtime import PlanBackend
+    from apply.inductor import InductorBackend
     from graph_capture.compiled_step import CompiledStep, CompiledTracer
 
 _ROUNDS = 6
@@ -50,19 +50,27 @@ class CompiledAccount:
     tracer: CompiledTracer
     saved_by_default: frozenset[int]
     """Buffers that Inductor's own partitioner saves for the backward."""
-    _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
-    _backend: PlanBackend | None = None
+    _known: dict[Recipe, tuple[CompiledStep, InductorBackend]] = field(default_factory=dict)
+    _backend: InductorBackend | None = None
 
     def trace(self, recipe: Recipe) -> CompiledStep:
         """The memory of the step under a recipe, above what is resident."""
-        from apply.runtime import plan_backend
+        from apply.inductor import InductorBackend
 
-        found = self._known.get(recipe)
-        if found is None:
+        if recipe not in self._known:
             if self._backend is None:
-                self._backend = plan_backend(self.tracer.twin.model, recipe)
-            found = self._known[recipe] = self.tracer.trace(self._backend.with_recipe(recipe))
-        return found
+                self._backend = InductorBackend(self.tracer.twin.model, recipe)
+            backend = self._backend.with_recipe(recipe)
+            backend.keep_code()
+            self._known[recipe] = self.tracer.trace(backend), backend
+        return self._known[recipe][0]
+
+    def with_code(self, recipe: Recipe) -> Recipe:
+        """A recipe that was traced, with what the code of its graphs takes."""
+        _, backend = self._known[recipe]
+        return replace(recipe, regions=tuple(
+            replace(region, code=code)
+            for region, code in zip(recipe.regions, backend.memory_of_code(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class _Search:
             self.graph, unroll(self.problem, schedule), tensors=self.prepared.tensors,
             training=self.prepared.training, overrides=self.prepared.overrides)
         recipe = replace(recipe, backend="inductor", regions=tuple(
-            replace(region, takeovers=(), outline=None) for region in recipe.regions))
+            replace(region, takeovers=()) for region in recipe.regions))
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
         return _Candidate(schedule, recipe, self.account.trace(recipe),
@@ -212,7 +220,8 @@ def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate) -> 
     return replace(
         plan, peak_bytes=memory.total_bytes, memory=memory,
         forward_backward_peak_bytes=forward_backward, overhead=max(0.0, recomputed),
-        overhead_bound=0.0, status="feasible", recipe=found.recipe,
+        overhead_bound=0.0, status="feasible",
+        recipe=search.account.with_code(found.recipe),
         notes=(*plan.notes, "compiled by Inductor without a plan the step peaks at "
                f"{prepared.resident_bytes + default.step.peak_bytes} bytes; overhead is relative "
                "to that step"))

@@ -70,7 +70,7 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
                                     if keys[index].digest),
                      cotangents=region.cotangents, recomputations=tuple(again[number]),
                      takeovers=tuple(taken[number]), outline=region.outline,
-                     block=region.block)
+                     block=region.block, early=region.early)
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=tuple(tensors), regions=regions, training=training,
                   overrides=tuple(overrides))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe, Takeover
-from graph_capture.training_graph import Outline
+from graph_capture.training_graph import CodeMemory, Outline
 from planner.accounting import CATEGORIES, MemoryByCategory, OptimizerMemory
 from planner.decisions import Decision
 from planner.errors import PlanFileError
@@ -29,7 +29,7 @@ from planner.plan import Plan
 from planner.plan_reader import Reader
 from planner.whole_file import write_whole
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Layout that this version writes and reads."""
 
 EPILOGUE = "/update of mutated inputs#0"
@@ -126,6 +126,9 @@ def to_dict(plan: Plan) -> dict[str, Any]:
                 "takeovers": [{"op": taken.op, "run": taken.run, "candidate": taken.candidate}
                               for taken in region.takeovers],
                 "outline": _outline_to_dict(region.outline),
+                "early": list(region.early),
+                "code": [{"peak_bytes": code.peak_bytes, "left_bytes": code.left_bytes}
+                         for code in region.code],
             }
             for region in plan.recipe.regions],
     }
@@ -195,7 +198,8 @@ def fingerprint(recipe: Recipe) -> str:
     graph = [
         [[key.name, list(key.shape), key.dtype, key.requires_grad] for key in recipe.tensors],
         [[region.block, list(region.cotangents), [[key.name, key.digest] for key in region.forward],
-          [[key.name, key.digest] for key in region.backward], _outline_to_dict(region.outline)]
+          [[key.name, key.digest] for key in region.backward], _outline_to_dict(region.outline),
+          list(region.early)]
          for region in recipe.regions],
         recipe.training,
         [list(override) for override in recipe.overrides],
@@ -251,6 +255,9 @@ def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
             input_bytes=outline.integers("input_bytes"),
             input_layout=outline.text("input_layout")),
         block=region.text("block"),
+        early=region.integers("early"),
+        code=tuple(CodeMemory(row.integer("peak_bytes"), row.integer("left_bytes"))
+                   for row in region.objects("code")),
     )
 
 

@@ -24,6 +24,9 @@ from graph_capture.torch_compat.compilation import boxed
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
 """`compile(graph, example_inputs, is_backward)` gives a callable that takes a list of arguments."""
+FinishGraph = Callable[[list[Any], Any, bool], Any]
+"""`finish(inputs, compiled, is_backward)` gives what runs in the place of `compiled`, which takes a
+list of arguments; `inputs` are fake, as the partitioner left them."""
 
 __all__ = [
     "JointPartitioner",
@@ -32,6 +35,7 @@ __all__ = [
     "inductor_backend",
     "missing_compiler",
     "stub_code",
+    "stub_of",
 ]
 
 
@@ -114,14 +118,13 @@ class LateRecomputation(_SchedulerPass):
 
 def inductor_backend(
     partition: PartitionFunction, uuid: str, *, compile_graph: CompileGraph | None = None,
-    finish_backward: Callable[[fx.GraphModule, Any], Any] | None = None,
-    settings: Mapping[str, Any] | None = None,
+    finish: FinishGraph | None = None, settings: Mapping[str, Any] | None = None,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend: Inductor with another partitioner.
 
     `compile_graph` stands in for the compilation of the forward and backward graphs, whose result
-    is otherwise cached by Inductor; `finish_backward(graph, compiled)` may wrap a compiled backward
-    (`graph` is as it was partitioned); `settings` are entries of `torch._inductor.config`.
+    is otherwise cached by Inductor; `finish` is shown what was compiled, and may wrap it;
+    `settings` are entries of `torch._inductor.config`.
     """
     patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
 
@@ -131,10 +134,9 @@ def inductor_backend(
         is_backward = bool(options.get("is_backward", False))
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
-        if not is_backward or finish_backward is None:
-            return compile_fx_inner(gm, example_inputs, **options)
         partitioned = _placeholder_values(gm)
-        return boxed(finish_backward(partitioned, compile_fx_inner(gm, example_inputs, **options)))
+        compiled = compile_fx_inner(gm, example_inputs, **options)
+        return compiled if finish is None else finish(partitioned, compiled, is_backward)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
@@ -177,6 +179,12 @@ def missing_compiler(device: torch.device) -> str:
     except InvalidCxxCompiler as error:
         return str(error)
     return ""
+
+
+def stub_of(compiled: Any) -> Callable[[list[Any]], Any]:
+    """The generated code of what Inductor compiled, with kernels that do nothing; it is to run on
+    fake tensors, in a list that it empties."""
+    return _load_stub(compiled.source_code, "generated code", compiled.constants or {}).call
 
 
 @contextlib.contextmanager
@@ -242,6 +250,10 @@ _KERNEL_MAKERS = ("triton", "cpp", "cpp_pybinding", "cuda", "cutlass", "halide",
                   "multi_kernel")
 
 
+_CHECKS_OF_MEMORY = ("assert_size_stride", "assert_alignment")
+"""What generated code calls to check tensors, and cannot on fake ones."""
+
+
 def _load_stub(text: str, path: str, constants: Mapping[str, Any]) -> types.ModuleType:
     from torch._inductor.async_compile import AsyncCompile
 
@@ -259,6 +271,9 @@ def _load_stub(text: str, path: str, constants: Mapping[str, Any]) -> types.Modu
         if name.startswith("empty_strided_"):
             module.__dict__[name] = _allocator(name.removeprefix("empty_strided_"))
     module.__dict__["reinterpret_tensor"] = _reinterpret
+    for check in _CHECKS_OF_MEMORY:
+        if check in module.__dict__:
+            module.__dict__[check] = _NoKernel()
     return module
 
 
