@@ -141,8 +141,9 @@ def test_what_is_free_to_compute_is_not_saved(prepared):
 
 def test_what_a_kernel_keeps_to_itself_takes_no_memory_and_never_crosses(prepared):
     graph, problem = prepared.graph, prepared.problem
-    fused = [index for index, storage in enumerate(problem.storages)
-             if storage.size_bytes == 0 < graph.buffers[index].size_bytes]
+    assert [s.size_bytes for s in problem.storages] == [b.size_bytes for b in graph.buffers]
+    fused = [index for index, buffer in enumerate(graph.buffers)
+             if buffer.size_bytes == 0 and graph.ops[buffer.producer].digest]
     assert fused
     for buffer in fused:
         assert graph.ops[graph.buffers[buffer].producer].phase is Phase.BACKWARD
