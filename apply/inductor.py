@@ -17,8 +17,8 @@ from typing import Any
 from torch import fx
 
 from apply.errors import GraphMismatch
+from apply.plan_backend import Match, PlanBackend, checked_backward
 from apply.recipe import Recipe, RegionRecipe
-from apply.runtime import Match, PlanBackend, checked_backward
 from graph_capture.generated_code import memory_of_code
 from graph_capture.inductor_joint import move_to_forward, without_replayed_randomness
 from graph_capture.joint import JointGraph

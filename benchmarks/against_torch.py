@@ -36,7 +36,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 
-from apply.runtime import boxed_callable
+from apply.plan_backend import boxed_callable
 from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error
 from benchmarks.models import WORKLOADS, Workload
 from graph_capture.device_model import device_model

@@ -25,7 +25,6 @@ from graph_capture.memory_tracker import MemoryTracker, Workspace
 from graph_capture.torch_compat import compile_settings
 from graph_capture.training_graph import BufferKind
 
-
 if TYPE_CHECKING:
     from graph_capture.captured_graphs import CapturedGraphs, DynamoBackend
 

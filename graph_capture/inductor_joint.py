@@ -53,12 +53,17 @@ def backward_ops_to_save(joint: JointGraph, saved: frozenset[str]) -> tuple[int,
 
 
 def move_to_forward(joint: JointGraph, positions: Sequence[int]) -> None:
-    """Move the ops at these positions of the graph to the end of the forward."""
+    """Move the ops at these positions of the graph to the end of the forward, as far as what they
+    read is there: of another graph than the positions are for, anything may stand at them."""
     last = last_forward_node(joint)
+    if last is None:
+        return
     nodes = list(joint.graph.nodes)
+    there = {*nodes[:nodes.index(last)], *joint.primals}
     for position in positions:
-        if last is not None and position < len(nodes):
+        if position < len(nodes) and there.issuperset(nodes[position].all_input_nodes):
             last.prepend(nodes[position])
+            there.add(nodes[position])
 
 
 def without_replayed_randomness(lowered: LoweredRegion) -> LoweredRegion:

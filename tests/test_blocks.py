@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import planner
-from apply.runtime import PlanBackend
+from apply.plan_backend import PlanBackend
 from graph_capture.blocks import find_blocks
 from planner.api import capture
 from planner.planning import PreparedStep, plan_within

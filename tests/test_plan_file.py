@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.plan_file import dumps, from_dict, loads
+from planner.plan_file import SCHEMA_VERSION, dumps, from_dict, loads
 from planner.planning import Effort, plan_within
 from tests.graphs import Footprint, HandMadeStep, chain, prepared, steps
 
@@ -117,7 +117,8 @@ def test_json_that_is_no_plan_is_refused():
 @pytest.mark.parametrize("version", [0, 1, 99])
 def test_another_schema_version_is_refused(version):
     document = {**make_plan().to_dict(), "schema_version": version}
-    with pytest.raises(planner.PlanFileError, match=f"schema_version {version}, expected 2"):
+    with pytest.raises(planner.PlanFileError,
+                       match=f"schema_version {version}, expected {SCHEMA_VERSION}"):
         from_dict(document)
 
 

@@ -1,0 +1,213 @@
+"""The Dynamo backend of a plan: it checks that each captured region is the one that the plan was
+made for, and puts the plan's graphs in its place.
+
+They run op by op, boxed, so that memory is what the simulator says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+
+from apply.errors import GraphMismatch
+from apply.recipe import OpKey, Recipe, RegionRecipe
+from apply.rewrite import rewrite
+from graph_capture.input_names import region_input_names
+from graph_capture.joint import JointGraph, clean_joint_graph, count_cotangents, primals_of
+from graph_capture.lower import LoweredRegion, lower
+from graph_capture.outline import outline
+from graph_capture.torch_compat import (
+    BoxedCodeGen,
+    PartitionFunction,
+    aot_backend,
+    boxed,
+    pass_absent_gradients,
+    primal_indices,
+)
+from graph_capture.training_graph import Outline
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A captured graph and the region of the recipe that it is."""
+
+    index: int
+    """The region's number."""
+    region: RegionRecipe
+    lowered: LoweredRegion
+    is_resized: bool
+    """Whether it is the region with smaller tensors."""
+
+
+class PlanBackend:
+    """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception] = GraphMismatch,
+                 regions: Sequence[int] | None = None) -> None:
+        self._model = model
+        self._recipe = recipe
+        self._mismatch = mismatch
+        self._regions = tuple(range(len(recipe.regions)) if regions is None else regions)
+        self._compiled_regions = 0
+        self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
+        self.has_begun = False
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        """The backend of another recipe for the same captured graphs, the very modules: what this
+        one has lowered is not lowered again."""
+        if self._lowered is None:
+            self._lowered = {}
+        other = copy.copy(self)
+        other._recipe = recipe
+        return other
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        match: Match | None = None
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            nonlocal match
+            match = self._matching_region(module, joint, num_fwd_outputs, inputs)
+            region = match.region
+            rewritten = rewrite(match.lowered, region.recomputations, region.takeovers)
+            return rewritten.forward, rewritten.backward
+
+        compiled = self._compile(module, inputs, partition, lambda: match)
+
+        def call(*args: Any) -> Any:
+            self.has_begun = True
+            outputs = compiled(*args)
+            pass_absent_gradients(outputs)
+            return outputs
+
+        return torch.compiler.disable(call)
+
+    def _compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
+        match: Callable[[], Match | None],
+    ) -> Callable[..., Any]:
+        """The captured module, compiled with the graphs of `partition`; `match` is the region that
+        it found."""
+
+        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            return boxed_callable(graph)
+
+        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            found = match()
+            cotangents = found.region.cotangents if found else ()
+            count = len(cotangents)
+            planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
+                       ][-count:] if count else []
+            return checked_backward(boxed_callable(graph), planned, cotangents, self._mismatch)
+
+        return aot_backend(partition, forward, backward)(module, list(inputs))
+
+    def _lower(self, joint: JointGraph, region: RegionRecipe, primal_names: Sequence[str],
+               index: int) -> LoweredRegion:
+        """The clean joint graph as the plan for this region saw it."""
+        return lower(joint, primal_names, index, region.block)
+
+    def _matching_region(
+        self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
+        inputs: Sequence[Any],
+    ) -> Match:
+        """The recipe's region that this graph is; raises `GraphMismatch`."""
+        # Read now: the model may have been given other parameters since the plan was applied.
+        known = {id(tensor): name for name, tensor in
+                 (*self._model.named_parameters(), *self._model.named_buffers())}
+        names = region_input_names([inputs[i] for i in primal_indices(primals_of(joint))], known)
+        first_difference = ""
+        start = self._compiled_regions % max(len(self._regions), 1)
+        for index in (*self._regions[start:], *self._regions[:start]):
+            region = self._recipe.regions[index]
+            if len(region.cotangents) != count_cotangents(joint):
+                first_difference = first_difference or (
+                    f"the plan has {len(region.cotangents)} differentiable outputs, "
+                    f"this model {count_cotangents(joint)}")
+                continue
+            lowered = None if self._lowered is None else self._lowered.get((module, index))
+            if lowered is None:
+                clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
+                lowered = self._lower(clean, region, names, index)
+            if self._lowered is not None:
+                self._lowered[module, index] = lowered
+            difference = _first_difference(region, lowered)
+            is_resized = difference is not None
+            if difference is not None and region.outline is not None:
+                difference = _why_not_served(region.outline, outline(lowered), difference)
+            if difference is None:
+                self._compiled_regions += 1
+                return Match(index, region, lowered, is_resized)
+            first_difference = first_difference or difference
+        raise GraphMismatch(
+            f"the plan does not fit this model and these inputs; the first difference: "
+            f"{first_difference}. Make a plan for them")
+
+
+def _why_not_served(planned: Outline, found: Outline, difference: str) -> str | None:
+    """Why a region that differs from the planned one cannot run its schedule within its memory;
+    `None` if it can, being the same ops on smaller tensors."""
+    if not planned.serves(found):
+        return difference
+    larger = planned.first_larger(found)
+    if larger is None:
+        return None
+    return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
+            f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
+
+
+def _first_difference(region: RegionRecipe, lowered: LoweredRegion) -> str | None:
+    expected = (*region.forward, *region.backward)
+    for want, have in zip(expected, lowered.ops, strict=False):
+        if want.name != have.name or want.digest != have.digest:
+            return (f"the plan has {_describe_op(want)}, "
+                    f"the model has {_describe_op(OpKey(have.name, have.digest, have.result))}")
+    if len(expected) != len(lowered.ops):
+        return f"the plan has {len(expected)} ops, the model has {len(lowered.ops)}"
+    if len(region.forward) != lowered.num_forward:
+        return (f"the plan's forward has {len(region.forward)} ops, "
+                f"the model's {lowered.num_forward}")
+    return None
+
+
+def _describe_op(key: OpKey) -> str:
+    return f"{key.name} -> {key.result} [{key.digest[:8]}]"
+
+
+def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The module's generated code, taking its arguments in a list that it empties."""
+    graph.graph.set_codegen(BoxedCodeGen())
+    graph.recompile()
+    return boxed(graph.forward)
+
+
+def checked_backward(
+    run: Callable[[list[Any]], Any], planned: Sequence[torch.Tensor], cotangents: Sequence[bool],
+    mismatch: type[Exception],
+) -> Callable[[list[Any]], Any]:
+    """The backward `run` with a check of its last arguments, the cotangents: zeros like `planned`
+    are made where autograd left them out and the plan counts on a gradient, and a gradient through
+    an output that the plan took for one without is refused."""
+
+    def call(args: list[Any]) -> Any:
+        first = len(args) - len(cotangents)
+        for index, expected in enumerate(cotangents):
+            is_given = args[first + index] is not None
+            if is_given and not expected:
+                raise mismatch(
+                    f"a gradient flows into differentiable output {index} of the model, which "
+                    "the plan took for one without; make the plan with the loss_fn that is "
+                    "trained with")
+            if expected and not is_given:
+                like = planned[index]
+                args[first + index] = torch.zeros(
+                    like.shape, dtype=like.dtype, device=like.device)
+        return run(args)
+
+    return boxed(call)
