@@ -1,8 +1,8 @@
 """The ladder: cheap methods first, each handing its schedule to the next, until one is proven.
 
-Keep all, lazy rematerialization, the time-cut MILP with one cut, square root, dynamic program, then
-rounds of the MILP in turns with local search.  The result is the best of all rungs, with the best
-bound of all.
+Keep all, lazy rematerialization, the time-cut MILP with one cut, anchors, slots and a first further
+cut, square root, dynamic program, then turns of the MILP (`solvers.ilp`) and of local search.  The
+result is the best of all rungs, with the best bound of all.
 The search ends with a proof, with the time, where the MILP has said all it can and local search has
 found nothing for `PATIENCE` of the time limit, or, once half of the time is over, where the gap is
 below `GOOD_ENOUGH`.
@@ -18,10 +18,13 @@ from solvers.sqrt_n import sqrt_n
 from solvers.task import Proposal, Task
 
 PATIENCE = 0.15
-MOVES_PER_SECOND = 12_000
-"""What local search does in a second, about."""
-GUARD = 5.0
-"""A turn of local search ends in any case after so many times its nominal time."""
+LOCAL_SHARE = 0.5
+"""What local search works in comparison to the MILP; less where it finds nothing."""
+FIRST_TURN_MOVES = 6_000
+MOVE_SECONDS, MOVE_SECONDS_PER_OP = 3e-5, 2e-8
+"""What a move takes, about."""
+FIRST_TURNS = 4
+"""Turns of the MILP before the simple rungs and local search have theirs."""
 GOOD_ENOUGH = 0.002
 """A gap (as a fraction of the plain cost) that is not worth the second half of the time limit."""
 
@@ -33,32 +36,45 @@ def auto(task: Task) -> Proposal:
     if not incumbent.possible or incumbent.proven:
         return incumbent.proposal()
     whole = task.seconds_left
-    # Turns of local search are measured in moves and their nominal time, so that the result does
-    # not depend on what else the machine does.
     search = CutSearch(task, incumbent)
+    turn, moves, fruitless_work = 0, FIRST_TURN_MOVES, 0.0
+    owed = 0.0  # work of local search that the MILP has to match before it goes on
+    while not incumbent.proven and task.seconds_left > 0:
+        if task.seconds_left < whole / 2 and incumbent.gap < GOOD_ENOUGH:
+            break
+        # Turns are shared out by work, which is counted, so that the result does not depend on
+        # what else the machine does.
+        if not search.settled and (turn < FIRST_TURNS or search.work <= owed):
+            search.turn()
+            turn += 1
+            if turn == FIRST_TURNS:
+                _offer_simple_rungs(task, incumbent)
+                if not incumbent.ensure_fit():
+                    break
+            continue
+        if not incumbent.ensure_fit() or (
+                search.settled and fruitless_work > PATIENCE * whole):
+            break
+        before = incumbent.cost
+        incumbent.offer(improve(
+            task.problem, task.budget_bytes, incumbent.schedule, seed=task.seed + turn,
+            moves=moves, time_limit=task.seconds_left))
+        incumbent.report("local search")
+        turn += 1
+        work = moves * (MOVE_SECONDS + MOVE_SECONDS_PER_OP * len(task.problem))
+        if incumbent.cost < before:
+            fruitless_work, moves = 0.0, 2 * moves
+            owed += work / LOCAL_SHARE
+        else:
+            fruitless_work += work
+            owed = search.work + fruitless_work / LOCAL_SHARE
+            moves *= 1 + search.settled
+    incumbent.ensure_fit()
+    return incumbent.proposal()
+
+
+def _offer_simple_rungs(task: Task, incumbent: Incumbent) -> None:
     for rung in (sqrt_n, dp):
         if not incumbent.proven:
             incumbent.offer(rung(task).schedule)
             incumbent.report(rung.__name__)
-    turn, turn_seconds, fruitless_seconds = 0, max(0.5, len(task.problem) / 1000), 0.0
-    while not incumbent.proven and task.seconds_left > 0:
-        if not search.settled:
-            search.round()
-        if not incumbent.ensure_fit() or (search.settled
-                                          and fruitless_seconds > PATIENCE * whole):
-            break
-        if task.seconds_left < whole / 2 and incumbent.gap < GOOD_ENOUGH:
-            break
-        if not incumbent.proven:
-            turn, before = turn + 1, incumbent.cost
-            incumbent.offer(improve(
-                task.problem, task.budget_bytes, incumbent.schedule, seed=task.seed + turn,
-                moves=int(MOVES_PER_SECOND * turn_seconds), deadline=task.deadline,
-                time_limit=GUARD * turn_seconds))
-            incumbent.report("local search")
-            fruitful = incumbent.cost < before
-            fruitless_seconds = 0.0 if fruitful else fruitless_seconds + turn_seconds
-            if fruitful or search.settled:
-                turn_seconds *= 2
-    incumbent.ensure_fit()
-    return incumbent.proposal()

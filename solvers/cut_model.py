@@ -13,18 +13,25 @@ over in place.  Where the output of tᵢ may take over an input's buffer, that c
 all such inputs are retained past tᵢ.  With several cuts, Y[i,v] ≤ Σ_{j≥i} R[j,v] says that v is
 recomputed after tᵢ at all, and each cut's own closure over Y tightens the linear relaxation.
 On request memory is also looked at inside a stage, at the recomputation of an op.
+
+Ops of one kind (`solvers.kinds`: the same place in repeated layers) share a variable that counts
+how many of them are retained or recomputed, and a row that is the sum of theirs.  The model is then
+as large as if each layer between two cuts were there once, and still a relaxation.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
 
+from solvers.kinds import Kinds, kinds
 from solvers.milp import Engine, optimise
 from solvers.problem import Problem, Schedule
+from solvers.repetition import Run
 from solvers.simulator import unroll
 from solvers.working_set import fixed_bytes, takeover_candidates
 
@@ -42,6 +49,8 @@ class CutSolution:
     infinite where none exists."""
     solved: bool
     """The model was solved to the end, or proven infeasible."""
+    work: float
+    """See `solvers.milp.Answer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,8 @@ class CutModel:
     inner: tuple[tuple[int, int], ...] = ()
     """(cut, op): memory is also looked at while the op is recomputed in the stage that this cut
     ends, if it is recomputed there.  Not with the first cut."""
+    runs: tuple[Run, ...] = ()
+    """Where ops repeat; what is alike there is counted instead of told apart."""
 
     def solve(self, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
               gap: float = 0.0, nodes: int | None = None,
@@ -81,15 +92,21 @@ class _Program:
         self.cuts = model.cuts
         count = len(self.cuts)
         self.live = _live_past_cuts(problem, self.cuts)
+        self.kinds = _kinds(model, self.live)
+        # Variables by stage and kind; each counts members.
         self.retained: list[dict[int, mathopt.Variable]] = [{} for _ in self.cuts]
         self.again: list[dict[int, mathopt.Variable]] = [{} for _ in self.cuts]
         costs = [op.cost for op in problem.ops if op.cost > 0]
         self.cost_unit = max(costs, default=1.0) / 1000.0
         for stage in range(count):
             for storage in self.live[stage].storages:
-                self.retained[stage][storage] = self.mip.add_binary_variable()
+                if self.kinds.of_storage[storage] == storage:
+                    self.retained[stage][storage] = self.mip.add_integer_variable(
+                        lb=0, ub=len(self.kinds.storages[storage]))
             for op in self.live[stage].ops:
-                self.again[stage][op] = self.mip.add_binary_variable()
+                if self.kinds.of_op[op] == op:
+                    self.again[stage][op] = self.mip.add_integer_variable(
+                        lb=0, ub=len(self.kinds.members[op]))
         for stage in range(count):
             self._stage(stage)
             self._memory(stage)
@@ -109,31 +126,55 @@ class _Program:
         for variable, coefficient in terms.items():
             row.set_coefficient(variable, coefficient)
 
-    def _at_hand(self, stage: int, storage: int) -> dict[mathopt.Variable, float]:
-        """Retained into a stage, or recomputed in it."""
+    def _at_hand(self, stage: int, kind: int,
+                 again: Mapping[int, mathopt.Variable]) -> dict[mathopt.Variable, float]:
+        """How many storages of a kind are retained into a stage, or made by what `again` counts."""
         terms = {}
-        if storage in self.retained[stage]:
-            terms[self.retained[stage][storage]] = 1.0
-        producer = self.problem.storages[storage].producer
-        if producer in self.again[stage]:
-            terms[self.again[stage][producer]] = 1.0
+        if kind in self.retained[stage]:
+            terms[self.retained[stage][kind]] = 1.0
+        producer = self.kinds.of_op[self.problem.storages[kind].producer]
+        if producer in again:
+            terms[again[producer]] = 1.0
         return terms
 
+    def _needs(self, stage: int, kind: int, again: Mapping[int, mathopt.Variable]) -> None:
+        """What the ops of a kind read is at hand where they are recomputed: for each input, the sum
+        of that over the members."""
+        ops, members = self.problem.ops, self.kinds.members[kind]
+        for place in range(len(ops[kind].inputs)):
+            read = Counter(storage for op in members
+                           if not self.problem.storages[storage := ops[op].inputs[place]
+                                                        ].kept_to_end)
+            if not read:
+                continue
+            most: dict[int, int] = {}
+            for storage, times in read.items():
+                source = self.kinds.of_storage[storage]
+                most[source] = max(times, most.get(source, 0))
+            terms: defaultdict[mathopt.Variable, float] = defaultdict(float)
+            for source, times in most.items():
+                for variable in self._at_hand(stage, source, again):
+                    terms[variable] += times
+            terms[again[kind]] -= 1.0
+            self._row(terms, float(read.total() - len(members)))
+
     def _stage(self, stage: int) -> None:
-        live = self.live[stage]
+        live, kinds = self.live[stage], self.kinds
         for storage in live.demanded:
-            self._row(self._at_hand(stage, storage), 1.0)
-        for op in live.ops:
-            for storage in self.problem.ops[op].inputs:
-                if not self.problem.storages[storage].kept_to_end:
-                    self._row({**self._at_hand(stage, storage), self.again[stage][op]: -1.0}, 0.0)
+            if kinds.of_storage[storage] == storage:
+                self._row(self._at_hand(stage, storage, self.again[stage]),
+                          float(len(kinds.storages[storage])))
+        for op in self.again[stage]:
+            self._needs(stage, op, self.again[stage])
         if stage + 1 < len(self.cuts):
             for storage, variable in self.retained[stage + 1].items():
                 if self.problem.storages[storage].producer <= self.cuts[stage]:
-                    self._row({**self._at_hand(stage, storage), variable: -1.0}, 0.0)
+                    self._row({**self._at_hand(stage, storage, self.again[stage]),
+                               variable: -1.0}, 0.0)
         for storage in self.spec.anchors:
             if storage in self.retained[stage]:
-                self.retained[stage][storage].lower_bound = 1.0
+                variable = self.retained[stage][storage]
+                variable.lower_bound = variable.upper_bound
 
     def _memory(self, stage: int) -> None:
         problem, cut = self.problem, self.cuts[stage]
@@ -148,7 +189,7 @@ class _Program:
         for replayed in sorted({v for later in self.again[stage:] for v in later if v <= cut}):
             state = problem.ops[replayed].replay_state_bytes
             if state:
-                once = self.mip.add_variable(lb=0.0, ub=1.0)
+                once = self.mip.add_variable(lb=0.0, ub=len(self.kinds.members[replayed]))
                 for later in self.again[stage:]:
                     if replayed in later:
                         self._row({once: 1.0, later[replayed]: -1.0}, 0.0)
@@ -180,20 +221,22 @@ class _Program:
         size = sum(problem.storages[s].size_bytes for s in own) + described.workspace_bytes - taken
         terms = {self.again[stage][op]: -size / unit}
         room = self.spec.budget_bytes / unit
-        for storage, listed in enumerate(problem.storages):
+        for storage, members in self.kinds.storages.items():
+            listed = problem.storages[storage]
             if storage in own or listed.producer > self.cuts[stage]:
                 continue
-            share = listed.size_bytes / unit
+            share, count = listed.size_bytes / unit, float(len(members))
             after = self.retained[stage + 1].get(storage)
             if listed.kept_to_end:
-                room -= share
+                room -= share * count
             elif share and (storage in read or after is not None):
-                stays = self.mip.add_variable(lb=0.0, ub=1.0)
+                stays = self.mip.add_variable(lb=0.0, ub=count)
                 row = {stays: 1.0}
-                if listed.producer in self.again[stage]:
-                    row[self.again[stage][listed.producer]] = 1.0
+                producer = self.kinds.of_op[listed.producer]
+                if producer in self.again[stage]:
+                    row[self.again[stage][producer]] = 1.0
                 if storage in read:
-                    self._row(row, 1.0)
+                    self._row(row, count)
                 else:
                     self._row({**row, after: -1.0}, 0.0)
                 terms[stays] = -share
@@ -201,30 +244,18 @@ class _Program:
 
     def _closure(self, stage: int) -> None:
         """The single-cut closure after a cut, over whether an op is recomputed at all."""
-        problem, cut = self.problem, self.cuts[stage]
+        problem, cut, kinds = self.problem, self.cuts[stage], self.kinds
         total: dict[int, mathopt.Variable] = {}
         for op in sorted({v for later in self.again[stage:] for v in later if v <= cut}):
-            total[op] = self.mip.add_variable(lb=0.0, ub=1.0)
+            total[op] = self.mip.add_variable(lb=0.0, ub=len(kinds.members[op]))
             self._row({**{later[op]: 1.0 for later in self.again[stage:] if op in later},
                        total[op]: -1.0}, 0.0)
-
-        def at_hand(storage: int) -> dict[mathopt.Variable, float]:
-            terms = {}
-            if storage in self.retained[stage]:
-                terms[self.retained[stage][storage]] = 1.0
-            producer = problem.storages[storage].producer
-            if producer in total:
-                terms[total[producer]] = 1.0
-            return terms
-
         wanted = {s for later in range(stage, len(self.cuts)) for s in self.live[later].demanded
-                  if problem.storages[s].producer <= cut}
+                  if problem.storages[s].producer <= cut and kinds.of_storage[s] == s}
         for storage in sorted(wanted):
-            self._row(at_hand(storage), 1.0)
-        for op, variable in total.items():
-            for storage in problem.ops[op].inputs:
-                if not problem.storages[storage].kept_to_end:
-                    self._row({**at_hand(storage), variable: -1.0}, 0.0)
+            self._row(self._at_hand(stage, storage, total), float(len(kinds.storages[storage])))
+        for op in total:
+            self._needs(stage, op, total)
 
     def solve(self, seconds: float, engine: Engine, seed: int, gap: float, nodes: int | None,
               hint: Schedule | None) -> CutSolution:
@@ -232,26 +263,42 @@ class _Program:
                           nodes=nodes, hint=None if hint is None else self._values_of(hint))
         retained = None
         if answer.values is not None:
-            retained = tuple(
-                frozenset(storage for storage, variable in stage.items()
-                          if answer.values[variable] > 0.5)
-                for stage in self.retained)
+            retained = tuple(self._told_apart(stage, answer.values)
+                             for stage in range(len(self.cuts)))
         return CutSolution(retained, answer.objective * self.cost_unit,
-                           answer.bound * self.cost_unit, answer.solved)
+                           answer.bound * self.cost_unit, answer.solved, answer.work)
 
+    def _told_apart(self, stage: int,
+                    values: Mapping[mathopt.Variable, float]) -> frozenset[int]:
+        """Which storages are retained past a cut, where the values count those of each kind: the
+        first members are those that are recomputed, the next ones are retained.  The first are made
+        by the earliest layers, which are wanted last."""
+        chosen: list[int] = []
+        for kind, variable in self.retained[stage].items():
+            members = self.kinds.storages[kind]
+            producer = self.kinds.of_op[self.problem.storages[kind].producer]
+            again = self.again[stage].get(producer)
+            kept = round(values[variable])
+            skipped = 0 if again is None else round(values[again])
+            first = min(skipped, len(members) - kept)
+            chosen += members[first:first + kept]
+        return frozenset(chosen)
 
     def _values_of(self, schedule: Schedule) -> dict[mathopt.Variable, float]:
         """What a schedule retains past each cut and recomputes in each stage."""
         timeline = unroll(self.problem, schedule)
         position_of: dict[int, int] = {}
         latest = -1
+        counted: set[tuple[int, int]] = set()  # an op may be recomputed twice in a stage
         values = {variable: 0.0 for stage in (*self.retained, *self.again)
                   for variable in stage.values()}
         for position, op in enumerate(schedule):
             if op in position_of:
                 stage = bisect_left(self.cuts, latest + 1) - 1
-                if stage >= 0 and op in self.again[stage]:
-                    values[self.again[stage][op]] = 1.0
+                kind = self.kinds.of_op[op]
+                if stage >= 0 and kind in self.again[stage] and (op, stage) not in counted:
+                    counted.add((op, stage))
+                    values[self.again[stage][kind]] += 1.0
             else:
                 position_of[op] = position
                 latest = op
@@ -259,9 +306,10 @@ class _Program:
             at = position_of[cut]
             for instance in timeline.instances:
                 if instance.birth <= at < instance.death:
-                    variable = self.retained[stage].get(instance.storage)
+                    variable = self.retained[stage].get(
+                        self.kinds.of_storage[instance.storage])
                     if variable is not None:
-                        values[variable] = 1.0
+                        values[variable] += 1.0
         return values
 
 
@@ -275,6 +323,16 @@ class _Live:
     """Storages that it may make sense to retain past the cut."""
     ops: tuple[int, ...]
     """Ops that it may make sense to recompute in the stage."""
+
+
+def _kinds(model: CutModel, live: Sequence[_Live]) -> Kinds:
+    """The kinds that the rows of a model allow: what the op at a cut, or one that memory is looked
+    at for, reads and makes is told apart."""
+    problem = model.problem
+    near = {*model.cuts, *(op for _, op in model.inner)}
+    alone = near | {problem.storages[s].producer for op in near for s in problem.ops[op].inputs}
+    seen = [model.anchors, *(stage.storages for stage in live), *(stage.demanded for stage in live)]
+    return kinds(problem, model.runs, model.cuts, seen, [stage.ops for stage in live], alone)
 
 
 def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:

@@ -6,12 +6,11 @@ proven optimal.  Where it does not fit, there are three ways on.  *Anchors*, fro
 be retained so that recomputations stay short (found by the dynamic program of `solvers.dp`), give
 schedules that fit.  *Slots* (`solvers.slot_model`) take the recomputations of schedules found so
 far, whether they fit or not, and choose anew among them.  Further *cuts* where memory is exceeded
-raise the bound and offer new recomputations.
+raise the bound and offer new recomputations.  What repeats (`solvers.repetition`) is counted in the
+models of cuts, which are then no larger for a deeper network.
 """
 
 from __future__ import annotations
-
-import time
 
 from solvers.cut_model import CutModel
 from solvers.dp import Chain
@@ -19,6 +18,7 @@ from solvers.frontiers import narrow_frontiers, region_after, waists
 from solvers.incumbent import Incumbent
 from solvers.problem import Problem
 from solvers.realise import realise
+from solvers.repetition import Run, runs_of
 from solvers.simulator import Timeline, unroll
 from solvers.slot_model import best_of_slots
 from solvers.slots import block_gaps, gaps_of, template
@@ -26,16 +26,17 @@ from solvers.task import Proposal, Task
 
 ANCHOR_ROUNDS = 6
 GENEROSITY = 3.0
-COARSE_GAP = 5e-4
+COARSE_GAP = 2e-4
 """Models with cuts are solved to within this fraction of the plain cost, and to the end only where
 that could close the proof."""
-FIRST_ROUND_NODES = 50
-"""Nodes of the search for one model in the first round; doubled from round to round.  Time is no
+FIRST_NODES = 20
+"""Nodes of the search for one model at first; doubled where they do not suffice.  Time is no
 measure of work: the result would depend on what else the machine does."""
-GUARD_SECONDS = 6.0
-"""No model gets more time than this in the first round, per 500 ops; doubled as well."""
 ANCHOR_NODES = 20
 """Nodes for each model with anchors."""
+CUT_NODES = 20
+"""So many times as many nodes as models of slots, which yield schedules on the way, get those of
+cuts, which have to be solved for the next cut to make sense."""
 
 
 def ilp(task: Task) -> Proposal:
@@ -45,7 +46,7 @@ def ilp(task: Task) -> Proposal:
     if incumbent.possible and not incumbent.proven:
         search = CutSearch(task, incumbent)
         while not search.settled and task.seconds_left > 0:
-            search.round()
+            search.turn()
             if not incumbent.ensure_fit():
                 break
         incumbent.ensure_fit()
@@ -53,49 +54,63 @@ def ilp(task: Task) -> Proposal:
 
 
 class CutSearch:
-    """Rounds of slots and cuts that improve an incumbent, each with twice the time of the one
-    before.  Mutable."""
+    """Models of cuts and of slots, in turns, that improve an incumbent.  Mutable.
+
+    The next turn is of whoever has worked less, and work is counted, not timed: the deadline apart,
+    what is done does not depend on the speed of the machine.
+    """
 
     def __init__(self, task: Task, incumbent: Incumbent) -> None:
         """Solve with one cut, at the peak of the plain order."""
         problem = task.problem
         self._task, self._incumbent = task, incumbent
-        self.settled = False
-        """The incumbent is proven, or further rounds would bring nothing new."""
         pivot = unroll(problem, problem.plain_schedule).peak_position
+        self._runs = runs_of(problem)
         self._cuts: tuple[int, ...] = (pivot,)
         self._inner: tuple[tuple[int, int], ...] = ()
         self._moments = frozenset({(pivot, pivot)})
-        self._nodes = FIRST_ROUND_NODES
-        self._guard_seconds = GUARD_SECONDS * max(1.0, len(problem) / 500)
         self._relaxed = problem.plain_schedule
         self._anchored = False
-        self._cut(20 * FIRST_ROUND_NODES, task.seconds_left / 3)
+        self._cut_nodes = self._slot_nodes = FIRST_NODES
+        self._cut_work = self._slot_work = 0.0
+        self._cuts_solved = self._cuts_settled = self._slots_settled = False
+        self._cut()
         region = region_after(problem, pivot)
         self._blocks = block_gaps(problem, region, waists(
             narrow_frontiers(problem, region, len(problem))))
 
-    def round(self) -> None:
-        """Anchors at first, then slots, then new cuts."""
-        if not self._anchored:
-            self._anchored = True
-            _offer_anchored(self._task, self._incumbent, self._cuts[0])
-        before = self._incumbent.cost, self._incumbent.fits
-        slots_settled = self._choose_slots()
-        if self._incumbent.proven:
-            self.settled = True
-        if self.settled:
-            return
-        added = self._add_cuts()
-        cuts_settled = self._cut(2 * self._nodes, self._guard)
-        unchanged = before == (self._incumbent.cost, self._incumbent.fits)
-        self.settled |= slots_settled and cuts_settled and not added and unchanged
-        self._nodes *= 2
-        self._guard_seconds *= 2
+    @property
+    def settled(self) -> bool:
+        """The incumbent is proven, or further turns would bring nothing new."""
+        return self._incumbent.proven or (self._cuts_settled and self._slots_settled)
 
     @property
-    def _guard(self) -> float:
-        return min(self._guard_seconds, self._task.seconds_left / 2)
+    def work(self) -> float:
+        """What all turns took, see `solvers.milp.Answer`."""
+        return self._cut_work + self._slot_work
+
+    def turn(self) -> None:
+        """Anchors at first, then slots or cuts."""
+        if not self._anchored:
+            self._anchored = True
+            _offer_anchored(self._task, self._incumbent, self._cuts[0], self._runs)
+        elif not self._slots_settled and (
+                self._cuts_settled or self._slot_work <= self._cut_work):
+            self._choose_slots()
+        else:
+            self._cut_again()
+
+    def _cut_again(self) -> None:
+        """Solve the last model with more nodes if it was not solved, else one with a further cut;
+        where there is none to add, with all ops told apart, which may say more."""
+        if not self._cuts_solved:
+            self._cut_nodes *= 2
+        elif not self._add_cuts():
+            if not self._runs:
+                self._cuts_settled = True
+                return
+            self._runs = ()
+        self._cut()
 
     def _add_cuts(self) -> bool:
         """Look at memory where the last solution of the model exceeds the budget most, too; whether
@@ -112,50 +127,56 @@ class CutSearch:
                 return True
         return False
 
-    def _cut(self, nodes: int, seconds: float) -> bool:
-        """Solve the model of the present cuts; whether to the end."""
+    def _cut(self) -> None:
+        """Solve the model of the present cuts."""
         task, incumbent = self._task, self._incumbent
-        model = CutModel(task.problem, task.budget_bytes, self._cuts, inner=self._inner)
-        deadline = time.monotonic() + seconds
+        model = CutModel(task.problem, task.budget_bytes, self._cuts, inner=self._inner,
+                         runs=self._runs)
         for gap in (COARSE_GAP * task.problem.plain_cost, 0.0):
             solution = model.solve(
-                deadline - time.monotonic(), seed=task.seed, gap=gap, nodes=nodes,
-                hint=incumbent.schedule if incumbent.fits else None)
+                task.seconds_left, seed=task.seed, gap=gap, nodes=CUT_NODES * self._cut_nodes)
+            self._cut_work += solution.work
+            self._cuts_solved = solution.solved
             incumbent.raise_bound(solution.extra_bound)
             if solution.retained is not None:
-                self._relaxed = realise(task.problem, self._cuts, solution.retained)
-                incumbent.offer(self._relaxed)
+                for early in (False, True)[:len(self._cuts)]:
+                    self._relaxed = realise(task.problem, self._cuts, solution.retained,
+                                            early=early)
+                    incumbent.offer(self._relaxed)
+                self._slots_settled = False
             elif solution.solved:
-                self.settled = True  # no schedule fits
+                self._cuts_settled = self._slots_settled = True  # no schedule fits
             proof_in_reach = incumbent.cost - incumbent.lower_bound <= 2 * gap
             if incumbent.proven or not (incumbent.fits and proof_in_reach):
                 break
         incumbent.report(f"{len(self._cuts)} cuts" if len(self._cuts) > 1 else "one cut")
-        self.settled |= incumbent.proven
-        return solution.solved
 
-    def _choose_slots(self) -> bool:
-        """Choose anew among the recomputations known, then also among those of whole blocks;
-        whether that was solved to the end."""
+    def _choose_slots(self) -> None:
+        """Choose anew among the recomputations known, then also among those of whole blocks."""
         task, incumbent = self._task, self._incumbent
-        known = gaps_of(task.problem, [self._relaxed, incumbent.schedule, *task.ideas])
-        settled = False
+        before = incumbent.schedule
+        known = gaps_of(task.problem, [self._relaxed, before, *task.ideas])
         for offers in ((known,), (known, self._blocks)):
             answer = best_of_slots(
                 task.problem, task.budget_bytes, template(task.problem, *offers),
                 start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
-                seed=task.seed, nodes=self._nodes, deadline=time.monotonic() + self._guard)
+                seed=task.seed, nodes=self._slot_nodes, deadline=task.deadline)
             self._moments = answer.moments
+            self._slot_work += answer.work
             if answer.schedule is not None:
                 incumbent.offer(answer.schedule)
             incumbent.report("slots" if len(offers) == 1 else "slots of blocks")
-            settled = answer.settled
-            if incumbent.gap <= COARSE_GAP:
+            if incumbent.gap <= COARSE_GAP or (len(offers) == 1 and incumbent.fits
+                                               and self._slot_work > self._cut_work):
                 break
-        return settled
+        if answer.settled:
+            self._slots_settled = len(offers) > 1 and before == incumbent.schedule
+        else:
+            self._slot_nodes *= 2
 
 
-def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
+def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
+                    runs: tuple[Run, ...]) -> None:
     """One cut, with a chain of frontiers retained: bisect for the most room that really fits."""
     problem, budget = task.problem, task.budget_bytes
     chain = Chain.of(problem)
@@ -168,9 +189,9 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int) -> None:
         if anchors is None:
             low = factor
             continue
-        solution = CutModel(problem, budget, (pivot,), anchors=anchors,
+        solution = CutModel(problem, budget, (pivot,), anchors=anchors, runs=runs,
                             room_bytes=(int(budget * factor),)).solve(
-                                task.seconds_left / 4, seed=task.seed, nodes=ANCHOR_NODES,
+                                task.seconds_left, seed=task.seed, nodes=ANCHOR_NODES,
                                 gap=COARSE_GAP * problem.plain_cost)
         if solution.retained is None:
             low = factor

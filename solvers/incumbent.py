@@ -62,7 +62,10 @@ class Incumbent:
             schedule = drop_recomputes(problem, budget, schedule)
         peak, cost = simulate(problem, schedule)
         if peak <= budget:
-            better = not self.fits or (cost, peak) < (self.cost, self.peak_bytes)
+            # Of equal schedules the first stays: which one it is then does not depend on how much
+            # of the search there was time for.
+            tolerance = PROOF_TOLERANCE * problem.plain_cost
+            better = not self.fits or cost < self.cost - tolerance
         else:
             better = not self.fits and (peak, cost) < (self.peak_bytes, self.cost)
         if better:

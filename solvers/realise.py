@@ -11,16 +11,18 @@ from collections.abc import Collection, Sequence
 from solvers.problem import Problem, Schedule
 
 
-def realise(problem: Problem, cuts: Sequence[int],
-            retained: Sequence[Collection[int]]) -> Schedule:
+def realise(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection[int]], *,
+            early: bool = False) -> Schedule:
     """The schedule that retains `retained[i]` past the first run of op `cuts[i]` (ascending).
 
-    Storages that are needed later and that no recomputation may bring back are retained as well.
+    With `early`, what is to be retained past a cut and is not at hand is recomputed right before
+    it, as the time-cut model has it, instead of when it is read.  Storages that are needed later
+    and that no recomputation may bring back are retained as well.
     Always a legal schedule; nothing is said about its peak.
     """
     kept = [set(storages) for storages in retained]
     while True:
-        schedule, missing = _walk(problem, cuts, kept)
+        schedule, missing = _walk(problem, cuts, kept, early)
         if not missing:
             return schedule
         for index, storage in missing:
@@ -30,8 +32,8 @@ def realise(problem: Problem, cuts: Sequence[int],
                     kept[earlier].add(storage)
 
 
-def _walk(problem: Problem, cuts: Sequence[int],
-          kept: Sequence[set[int]]) -> tuple[Schedule, list[tuple[int, int]]]:
+def _walk(problem: Problem, cuts: Sequence[int], kept: Sequence[set[int]],
+          early: bool) -> tuple[Schedule, list[tuple[int, int]]]:
     """One pass over the first runs; also the (cut, storage) pairs that must be retained because a
     recomputation is not allowed where it would be needed."""
     ops, storages = problem.ops, problem.storages
@@ -47,6 +49,10 @@ def _walk(problem: Problem, cuts: Sequence[int],
 
     for first in range(len(ops)):
         stack = [first]
+        if early and upcoming and upcoming < len(cuts) and cuts[upcoming] == first:
+            gone = {storages[s].producer for s in kept[upcoming]
+                    if storages[s].producer < first and not at_hand[s]}
+            stack += sorted((v for v in gone if problem.may_replay(v, first)), reverse=True)
         while stack:
             index = stack[-1]
             lacking = []

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
 
-from solvers.milp import optimise
+from solvers.milp import Answer, optimise
 from solvers.problem import Problem, Schedule
 from solvers.simulator import unroll
 
@@ -47,6 +47,8 @@ class SlotAnswer:
     """Where memory turned out to be tight, for the next template to start with."""
     settled: bool
     """The model was solved to the finest gap of `PASSES`: more time will not help."""
+    work: float
+    """See `solvers.milp.Answer`."""
 
 
 def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, deadline: float,
@@ -61,14 +63,13 @@ def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, de
     for moment in sorted(moments):
         model.watch_moment(moment)
     hint = None if start is None else model.used_by(start)
-    best = None
-    settled = True
+    best, settled, work = None, True, 0.0
     for gap in PASSES:
         for _ in range(MOST_ROUNDS):
-            used, solved = model.solve(deadline - time.monotonic(), seed, hint, gap, nodes)
-            settled = solved
+            used, answer = model.solve(deadline - time.monotonic(), seed, hint, gap, nodes)
+            settled, work = answer.solved, work + answer.work
             if used is None:
-                return SlotAnswer(best, model.moments, settled)
+                return SlotAnswer(best, model.moments, settled, work)
             schedule, places = model.schedule(used)
             memory = unroll(problem, schedule).memory_bytes
             over = [p for p, held in enumerate(memory) if held > budget_bytes]
@@ -80,8 +81,10 @@ def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, de
                      and (p + 1 == len(memory) or memory[p + 1] <= memory[p])]
             peaks.sort(key=lambda p: (-memory[p], p))
             if not sum(model.watch(places[p]) for p in peaks[:ROWS_PER_ROUND]):
-                return SlotAnswer(best, model.moments, settled)
-    return SlotAnswer(best, model.moments, settled)
+                return SlotAnswer(best, model.moments, settled, work)
+        if not settled:
+            break  # a finer gap is out of reach
+    return SlotAnswer(best, model.moments, settled, work)
 
 
 class _SlotModel:
@@ -195,14 +198,15 @@ class _SlotModel:
         return True
 
     def solve(self, seconds: float, seed: int, hint: set[int] | None, gap: float,
-              nodes: int | None) -> tuple[set[int] | None, bool]:
-        """The slots of the cheapest choice found, or `None`; whether the gap was closed."""
+              nodes: int | None) -> tuple[set[int] | None, Answer]:
+        """The slots of the cheapest choice found, or `None`; and what the engine says."""
         values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
+                          cutting_planes=False,
                           gap=gap * self._problem.plain_cost / self._cost_unit)
         if answer.values is None:
-            return None, answer.solved
-        return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer.solved
+            return None, answer
+        return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer
 
     def _at(self, storage: int, position: int, *, after: bool) -> Literal:
         """Whether a storage is alive just before or just after a position."""

@@ -1,0 +1,73 @@
+"""Kinds of ops: those that a time-cut model need not tell apart.
+
+Ops at the same place of a run (`solvers.repetition`) are of one kind where all cuts see them alike:
+made before the same cuts, wanted and demanded in the same stages, none of them read or made by the
+op at a cut.  A model may then count how many of a kind are recomputed instead of asking each.
+
+Adding up the rows of a kind is a relaxation, so a bound on the counts is one for every schedule
+whatever the kinds are; that they are alike only keeps it sharp.  With one cut nothing is lost: rows
+that compare two variables split into whole solutions again, by giving the n-th of each kind what
+the counts say of the n-th (level sets).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from solvers.problem import Problem
+from solvers.repetition import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """A partition of the ops; storages follow the ops that make them."""
+
+    of_op: tuple[int, ...]
+    """The first member of each op's kind."""
+    of_storage: tuple[int, ...]
+    """The first member of each storage's kind."""
+    members: dict[int, tuple[int, ...]]
+    """By first member, the ops of a kind, ascending."""
+    storages: dict[int, tuple[int, ...]]
+    """By first member, the storages of a kind, by producer."""
+
+
+def kinds(problem: Problem, runs: Sequence[Run], cuts: Sequence[int],
+          seen: Sequence[Collection[int]], seen_ops: Sequence[Collection[int]],
+          alone: Collection[int]) -> Kinds:
+    """The coarsest kinds of which all members are made between the same cuts, are in the same sets
+    of `seen_ops`, and have outputs in the same sets of storages `seen`; with the ops in `alone`
+    each of its own kind."""
+    places: dict[int, Hashable] = {}
+    for number, run in enumerate(runs):
+        for op in range(run.start, run.stop):
+            if op not in alone:
+                places[op] = (number, (op - run.start) % run.period, bisect_left(cuts, op))
+    marks: defaultdict[int, list[int]] = defaultdict(list)
+    op_marks: defaultdict[int, list[int]] = defaultdict(list)
+    for noted, sets in ((marks, seen), (op_marks, seen_ops)):
+        for number, members in enumerate(sets):
+            for member in members:
+                noted[member].append(number)
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index, op in enumerate(problem.ops):
+        if index in places:
+            groups[places[index], tuple(op_marks[index]),
+                   tuple(tuple(marks[s]) for s in op.outputs)].append(index)
+        else:
+            groups[index].append(index)
+    of_op = [0] * len(problem)
+    of_storage = [0] * len(problem.storages)
+    storages_of: dict[int, tuple[int, ...]] = {}
+    for group in groups.values():
+        for slot, first in enumerate(problem.ops[group[0]].outputs):
+            storages_of[first] = tuple(problem.ops[op].outputs[slot] for op in group)
+            for storage in storages_of[first]:
+                of_storage[storage] = first
+        for op in group:
+            of_op[op] = group[0]
+    return Kinds(tuple(of_op), tuple(of_storage), {group[0]: tuple(group)
+                                                   for group in groups.values()}, storages_of)
