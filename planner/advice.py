@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from planner.api import check_effort
-from planner.batch_size import absolute_budget, check_count
+from planner.batch_size import check_count
 from planner.bracketing import find_largest, secant
+from planner.budget import absolute_budget
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plan import Plan
 from planner.planning import Effort, PreparedStep, infeasible, plan_within
@@ -123,7 +124,7 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
     """
     check_effort(solver, time_limit)
     count = check_count("effective_batch", effective_batch)
-    budget_bytes = absolute_budget(budget_gb, budget, "batch")
+    budget_bytes = absolute_budget(budget_gb, budget, "which differs with the batch")
     if cost_model == "flops":
         raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
     with watched(progress) as report:

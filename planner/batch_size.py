@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.api import check_effort
 from planner.bracketing import Bracket, find_largest, secant
-from planner.budget import Budget, parse_budget
+from planner.budget import absolute_budget
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.feasibility import Feasibility
 from planner.plan import Plan
@@ -174,17 +174,6 @@ def max_sequence_length(make_inputs: MakeInputs, model: nn.Module, *,
         cost_model=cost_model, device=device, probe=probe, keep=keep)
 
 
-def absolute_budget(budget_gb: float | None, budget: int | str | None, what: str) -> int:
-    """The budget in bytes; raises `ValueError` where there is none or it is a percentage."""
-    limit: Budget | None = parse_budget(budget_gb, budget)
-    if limit is None:
-        raise ValueError('a budget is needed: budget="8GB", or budget_gb=8')
-    if limit.size_bytes is None:
-        raise ValueError(f"budget={budget!r}: a percentage is of the plain step's peak, which "
-                         f'differs with the {what}; give bytes, such as "8GB"')
-    return limit.size_bytes
-
-
 def check_count(name: str, value: object, least: int = 1) -> int:
     """A whole number of at least `least`; raises `TypeError` or `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -237,7 +226,7 @@ class _Wishes:
 
 def _largest_size(what: str, make_inputs: MakeInputs, model: nn.Module, wishes: _Wishes,
                   progress: Progress | None, **options: Any) -> LargestSize:
-    budget_bytes = absolute_budget(*wishes.budget, what)
+    budget_bytes = absolute_budget(*wishes.budget, f"which differs with the {what}")
     with watched(progress) as report:
         steps = SizedSteps(model, make_inputs, what=what, progress=report, **options)
         return _Search(what, steps, budget_bytes, wishes, report).run()

@@ -62,6 +62,21 @@ def parse_budget(budget_gb: float | None = None, budget: int | str | None = None
     return Budget(size_bytes=size)
 
 
+def absolute_budget(budget_gb: float | None, budget: int | str | None, percentage: str) -> int:
+    """The budget in bytes, where there is no one step whose peak a percentage could be of;
+    `percentage` says why.
+
+    Raises as `parse_budget`, and `ValueError` where there is none or it is a percentage.
+    """
+    limit = parse_budget(budget_gb, budget)
+    if limit is None:
+        raise ValueError('a budget is needed: budget="8GB", or budget_gb=8')
+    if limit.size_bytes is None:
+        raise ValueError(f"budget={budget!r}: a percentage is of the plain step's peak, "
+                         f'{percentage}; give bytes, such as "8GB"')
+    return limit.size_bytes
+
+
 def _from_gigabytes(budget_gb: float) -> Budget:
     if isinstance(budget_gb, bool) or not isinstance(budget_gb, numbers.Real):
         remedy = "; text goes to budget" if isinstance(budget_gb, str) else ""

@@ -12,70 +12,44 @@ from typing import Annotated
 import typer
 
 from planner.cli.failures import ExitCode, UsageError, reported
+from planner.cli.options import (
+    Accumulation,
+    Budget,
+    Json,
+    Output,
+    PlanningGroup,
+    PlanPath,
+    Regions,
+    TargetGroup,
+    expanded,
+)
 from planner.cli.output import print_json, print_report
-from planner.cli.target import TargetOptions, load_target
+from planner.cli.target import load_target
 
 app = typer.Typer(
     name="checkpoint-planner", add_completion=False, pretty_exceptions_enable=False,
     no_args_is_help=True, rich_markup_mode=None,
     help="Plan which activations of a PyTorch training step to keep and which to recompute.")
 
-Target = Annotated[str, typer.Argument(
-    metavar="TARGET", help="package.module:factory (returns a model or (model, inputs)), or "
-    "hf:CONFIG (a config.json, or a model type such as gpt2).")]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Batch size (hf: targets).")]
-Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Sequence length (hf: targets).")]
-Inputs = Annotated[list[str] | None, typer.Option(
-    "--input", metavar="NAME:DTYPE[SHAPE]", help="A keyword input; may be repeated.")]
-Settings = Annotated[list[str] | None, typer.Option(
-    "--set", metavar="KEY=VALUE", help="A setting of an hf: config; may be repeated.")]
-Optimizer = Annotated[str | None, typer.Option("--optimizer", help="sgd, adam, adamw, ...")]
-Solver = Annotated[str, typer.Option("--solver", help="auto, none, sqrt_n, dp, ilp, ...")]
-Backend = Annotated[str, typer.Option("--backend")]
-CostModel = Annotated[str, typer.Option(
-    "--cost-model", help="What recomputation costs: roofline (time), measured or flops.")]
-Device = Annotated[str | None, typer.Option("--device", help="The device planned for.")]
-TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the solver.")]
-Accumulation = Annotated[int, typer.Option(
-    "--accumulation", min=1, help="Micro-steps to each step of the optimizer.")]
-Keep = Annotated[list[str] | None, typer.Option(
-    "--keep", metavar="NAME", help="Module or op whose results are kept; may be repeated.")]
-Regions = Annotated[str, typer.Option(
-    "--regions", help='Compiled as one piece: model, blocks, or names of modules.')]
-Probe = Annotated[bool, typer.Option(
-    "--probe/--no-probe", help="Measure the workspace of single ops.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A saved plan.")]
-
-
 @app.command("plan")
+@expanded
 def plan_command(
-    target: Target,
-    budget: Annotated[str | None, typer.Option(
-        "--budget", help='Peak of the whole step: 8GB (1e9), 8GiB (2**30), 500MB, 60%.')] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
-    optimizer: Optimizer = None, solver: Solver = "auto", batch: Batch = None, seq: Seq = None,
-    inputs: Inputs = None, settings: Settings = None, backend: Backend = "eager",
-    cost_model: CostModel = "roofline", device: Device = None, time_limit: TimeLimit = 60.0,
-    keep: Keep = None, accumulation: Accumulation = 1, regions: Regions = "model",
-    probe: Probe = True, json: Json = False,
+    target: TargetGroup, planning: PlanningGroup, budget: Budget = None, output: Output = None,
+    accumulation: Accumulation = 1, regions: Regions = "model", json: Json = False,
 ) -> None:
     """Plan one training step of TARGET under a budget and print the plan."""
     with reported():
-        from planner.api import check_effort, plan
+        from planner.api import plan
         from planner.budget import parse_budget
         from planner.reporters.table import plan_report
 
         parse_budget(None, budget)
-        check_effort(solver, time_limit)
+        arguments = planning.arguments()
         if output is not None:
             check_writable(output)
-        model, example = load_target(target_options(target, batch, seq, inputs, settings),
-                                     device="meta")
-        made = plan(model, example, budget=budget, optimizer=optimizer, solver=solver,
-                    backend=backend, cost_model=cost_model, device=device, probe=probe,
-                    time_limit=time_limit, keep=tuple(keep or ()), accumulation=accumulation,
-                    regions=regions)
+        model, example = load_target(target.options(), device="meta")
+        made = plan(model, example, budget=budget, accumulation=accumulation, regions=regions,
+                    **arguments)
         if output is not None:
             made.save(output)
         if json:
@@ -99,29 +73,23 @@ def show_command(path: PlanPath, json: Json = False) -> None:
 
 
 @app.command("frontier")
+@expanded
 def frontier_command(
-    target: Target,
+    target: TargetGroup, planning: PlanningGroup,
     points: Annotated[int, typer.Option("--points", min=2, help="How many budgets.")] = 20,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the curve: .png, .svg.")] = None,
-    optimizer: Optimizer = None, solver: Solver = "auto", batch: Batch = None, seq: Seq = None,
-    inputs: Inputs = None, settings: Settings = None, backend: Backend = "eager",
-    cost_model: CostModel = "roofline", device: Device = None, time_limit: TimeLimit = 60.0,
-    keep: Keep = None, regions: Regions = "model", probe: Probe = True, json: Json = False,
+    regions: Regions = "model", json: Json = False,
 ) -> None:
     """Print the memory/overhead curve of TARGET."""
     with reported():
-        from planner.api import check_effort
         from planner.frontier import frontier
         from planner.reporters.table import frontier_report
 
-        check_effort(solver, time_limit)
+        arguments = planning.arguments()
         if plot is not None:
             check_writable(plot)
-        model, example = load_target(target_options(target, batch, seq, inputs, settings),
-                                     device="meta")
-        curve = frontier(model, example, points=points, optimizer=optimizer, solver=solver,
-                         backend=backend, cost_model=cost_model, device=device, probe=probe,
-                         time_limit=time_limit, keep=tuple(keep or ()), regions=regions)
+        model, example = load_target(target.options(), device="meta")
+        curve = frontier(model, example, points=points, regions=regions, **arguments)
         if plot is not None:
             curve.plot(plot)
         if json:
@@ -131,9 +99,9 @@ def frontier_command(
 
 
 @app.command("verify")
+@expanded
 def verify_command(
-    target: Target, path: PlanPath, batch: Batch = None, seq: Seq = None, inputs: Inputs = None,
-    settings: Settings = None,
+    target: TargetGroup, path: PlanPath,
     device: Annotated[str, typer.Option("--device", help="Where the steps run.")] = "cpu",
     json: Json = False,
 ) -> None:
@@ -144,8 +112,7 @@ def verify_command(
         from planner.verify import verify
 
         plan = load(path)
-        model, example = load_target(target_options(target, batch, seq, inputs, settings),
-                                     device=device)
+        model, example = load_target(target.options(), device=device)
         verification = verify(model, plan, example)
         if json:
             print_json(verification.to_dict())
@@ -158,12 +125,6 @@ def verify_command(
 def main() -> None:
     """Entry point of `checkpoint-planner`."""
     app()
-
-
-def target_options(target: str, batch: int | None, seq: int | None, inputs: list[str] | None,
-                   settings: list[str] | None) -> TargetOptions:
-    """What the options of a command say about its target."""
-    return TargetOptions(target, batch, seq, tuple(inputs or ()), tuple(settings or ()))
 
 
 def check_writable(path: Path) -> None:

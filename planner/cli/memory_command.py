@@ -9,22 +9,18 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.commands import (
+from planner.cli.commands import app, check_writable
+from planner.cli.failures import reported
+from planner.cli.options import (
     Accumulation,
-    Batch,
+    Budget,
     Device,
-    Inputs,
     Json,
     Optimizer,
     Probe,
-    Seq,
-    Settings,
-    Target,
-    app,
-    check_writable,
-    target_options,
+    TargetGroup,
+    expanded,
 )
-from planner.cli.failures import reported
 from planner.cli.output import print_json, print_report
 from planner.cli.target import load_target
 
@@ -45,8 +41,9 @@ class HoldOutput(StrEnum):
 
 
 @app.command("memory")
+@expanded
 def memory_command(
-    target: Target, optimizer: Optimizer = None,
+    target: TargetGroup, optimizer: Optimizer = None, budget: Budget = None,
     plan_path: Annotated[Path | None, typer.Option(
         "--plan", metavar="PLAN.json", help="Count forward and backward as this plan has them.")
     ] = None,
@@ -67,20 +64,22 @@ def memory_command(
         "--load-state-dict", help="Parameters come from a state dict on the device.")] = False,
     snapshot: Annotated[Path | None, typer.Option(
         "--snapshot", metavar="FILE", help="Save a snapshot for pytorch.org/memory_viz.")] = None,
-    batch: Batch = None, seq: Seq = None, inputs: Inputs = None, settings: Settings = None,
     device: Device = None, probe: Probe = True, json: Json = False,
 ) -> None:
-    """Print what a training loop of TARGET takes, phase by phase."""
+    """Print what a training loop of TARGET takes, phase by phase, and whether a budget holds it."""
     with reported():
+        from planner.budget import absolute_budget
+        from planner.budget_check import check_budget
         from planner.memory import memory
         from planner.plan_file import load
-        from planner.reporters.memory_table import memory_report
+        from planner.reporters.memory_table import budget_report, memory_report
 
+        limit = None if budget is None else absolute_budget(
+            None, budget, "which is what this command tells")
         if snapshot is not None:
             check_writable(snapshot)
         plan = None if plan_path is None else load(plan_path)
-        model, example = load_target(target_options(target, batch, seq, inputs, settings),
-                                     device="meta")
+        model, example = load_target(target.options(), device="meta")
         report = memory(
             model, example, optimizer=optimizer, plan=plan, accumulation=accumulation,
             autocast=autocast, grad_clip=grad_clip, grad_scaler=grad_scaler,
@@ -88,7 +87,13 @@ def memory_command(
             load_state_dict=load_state_dict, device=device, probe=probe)
         if snapshot is not None:
             report.save_snapshot(snapshot)
+        check = None if limit is None else check_budget(report, limit)
         if json:
-            print_json(report.to_dict())
+            checked = {} if check is None else {"budget": check.to_dict()}
+            print_json({**report.to_dict(), **checked})
         else:
             print_report(memory_report(report))
+            if check is not None:
+                print_report(budget_report(check))
+        if check is not None:
+            check.require()

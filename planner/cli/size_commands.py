@@ -3,106 +3,74 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from planner.cli.commands import (
-    Backend,
+from planner.cli.commands import app, check_writable
+from planner.cli.failures import UsageError, reported
+from planner.cli.options import (
     Batch,
-    CostModel,
-    Device,
     Json,
-    Keep,
-    Optimizer,
-    Probe,
+    Output,
+    PlanningGroup,
     Seq,
     Settings,
-    Solver,
-    TimeLimit,
-    app,
-    check_writable,
+    SizeBudget,
+    SizedTarget,
+    SizeGroup,
+    expanded,
 )
-from planner.cli.failures import UsageError, reported
 from planner.cli.output import print_json, print_report
 from planner.cli.sized_target import load_sized_target
 from planner.cli.target import TargetOptions
 
-SizedTargetArgument = Annotated[str, typer.Argument(
-    metavar="TARGET", help="package.module:factory (called with the size, returns "
-    "(model, inputs)), or hf:CONFIG (a config.json, or a model type such as gpt2).")]
-Budget = Annotated[str, typer.Option(
-    "--budget", help="Peak of the whole step: 8GB (1e9), 8GiB (2**30), 500MB.")]
-Overhead = Annotated[str | None, typer.Option(
-    "--overhead", help="The most extra time that a plan may cost: 35% or 0.35.")]
-Smallest = Annotated[int, typer.Option("--smallest", min=1, help="Where the range begins.")]
-Largest = Annotated[int | None, typer.Option("--largest", min=1, help="Where the range ends.")]
-MultipleOf = Annotated[int, typer.Option("--multiple-of", min=1, help="Try multiples of this.")]
-Planned = Annotated[bool, typer.Option(
-    "--plan/--no-plan", help="Look for the largest with a plan, too.")]
-Output = Annotated[Path | None, typer.Option(
-    "--output", "-o", help="Save the plan of the largest, or of the best choice.")]
-
 
 @app.command("max-batch")
+@expanded
 def max_batch_command(
-    target: SizedTargetArgument, budget: Budget, overhead: Overhead = None,
-    smallest: Smallest = 1, largest: Largest = None, multiple_of: MultipleOf = 1,
-    plan: Planned = True, output: Output = None, optimizer: Optimizer = None,
-    solver: Solver = "auto", seq: Seq = None, settings: Settings = None,
-    backend: Backend = "eager", cost_model: CostModel = "roofline", device: Device = None,
-    time_limit: TimeLimit = 60.0, keep: Keep = None, probe: Probe = True, json: Json = False,
+    target: SizedTarget, sizes: SizeGroup, planning: PlanningGroup, seq: Seq = None,
+    settings: Settings = None, output: Output = None, json: Json = False,
 ) -> None:
     """Find the largest batch of TARGET whose training step fits a budget."""
-    _largest("batch", TargetOptions(target, seq=seq, settings=tuple(settings or ())), output, json,
-             budget=budget, overhead=overhead, smallest=smallest, largest=largest,
-             multiple_of=multiple_of, plan=plan, optimizer=optimizer, solver=solver,
-             backend=backend, cost_model=cost_model, device=device, time_limit=time_limit,
-             keep=tuple(keep or ()), probe=probe)
+    _largest("batch", TargetOptions(target, seq=seq, settings=tuple(settings or ())), sizes,
+             planning, output, json)
 
 
 @app.command("max-seq")
+@expanded
 def max_seq_command(
-    target: SizedTargetArgument, budget: Budget, overhead: Overhead = None,
-    smallest: Smallest = 1, largest: Largest = None, multiple_of: MultipleOf = 1,
-    plan: Planned = True, output: Output = None, optimizer: Optimizer = None,
-    solver: Solver = "auto", batch: Batch = None, settings: Settings = None,
-    backend: Backend = "eager", cost_model: CostModel = "roofline", device: Device = None,
-    time_limit: TimeLimit = 60.0, keep: Keep = None, probe: Probe = True, json: Json = False,
+    target: SizedTarget, sizes: SizeGroup, planning: PlanningGroup, batch: Batch = None,
+    settings: Settings = None, output: Output = None, json: Json = False,
 ) -> None:
     """Find the longest sequences of TARGET whose training step fits a budget."""
-    _largest("sequence", TargetOptions(target, batch=batch, settings=tuple(settings or ())), output,
-             json, budget=budget, overhead=overhead, smallest=smallest, largest=largest,
-             multiple_of=multiple_of, plan=plan, optimizer=optimizer, solver=solver,
-             backend=backend, cost_model=cost_model, device=device, time_limit=time_limit,
-             keep=tuple(keep or ()), probe=probe)
+    _largest("sequence", TargetOptions(target, batch=batch, settings=tuple(settings or ())), sizes,
+             planning, output, json)
 
 
 @app.command("advise")
+@expanded
 def advise_command(
-    target: SizedTargetArgument, budget: Budget,
+    target: SizedTarget, budget: SizeBudget,
     effective_batch: Annotated[int, typer.Option(
         "--effective-batch", min=1, help="Samples for each step of the optimizer.")],
-    output: Output = None, optimizer: Optimizer = None, solver: Solver = "auto", seq: Seq = None,
-    settings: Settings = None, backend: Backend = "eager", device: Device = None,
-    time_limit: TimeLimit = 60.0, keep: Keep = None, probe: Probe = True, json: Json = False,
+    planning: PlanningGroup, seq: Seq = None, settings: Settings = None, output: Output = None,
+    json: Json = False,
 ) -> None:
     """List the ways to run an effective batch of TARGET within a budget, the fastest first."""
     with reported():
         from planner.advice import advise
-        from planner.api import check_effort
-        from planner.batch_size import absolute_budget
+        from planner.budget import absolute_budget
         from planner.reporters.choices import advice_report
 
-        check_effort(solver, time_limit)
-        absolute_budget(None, budget, "batch")
+        arguments = planning.arguments()
+        absolute_budget(None, budget, "which differs with the batch")
         if output is not None:
             check_writable(output)
         found = load_sized_target(TargetOptions(target, seq=seq, settings=tuple(settings or ())),
                                   "batch", first=1, device="meta")
         advice = advise(found.make_inputs, found.model, effective_batch=effective_batch,
-                        budget=budget, optimizer=optimizer, solver=solver, backend=backend,
-                        device=device, probe=probe, time_limit=time_limit, keep=tuple(keep or ()))
+                        budget=budget, **arguments)
         if output is not None and advice.best.plan is not None:
             advice.best.plan.save(output)
         if json:
@@ -111,27 +79,26 @@ def advise_command(
             print_report(advice_report(advice))
 
 
-def _largest(what: str, options: TargetOptions, output: Path | None, json: bool, *,
-             budget: str, overhead: str | None, smallest: int, largest: int | None,
-             **settings: Any) -> None:
+def _largest(what: str, options: TargetOptions, sizes: SizeGroup, planning: PlanningGroup,
+             output: Path | None, json: bool) -> None:
     with reported():
         from planner import batch_size
-        from planner.api import check_effort
+        from planner.budget import absolute_budget
         from planner.reporters.choices import largest_report
 
-        check_effort(settings["solver"], settings["time_limit"])
-        batch_size.absolute_budget(None, budget, what)
-        limit = batch_size.check_overhead(_fraction(overhead))
+        arguments = planning.arguments()
+        absolute_budget(None, sizes.budget, f"which differs with the {what}")
+        limit = batch_size.check_overhead(_fraction(sizes.overhead))
         if output is not None:
             check_writable(output)
-        multiple_of = settings["multiple_of"]
-        first = -(-smallest // multiple_of) * multiple_of
+        first = -(-sizes.smallest // sizes.multiple_of) * sizes.multiple_of
         target = load_sized_target(options, what, first=first, device="meta")
         search = (batch_size.max_batch_size if what == "batch"
                   else batch_size.max_sequence_length)
-        found = search(target.make_inputs, target.model, budget=budget, overhead=limit,
-                       smallest=smallest, largest=target.largest if largest is None else largest,
-                       **settings)
+        found = search(target.make_inputs, target.model, budget=sizes.budget, overhead=limit,
+                       plan=sizes.plan, smallest=sizes.smallest, multiple_of=sizes.multiple_of,
+                       largest=target.largest if sizes.largest is None else sizes.largest,
+                       **arguments)
         if output is not None and found.plan is not None:
             found.plan.save(output)
         if json:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.accounting import CATEGORIES
+from planner.budget_check import BudgetCheck
 from planner.memory_report import MemoryReport
 from planner.step_account import MemoryHolder, PhaseMemory
 from planner.step_trace import StepPhase
@@ -34,6 +35,22 @@ def memory_report(report: MemoryReport) -> RenderableType:
         notes.append("no optimizer was given: its state and its step are not counted")
     parts.extend(Text(f"note: {note}") for note in notes)
     return Group(*parts)
+
+
+def budget_report(check: BudgetCheck) -> RenderableType:
+    """Whether the loop fits, and which phases do not."""
+    within = f"{format_bytes(check.budget_bytes)} ({check.budget_bytes:,} bytes)"
+    if check.fits:
+        left = format_bytes(check.budget_bytes - check.peak_bytes)
+        return Text(f"fits in {within}: {left} are left")
+    table = _table()
+    table.add_column("over the budget")
+    table.add_column("peak", justify="right")
+    table.add_column("over by", justify="right")
+    for each in check.over:
+        table.add_row(f"{each.step}: {each.phase}", format_bytes(each.peak_bytes),
+                      format_bytes(each.peak_bytes - check.budget_bytes))
+    return Group(_title(f"Does not fit in {within}"), table, Text(check.remedy))
 
 
 def _moment(report: MemoryReport) -> str:
