@@ -23,7 +23,6 @@ wrong as soon as it recomputes one.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 
 from apply.plan_backend import boxed_callable
+from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error
 from benchmarks.models import WORKLOADS, Workload
 from graph_capture.device_model import device_model
@@ -292,21 +292,14 @@ def run(workload: Workload, ratios: Sequence[float], time_limit: float) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where torch wins anywhere."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.against_torch",
-                                     description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="gpt2,bert,unet", help=f"of {', '.join(WORKLOADS)}")
+    parser = benchmark_parser("against_torch", __doc__, models=("gpt2", "bert", "unet"),
+                              threads=2, time_limit=30.0)
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan")
     parser.add_argument("--dropout", type=float,
                         help="probability in GPT-2, BERT and T5; by default the published one")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args(argv)
-    names = arguments.model.split(",")
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        parser.error(f"expected models of {', '.join(WORKLOADS)}; got {', '.join(unknown)}")
-    torch.set_num_threads(arguments.threads)
+    arguments = parse(parser, argv)
     won = True
-    for name in names:
+    for name in arguments.model:
         options = {} if arguments.dropout is None else {"dropout": arguments.dropout}
         won &= run(WORKLOADS[name](**options), [float(r) for r in arguments.ratios.split(",")],
                    arguments.time_limit)

@@ -8,7 +8,6 @@ prints how long capture takes and what it holds at most, and writes the scheduli
 
 from __future__ import annotations
 
-import argparse
 import resource
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.models import WORKLOADS
 from benchmarks.problem_file import save_problem
 from planner.api import capture
@@ -69,11 +69,10 @@ def captured(name: str) -> PreparedStep:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.captured",
-                                     description=(__doc__ or "").splitlines()[0])
+    parser = benchmark_parser("captured", __doc__)
     parser.add_argument("model", choices=[*LARGE, *WORKLOADS])
     parser.add_argument("-o", "--output", type=Path, help="where to write the problem")
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
     start = time.monotonic()
     step = captured(arguments.model)
     seconds = time.monotonic() - start

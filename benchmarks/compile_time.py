@@ -8,7 +8,6 @@ blocks, code is compiled once for each different decision; "decisions" counts th
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from apply.blocks import count_decisions
+from benchmarks.arguments import benchmark_parser, parse
 from planner.api import capture
 from planner.planning import Effort, plan_within
 
@@ -33,11 +33,10 @@ def gpt2(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("compile_time", __doc__, time_limit=20.0)
     parser.add_argument("--layers", default="6,12,24")
     parser.add_argument("--budgets", default="none,70", help="percentages of the plain peak")
-    parser.add_argument("--time-limit", type=float, default=20.0)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     torch.set_num_threads(1)
     print("| regions | budget | layers | decisions | capture s | compile s |")
     print("|---------|-------:|-------:|----------:|----------:|----------:|")

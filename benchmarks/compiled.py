@@ -32,6 +32,7 @@ from torch import nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from benchmarks.against_torch import returning_loss_only
+from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import (
     MEGABYTE,
     gradients,
@@ -239,25 +240,16 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a budget, a gradient or a comparison fails."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled",
-                                     description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="gpt2,llama,bert,vit,unet",
-                        help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each plan")
+    parser = benchmark_parser("compiled", __doc__, models=("gpt2", "llama", "bert", "vit", "unet"),
+                              rounds=9, threads=2, time_limit=60.0)
     parser.add_argument("--layers", type=int, help="of the transformers; by default 4")
     parser.add_argument("--ratios", type=lambda text: [float(r) for r in text.split(",")],
                         default=list(RATIOS), help="of activation_memory_budget")
     parser.add_argument("--no-torch", action="store_true", help="leave out the comparison")
-    arguments = parser.parse_args(argv)
-    names = arguments.model.split(",")
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        parser.error(f"expected models of {', '.join(WORKLOADS)}; got {', '.join(unknown)}")
-    torch.set_num_threads(arguments.threads)
+    arguments = parse(parser, argv)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds; "
           "times are ratios to torch.compile(model): median [quartiles]", flush=True)
-    good = [run(name, arguments) for name in names]
+    good = [run(name, arguments) for name in arguments.model]
     return 0 if all(good) else 1
 
 

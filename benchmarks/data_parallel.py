@@ -11,7 +11,6 @@ has allocated (DDP's buckets).
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import socket
@@ -37,6 +36,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import planner
+from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.measure import MEGABYTE
 from benchmarks.models import WORKLOADS, Workload
 from graph_capture.loss import objective
@@ -232,22 +232,15 @@ def compare(name: str, case: str, optimizer: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a prediction is further off than `TOLERANCE`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel",
-                                     description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="gpt2,bert,resnet", help=f"of {', '.join(SMALL_STEPS)}")
-    parser.add_argument("--case", default=";".join(CASES),
-                        help=f"separated by semicolons, of: {'; '.join(CASES)}")
-    parser.add_argument("--optimizer", default="adamw", help=f"of {', '.join(OPTIMIZERS)}")
-    arguments = parser.parse_args(argv)
+    parser = benchmark_parser("data_parallel", __doc__, models=("gpt2", "bert", "vit", "resnet"),
+                              known=SMALL_STEPS)
+    add_names(parser, "--case", CASES, separator=";")
+    add_names(parser, "--optimizer", OPTIMIZERS, ("adamw",))
+    arguments = parse(parser, argv)
     torch.set_num_threads(1)
-    names, cases = arguments.model.split(","), arguments.case.split(";")
-    optimizers = arguments.optimizer.split(",")
-    for given, known in ((names, SMALL_STEPS), (cases, CASES), (optimizers, OPTIMIZERS)):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"expected any of {', '.join(known)}; got {', '.join(unknown)}")
     print(HEADER, flush=True)
-    ok = [compare(name, case, optimizer) for name in names for optimizer in optimizers
-          for case in cases]
+    ok = [compare(name, case, optimizer) for name in arguments.model
+          for optimizer in arguments.optimizer for case in arguments.case]
     return 0 if all(ok) else 1
 
 

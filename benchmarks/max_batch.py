@@ -7,29 +7,27 @@
 `growth`: the budget is the plain step's peak at some batch; how large a batch a plan makes fit in
 it, at no more than some estimated extra time.  `exact`: the batch that was found is run and its
 peak measured, without and with a plan, and so is the next batch, under the plan that needs the
-least.  `classical`: Hugging Face's gradient checkpointing of every layer of a BERT against plans of
-the same memory and of the same time, in one run.
+least.  `classical`: see `benchmarks.classical`.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 import planner
-from benchmarks.measure import MEGABYTE, peak_bytes, run_step, time_in_turns
+from benchmarks.arguments import benchmark_parser, parse
+from benchmarks.classical import classical
+from benchmarks.measure import MEGABYTE, peak_bytes
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
 from planner.planning import Effort, PreparedStep, plan_within
 
-TARGETS = {"gpt2": 3.0, "bert": 3.0, "unet": 4.0}
+TARGETS = {"gpt2": 3.0, "bert": 3.0, "unet_channels_last": 4.0}
 """How many times as large the batch is to be at 35% extra time."""
 EXACT_MODELS = ("gpt2", "bert", "vit", "resnet")
 
@@ -157,75 +155,24 @@ def held_bytes(workload: Workload) -> int:
                 for t in tensors if isinstance(t, torch.Tensor)}.values())
 
 
-CLASSICAL_HEADER = (
-    f"| {'step':<30} | {'peak MB':>8} | {'less peak %':>11} | {'time, of the plain step':<23} | "
-    f"{'estimated %':>11} |\n|{'-' * 32}|{'-' * 9}:|{'-' * 12}:|{'-' * 25}|{'-' * 12}:|")
-
-
-def classical(rounds: int, time_limit: float, points: int) -> bool:
-    """Print gradient checkpointing of every layer beside plans; whether the plans are better."""
-    workload = WORKLOADS["bert"]()
-    plain = workload.model
-    checkpointed = copy.deepcopy(plain)
-    checkpointed.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False})
-    step = capture(plain, workload.inputs, loss_fn=workload.loss_fn)
-    effort = Effort(time_limit=time_limit)
-    peak = peak_bytes(workload, checkpointed)
-    same_memory = plan_within(step, step.resident_bytes + peak, effort)
-    leaner = [plan_within(step, step.resident_bytes + int(peak * (1 - 0.06 * number)), effort)
-              for number in range(1, points + 1)]
-    models = {"plain": plain, "gradient_checkpointing_enable": checkpointed,
-              "plan, same memory": same_memory.apply(plain),
-              **{f"plan, {1 - 0.06 * number:.0%} of its memory": plan.apply(plain)
-                 for number, plan in enumerate(leaner, 1)}}
-    estimated = [None, None, same_memory.overhead, *(plan.overhead for plan in leaner)]
-    peaks = [peak_bytes(workload, model) for model in models.values()]
-    steps = [partial(run_step, workload, model) for model in models.values()]
-    times = time_in_turns(steps, rounds)
-    print(CLASSICAL_HEADER)
-    for index, name in enumerate(models):
-        overhead = estimated[index]
-        print(f"| {name:<30} | {peaks[index] / MEGABYTE:>8.2f} | "
-              f"{100 * (1 - peaks[index] / peaks[0]):>11.1f} | {times.ratio(index, 0)!s:<23} | "
-              f"{'' if overhead is None else f'{100 * overhead:.1f}':>11} |", flush=True)
-    theirs = times.ratio(1, 0).median
-    no_slower = [index for index in range(2, len(models))
-                 if times.ratio(index, 0).median <= theirs]
-    if not no_slower:
-        print("no plan is as fast as gradient checkpointing")
-        return False
-    best = min(no_slower, key=lambda index: peaks[index])
-    print(f"at the same memory the plan takes {times.ratio(2, 1)} of its time; in no more time "
-          f"{list(models)[best]!r} takes {peaks[best] / peaks[1]:.2f} of its peak")
-    return times.ratio(2, 1).median < 1 and peaks[best] <= peaks[1]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a target is missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.max_batch",
-                                     description=(__doc__ or "").splitlines()[0])
+    parser = benchmark_parser("max_batch", __doc__, models=(), rounds=15, threads=2,
+                              time_limit=30.0)
     parser.add_argument("part", choices=("growth", "exact", "classical"))
-    parser.add_argument("--model", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--batch", type=float, default=16,
                         help="the budget is the plain step's peak at about this batch")
     parser.add_argument("--overhead", type=float, default=0.35)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--points", type=int, default=4, help="leaner plans to time")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(arguments.threads)
-    chosen = arguments.model.split(",") if arguments.model else None
-    if unknown := [name for name in chosen or () if name not in WORKLOADS]:
-        parser.error(f"expected models of {', '.join(WORKLOADS)}; got {', '.join(unknown)}")
+    parser.add_argument("--halvings", type=int, default=5,
+                        help="of the budgets between which the plan of the same time is looked for")
+    arguments = parse(parser, argv)
     if arguments.part == "growth":
-        ok = growth(chosen or list(TARGETS), int(arguments.batch), arguments.overhead,
+        ok = growth(arguments.model or list(TARGETS), int(arguments.batch), arguments.overhead,
                     arguments.time_limit)
     elif arguments.part == "exact":
-        ok = exact(chosen or EXACT_MODELS, arguments.batch, arguments.time_limit)
+        ok = exact(arguments.model or EXACT_MODELS, arguments.batch, arguments.time_limit)
     else:
-        ok = classical(arguments.rounds, arguments.time_limit, arguments.points)
+        ok = classical(arguments.rounds, arguments.time_limit, arguments.halvings)
     return 0 if ok else 1
 
 

@@ -10,7 +10,6 @@ over that of the plan without recomputation, less one, in seconds of CPU.  The p
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import run_step, time_in_turns
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
@@ -65,22 +65,17 @@ def compare(workload: Workload, budgets: Sequence[float], rounds: int, time_limi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="gpt2,bert,vit,unet",
-                        help=f"of {', '.join(WORKLOADS)}")
+    parser = benchmark_parser("overheads", __doc__, models=("gpt2", "bert", "vit", "unet"),
+                              rounds=9, threads=1, time_limit=10.0)
     parser.add_argument("--budgets", default="80,60,45")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each plan")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
+    options = parse(parser, arguments)
     print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds; "
           "extra time in % of the step; off: percentage points")
     print("| model  | budget | measured on the step   | by timed ops |    off | by the table |    "
           "off |")
     print("|--------|-------:|-----------------------:|-------------:|-------:|-------------:|"
           "-------:|")
-    for name in options.model.split(","):
+    for name in options.model:
         compare(WORKLOADS[name](), [float(x) for x in options.budgets.split(",")],
                 options.rounds, options.time_limit)
     return 0

@@ -9,14 +9,12 @@ the second step.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
+from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, peak_bytes
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
@@ -107,18 +105,10 @@ def run(workload: Workload, time_limit: float) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a peak exceeds its budget."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peaks",
-                                     description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=",".join(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for each plan")
-    arguments = parser.parse_args(argv)
-    names = arguments.model.split(",")
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        parser.error(f"expected models of {', '.join(WORKLOADS)}; got {', '.join(unknown)}")
-    torch.set_num_threads(arguments.threads)
+    parser = benchmark_parser("peaks", __doc__, models=WORKLOADS, threads=2, time_limit=20.0)
+    arguments = parse(parser, argv)
     print(HEADER, flush=True)
-    ok = [run(WORKLOADS[name](), arguments.time_limit) for name in names]
+    ok = [run(WORKLOADS[name](), arguments.time_limit) for name in arguments.model]
     return 0 if all(ok) else 1
 
 

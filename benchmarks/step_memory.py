@@ -10,7 +10,6 @@ and optimizer, with the largest deviation of its rows.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.models import Workload, bert, gpt2, resnet, vit
 from graph_capture.allocator import record_stages
 from graph_capture.loss import Objective, objective
@@ -239,26 +239,17 @@ def line(model: str, row: Row, *, summary: bool) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a peak is off by more than 1%, or resident bytes are."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_memory",
-                                     description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--optimizer", default=",".join(OPTIMIZERS),
-                        help=f"of {', '.join(OPTIMIZERS)}")
+    parser = benchmark_parser("step_memory", __doc__, models=MODELS, known=MODELS, threads=1)
+    add_names(parser, "--optimizer", OPTIMIZERS)
     parser.add_argument("--all", action="store_true", help="print every row")
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args(argv)
-    models, optimizers = arguments.model.split(","), arguments.optimizer.split(",")
-    for chosen, known in ((models, MODELS), (optimizers, OPTIMIZERS)):
-        if unknown := [name for name in chosen if name not in known]:
-            parser.error(f"expected some of {', '.join(known)}; got {', '.join(unknown)}")
-    torch.set_num_threads(arguments.threads)
+    arguments = parse(parser, argv)
     started = time.perf_counter()
     print(HEADER, flush=True)
     rows: list[Row] = []
-    for name in models:
+    for name in arguments.model:
         workload = MODELS[name]()
         of_model: dict[str, list[Row]] = {}
-        for row in run(workload, optimizers):
+        for row in run(workload, arguments.optimizer):
             rows.append(row)
             of_model.setdefault(row.setting.optimizer, []).append(row)
             if arguments.all:

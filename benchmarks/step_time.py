@@ -12,7 +12,6 @@ Peaks are those of forward, loss and backward above resident memory.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, Times, peak_bytes, run_step, time_in_turns
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
@@ -121,23 +121,15 @@ def print_profile(workload: Workload, plain: nn.Module, applied: nn.Module, roun
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a target is missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time",
-                                     description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="gpt2,bert,llama,t5,vit,resnet,unet",
-                        help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan")
+    parser = benchmark_parser(
+        "step_time", __doc__, models=("gpt2", "bert", "llama", "t5", "vit", "resnet", "unet"),
+        rounds=15, threads=2, time_limit=30.0)
     parser.add_argument("--profile", action="store_true", help="compare the steps kernel by kernel")
-    arguments = parser.parse_args(argv)
-    names = arguments.model.split(",")
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        parser.error(f"expected models of {', '.join(WORKLOADS)}; got {', '.join(unknown)}")
-    torch.set_num_threads(arguments.threads)
+    arguments = parse(parser, argv)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds; "
           f"ratios: median [quartiles]\n{HEADER}", flush=True)
     ok = [compare(WORKLOADS[name](), arguments.rounds, arguments.time_limit, arguments.profile)
-          for name in names]
+          for name in arguments.model]
     return 0 if all(ok) else 1
 
 

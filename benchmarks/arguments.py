@@ -1,0 +1,62 @@
+"""The options that benchmarks have in common, each with one home."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from benchmarks.models import WORKLOADS
+
+
+def benchmark_parser(module: str, doc: str | None, *, models: Iterable[str] | None = None,
+                     known: Iterable[str] = WORKLOADS, rounds: int | None = None,
+                     threads: int | None = None,
+                     time_limit: float | None = None) -> argparse.ArgumentParser:
+    """The parser of the benchmark that lies in this module; the description is its first line.
+
+    An option for which a default is given, it has: `--model` (some of `known`), `--rounds`,
+    `--threads`, `--time-limit`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}",
+                                     description=(doc or "").splitlines()[0])
+    if models is not None:
+        add_names(parser, "--model", known, models)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="how often each is timed")
+    if threads is not None:
+        parser.add_argument("--threads", type=int, default=threads)
+    if time_limit is not None:
+        parser.add_argument("--time-limit", type=float, default=time_limit,
+                            help="seconds for each plan")
+    return parser
+
+
+def add_names(parser: argparse.ArgumentParser, flag: str, known: Iterable[str],
+              default: Iterable[str] | None = None, *, separator: str = ",") -> None:
+    """An option whose value is a list of names, all of them among `known`; the parser ends the
+    process where one is not."""
+    names = tuple(known)
+    parser.add_argument(flag, type=_some_of(names, separator),
+                        default=names if default is None else tuple(default),
+                        help=f"of {', '.join(names)}, separated by {separator!r}")
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; where `--threads` is one of them, torch uses so many from here on."""
+    arguments = parser.parse_args(argv)
+    if "threads" in arguments:
+        torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def _some_of(known: Sequence[str], separator: str) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(separator))
+        if unknown := [name for name in chosen if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"expected some of {', '.join(known)}; got {', '.join(unknown)}")
+        return chosen
+
+    return names
