@@ -19,7 +19,12 @@ from torch.utils import _pytree as pytree
 from apply.errors import GraphMismatch
 from apply.plan_backend import PlanBackend
 from apply.recipe import ParameterKey, Recipe
-from graph_capture.torch_compat import BackendCompilerFailed, compile_call, compile_settings
+from graph_capture.torch_compat import (
+    BackendCompilerFailed,
+    compile_call,
+    compile_settings,
+    sizes_as_they_are,
+)
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
 """Makes a recipe for a model called with these positional and keyword arguments."""
@@ -182,7 +187,8 @@ class PlannedCode:
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         self._backend.has_begun = False
-        with compile_settings(donated_buffers=self._donated_buffers):
+        with (compile_settings(donated_buffers=self._donated_buffers),
+              sizes_as_they_are((args, kwargs))):
             try:
                 result = self._compiled(module, *args, **kwargs)
             except BackendCompilerFailed as error:

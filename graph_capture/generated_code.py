@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graph_capture.memory_tracker import MemoryTracker
+from graph_capture.torch_compat import FakeTensor
 from graph_capture.training_graph import CodeMemory
 
 

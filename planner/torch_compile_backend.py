@@ -2,8 +2,8 @@
 
 A Dynamo backend, found through the entry point `torch_dynamo_backends`.  What Dynamo captured is
 taken for the model: its first training step is planned as by `planner.plan`, the plan is applied,
-and that and every later step of the same shapes runs it.  Other shapes are planned anew when they
-come.
+and that and every later step of the same shapes runs it.  Smaller shapes run the plan of larger
+ones where it serves them; others are planned when they come.
 
 The loss is the first differentiable scalar that the model returns; without one, every
 differentiable output counts with a gradient of its own size.
@@ -17,14 +17,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch import fx
+import torch
+from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-    from planner.plan import Plan
+from planner.api import plan
+from planner.errors import PlanMismatch
+from planner.plan import Plan
+from planner.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +63,6 @@ def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
 
     Raises `TypeError` for an option that there is not.
     """
-    import torch
-
     chosen = read_options(options or {})
     _warn_of_break(module)
     if not torch.is_grad_enabled():
@@ -104,11 +106,9 @@ class _PlannedGraph:
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
         self._module, self._options = module, options
         self._numbers = _arguments_read_as_numbers(module)
-        self._planned: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._applied: dict[tuple[object, ...], Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        import torch
-
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self._module(*args)
@@ -116,29 +116,58 @@ class _PlannedGraph:
             arg if not isinstance(arg, torch.Tensor) else
             (arg.shape, arg.stride(), arg.dtype, arg.item() if index in self._numbers else None)
             for index, arg in enumerate(args))
-        if key not in self._planned:
-            self._planned[key] = self._plan(args)
-        return self._planned[key](*args)
+        if key in self._applied:
+            return self._applied[key](*args)
+        return self._first_call(key, args)
 
-    def _plan(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        from planner.api import plan
-
+    def _first_call(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Any:
+        """Run the first step of some shapes, by a plan of larger ones or by one of its own."""
         region = _as_module(self._module, args)
+        inputs = region.inputs_of(args)
+        plans = _plans_of(args, self._options)
+        for known in plans:
+            with suppress(PlanMismatch):
+                call = known.apply(region)
+                outputs = call(*inputs)
+                break
+        else:
+            plans.append(self._plan(region, inputs))
+            call = plans[-1].apply(region)
+            outputs = call(*inputs)
+        self._applied[key] = lambda *args: call(*region.inputs_of(args))
+        return outputs
+
+    def _plan(self, region: Any, inputs: tuple[Any, ...]) -> Plan:
         options = self._options
         log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
-        made = plan(region, region.inputs_of(args), budget_gb=options.budget_gb,
+        made = plan(region, inputs, budget_gb=options.budget_gb,
                     budget=options.budget, loss_fn=_loss_among(self._module),
                     optimizer=options.optimizer, solver=options.solver, backend=options.backend,
                     cost_model=options.cost_model, probe=options.probe,
                     time_limit=options.time_limit, keep=options.keep)
         log.info("%s", _summary(made))
-        applied = made.apply(region)
-        return lambda *args: applied(*region.inputs_of(args))
+        return made
+
+
+_PLANS = WeakIdKeyDictionary()
+"""The plans made so far, by a parameter of their model, as long as that is alive: what Dynamo
+captures for other shapes comes as another graph, which does not know of the first."""
+
+
+def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
+    """The list of the plans made for this model with these options."""
+    parameter = next((arg for arg in args if isinstance(arg, nn.Parameter)), None)
+    if parameter is None:
+        return []
+    by_options: list[tuple[Options, list[Plan]]] = _PLANS.setdefault(parameter, [])
+    for known, plans in by_options:
+        if known == options:
+            return plans
+    by_options.append((options, []))
+    return by_options[-1][1]
 
 
 def _summary(plan: Plan) -> str:
-    from planner.units import format_bytes
-
     recomputed = sum(row.action == "recompute" for row in plan.decisions)
     limit = "no budget" if plan.budget_bytes is None else (
         f"budget {format_bytes(plan.budget_bytes)}")
@@ -150,8 +179,6 @@ def _summary(plan: Plan) -> str:
 
 def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     """The captured graph as a module with the parameters that it is called with."""
-    from torch import fx, nn
-
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
@@ -204,8 +231,6 @@ def _arguments_read_as_numbers(module: fx.GraphModule) -> frozenset[int]:
 
 def _loss_among(module: fx.GraphModule) -> Callable[[Any], torch.Tensor] | None:
     """Picks the first differentiable scalar of the outputs; `None` where there is none."""
-    import torch
-
     returned = module.graph.output_node().args[0]
     for index, node in enumerate(returned if isinstance(returned, (tuple, list)) else ()):
         value = getattr(node, "meta", {}).get("example_value")

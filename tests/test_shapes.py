@@ -77,6 +77,15 @@ def test_the_budget_holds_over_a_stream_of_sizes(largest, plan):
     assert len(set(peaks.values())) > 3
 
 
+def test_inputs_marked_dynamic_are_compiled_for_their_sizes(largest, plan):
+    model = plan.apply(largest.model)
+    small = resized(largest, "dropout_everywhere", batch=3, seq=24)
+    marked = next(iter(small.inputs.values() if isinstance(small.inputs, dict) else small.inputs))
+    torch._dynamo.mark_dynamic(marked, 0)
+    assert measured_peak(model, small) <= plan.budget_bytes - plan.resident_bytes
+    assert marked._dynamo_dynamic_indices == {0}
+
+
 @pytest.mark.parametrize("size", [{"batch": 6, "seq": 24}, {"batch": 5, "seq": 25}])
 def test_larger_inputs_are_refused(largest, plan, size):
     larger = resized(largest, "dropout_everywhere", **size)

@@ -59,8 +59,8 @@ def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def compiled(model, **options):
-    return torch.compile(model, backend="checkpoint_planner",
+def compiled(model, dynamic=None, **options):
+    return torch.compile(model, backend="checkpoint_planner", dynamic=dynamic,
                          options={"inductor": False, "time_limit": 1.5, **options})
 
 
@@ -101,16 +101,17 @@ def test_an_infeasible_budget_tells_the_minimum():
     step(compiled(model, budget=minimum), batch())
 
 
-def test_other_shapes_are_planned_anew(caplog):
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_smaller_shapes_run_the_plan_of_larger_ones(caplog, dynamic):
     model = WithLoss(make_model(dropout=0.0))
-    planned = compiled(model, budget_gb=1)
+    planned = compiled(model, budget_gb=1, dynamic=dynamic)
     with caplog.at_level(logging.INFO, logger="planner.torch_compile_backend"):
-        for size in (64, 32, 64):
+        for size in (64, 32, 96, 64, 80):
             step(planned, batch(size))
             found = gradient(model)
             step(model, batch(size))
             assert torch.allclose(gradient(model), found, rtol=1e-5, atol=1e-9)
-    assert caplog.text.count("planned for eager") == 2
+    assert caplog.text.count("planned for eager") == 2  # for 64 and for 96
 
 
 def test_without_gradients_it_runs_plainly():

@@ -23,6 +23,7 @@ from graph_capture.torch_compat.compilation import (
     pass_absent_gradients,
     primal_indices,
     quiet_fake_tensors,
+    sizes_as_they_are,
     split_joint_graph,
 )
 from graph_capture.torch_compat.memory import (
@@ -72,6 +73,7 @@ __all__ = [
     "primal_indices",
     "quiet_fake_tensors",
     "running_node_number",
+    "sizes_as_they_are",
     "split_joint_graph",
     "storage_at",
     "storage_key",

@@ -42,6 +42,7 @@ __all__ = [
     "pass_absent_gradients",
     "primal_indices",
     "quiet_fake_tensors",
+    "sizes_as_they_are",
     "split_joint_graph",
 ]
 
@@ -149,6 +150,28 @@ def compile_call(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
+
+
+_SIZE_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices",
+               "_dynamo_propagated_dynamic_indices", "_dynamo_unbacked_indices",
+               "_dynamo_strict_unbacked_indices", "_dynamo_static_indices",
+               "_has_dynamo_dim_marking")
+
+
+@contextlib.contextmanager
+def sizes_as_they_are(tree: object) -> Iterator[None]:
+    """Inside, what `torch._dynamo.mark_dynamic` and its like have noted on these tensors is not
+    there: a plan's code is compiled for the sizes that come."""
+    removed = [(leaf, mark, getattr(leaf, mark)) for leaf in pytree.tree_leaves(tree)
+               if isinstance(leaf, torch.Tensor)
+               for mark in _SIZE_MARKS if hasattr(leaf, mark)]
+    for tensor, mark, _ in removed:
+        delattr(tensor, mark)
+    try:
+        yield
+    finally:
+        for tensor, mark, value in removed:
+            setattr(tensor, mark, value)
 
 
 def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
