@@ -6,17 +6,16 @@ import time
 
 from solvers.lazy import lazy_schedule
 from solvers.local_search import repair
-from solvers.minimum import minimum_peak, working_set_floor
+from solvers.minimum import Descent, working_set_floor
 from solvers.polish import drop_recomputes
 from solvers.problem import Schedule
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 
-FIT_SECONDS = 12.0
+GRACE_SECONDS = 2.0
 """Time for finding any schedule that fits, even if the time limit is over."""
 REFUSAL_SECONDS = 4.0
-"""At most this long is the smallest peak searched for where the budget cannot be met; far below
-`FIT_SECONDS`, so that planning meets the peak that was found."""
+"""At most this long is the smallest peak searched for where the budget cannot be met."""
 NEAR_MISS = 0.03
 """A peak over the budget by no more than this fraction is worth all the time that is left."""
 PROOF_TOLERANCE = 1e-8
@@ -30,6 +29,10 @@ class Incumbent:
         problem = task.problem
         self._task = task
         self._searched = False
+        self._timed = False
+        """Whether what is done depends on how fast the machine is."""
+        self.late = False
+        """Whether the schedule does: something else may be found when all is done again."""
         self.schedule = problem.plain_schedule
         self.peak_bytes, self.cost = simulate(problem, self.schedule)
         self.lower_bound = problem.plain_cost
@@ -70,6 +73,7 @@ class Incumbent:
             better = not self.fits and (peak, cost) < (self.peak_bytes, self.cost)
         if better:
             self.schedule, self.peak_bytes, self.cost = schedule, peak, cost
+            self.late = self._timed or self._task.seconds_left <= 0
         return peak
 
     @property
@@ -94,15 +98,23 @@ class Incumbent:
             return self.fits
         self._searched = True
         problem, budget, seed = self._task.problem, self._task.budget_bytes, self._task.seed
-        left = self._task.seconds_left
-        seconds = max(FIT_SECONDS, left / 4) if self.possible else min(REFUSAL_SECONDS, left / 2)
-        begin = time.monotonic()
-        self.offer(minimum_peak(problem, time_limit=seconds / (1 + self.possible), seed=seed,
-                                target_bytes=budget))
-        seconds += begin - time.monotonic()
-        if not self.fits and self.peak_bytes <= budget * (1 + NEAR_MISS) and self.possible:
-            seconds = max(seconds, self._task.seconds_left)
-            found = repair(problem, budget, self.schedule, time_limit=seconds, seed=seed)
+        left, begin = self._task.seconds_left, time.monotonic()
+        seconds = max(GRACE_SECONDS, left) if self.possible else min(3 * REFUSAL_SECONDS, left)
+        descent = Descent(problem, seed, budget)
+        # What a third of the time finds is what a refusal promises: planning with it, which has all
+        # of the time for the same search, then meets it on a machine that is slower by then, too.
+        descent.run(begin + seconds / 3)
+        promised = descent.best
+        if descent.best_peak > budget and self.possible:
+            descent.run(begin + seconds * 2 / 3)
+        if descent.best_peak <= budget:
+            self.offer(descent.best)
+            return True
+        self.offer(promised)
+        rest = begin + seconds - time.monotonic()
+        if descent.best_peak <= budget * (1 + NEAR_MISS) and self.possible and rest > 0:
+            self._timed = True
+            found = repair(problem, budget, descent.best, time_limit=rest, seed=seed)
             if found is not None:
                 self.offer(found)
         return self.fits
@@ -123,4 +135,4 @@ class Incumbent:
     def proposal(self) -> Proposal:
         """What was found."""
         bound = min(self.lower_bound, self.cost) if self.fits else self.lower_bound
-        return Proposal(self.schedule, bound)
+        return Proposal(self.schedule, bound, late=self.late)

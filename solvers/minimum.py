@@ -23,6 +23,7 @@ from solvers.simulator import simulate
 
 _LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
 _ANNEAL_MOVES = 30_000  # per target
+_ANNEAL_MOVES_IN_ALL = 240_000
 _ANNEAL_SECONDS = 60.0  # only so that `moves` is what stops it
 
 
@@ -106,78 +107,88 @@ def minimum_peak(problem: Problem, *, time_limit: float = 10.0, seed: int = 0,
     `target_bytes`.  The same seed gives the same schedule unless the time limit cuts the search
     short, and a target only ends the same search earlier.
     """
-    return _Descent(problem, time.monotonic() + time_limit, seed, target_bytes).run()
+    descent = Descent(problem, seed, target_bytes)
+    descent.run(time.monotonic() + time_limit)
+    return descent.best
 
 
-class _Descent:
-    """Walks at ever smaller budgets, with ever more runs per op allowed and in other tastes."""
+class Descent:
+    """Walks at ever smaller budgets, with ever more runs per op allowed and in other tastes.
 
-    def __init__(self, problem: Problem, deadline: float, seed: int, target_bytes: int) -> None:
+    Mutable; a search that a deadline has stopped goes on where it was.
+    """
+
+    def __init__(self, problem: Problem, seed: int = 0, target_bytes: int = 0) -> None:
         self.problem = problem
-        self.deadline = deadline
         self.seed = seed
         self.floor = working_set_floor(problem)
         self.goal = max(self.floor, target_bytes)
         self.best = problem.plain_schedule
+        """The schedule with the smallest peak found."""
         self.best_peak = simulate(problem, self.best).peak_bytes
+        self._deadline = 0.0
+        self._steps = self._search()
 
-    @property
-    def done(self) -> bool:
-        return self.best_peak <= self.goal or time.monotonic() > self.deadline
+    def run(self, deadline: float) -> None:
+        """Go on until the goal is met, nothing is left to try, or `deadline`."""
+        self._deadline = deadline
+        if self.best_peak > self.goal:
+            for _ in self._steps:
+                if self.best_peak <= self.goal or time.monotonic() > deadline:
+                    break
 
-    def run(self) -> Schedule:
-        if not self._halve():
-            self._anneal(time.monotonic() + (self.deadline - time.monotonic()) / 2)
-        for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed)):
-            self._bisect(taste, runs_per_op * len(self.problem) + 200)
-            if not self.done and rank % 12 == 2:
-                self._anneal(time.monotonic() + (self.deadline - time.monotonic()) / 2)
-            if self.done:
-                break
-        return self.best
-
-    def _halve(self) -> bool:
-        """Come down in big steps first, so that little time gives much; whether walks helped."""
+    def _search(self) -> Iterator[None]:
+        """Yields after each step; a step takes a second at most, about."""
         helped = False
-        while not self.done and self._attempt((self.floor + self.best_peak) // 2, EvictionTaste(),
-                                              3 * len(self.problem) + 200):
+        while self._attempt((self.floor + self.best_peak) // 2, EvictionTaste(),
+                            3 * len(self.problem) + 200):
             helped = True
-        return helped
+            yield
+        if not helped:
+            yield from self._anneal()
+        for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed)):
+            yield from self._bisect(taste, runs_per_op * len(self.problem) + 200)
+            if rank % 12 == 2 and not (helped and rank == 2):
+                yield from self._anneal()
 
-    def _anneal(self, deadline: float) -> None:
+    def _anneal(self) -> Iterator[None]:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
         lean = len(self.best) <= _LEAN_RUNS_PER_OP * len(self.problem)
         current = self.best if lean else self.problem.plain_schedule
         peak = simulate(self.problem, current).peak_bytes
-        share, draw, moves = 0.1, self.seed, _ANNEAL_MOVES
-        while peak > self.goal and share > 0.002 and time.monotonic() < deadline:
+        share, draw, moves, left = 0.1, self.seed, _ANNEAL_MOVES, _ANNEAL_MOVES_IN_ALL
+        while peak > self.goal and share > 0.002 and left > 0:
             draw += 1
             target = peak - max(1, int(share * (peak - self.floor)))
             found = repair(self.problem, target, current, time_limit=_ANNEAL_SECONDS,
-                           deadline=deadline, moves=moves, seed=draw)
+                           deadline=self._deadline, moves=moves, seed=draw)
+            left -= moves
             if found is None:
                 share, moves = share / 2, moves * 2
-                continue
-            share *= 1.5
-            current, peak = found, simulate(self.problem, found).peak_bytes
-            if peak < self.best_peak:
-                self.best, self.best_peak = current, peak
+            else:
+                share *= 1.5
+                current, peak = found, simulate(self.problem, found).peak_bytes
+                if peak < self.best_peak:
+                    self.best, self.best_peak = current, peak
+            yield
 
-    def _bisect(self, taste: EvictionTaste, max_runs: int) -> None:
+    def _bisect(self, taste: EvictionTaste, max_runs: int) -> Iterator[None]:
         """Bisect for the smallest budget at which a walk in this taste succeeds."""
         low = self.floor
         step = max(1, self.floor >> 9)
-        if self.done or self._attempt(low, taste, max_runs) or not self._attempt(
+        if self._attempt(low, taste, max_runs) or not self._attempt(
                 self.best_peak - step, taste, max_runs):
+            yield
             return
-        while self.best_peak - low > step and not self.done:
+        while self.best_peak - low > step:
+            yield
             middle = (low + self.best_peak) // 2
             if not self._attempt(middle, taste, max_runs):
                 low = middle
 
     def _attempt(self, budget: int, taste: EvictionTaste, max_runs: int) -> bool:
         found = lazy_schedule(self.problem, budget, taste=taste, max_runs=max_runs,
-                              deadline=self.deadline, seed=self.seed)
+                              deadline=self._deadline, seed=self.seed)
         if found is None:
             return False
         peak = simulate(self.problem, found).peak_bytes

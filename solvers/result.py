@@ -24,7 +24,9 @@ class Result:
     lower_bound: float
     """No legal schedule within the budget costs less, in the unit of `cost`."""
     status: Status
-    """"optimal" where cost and bound meet, "feasible" otherwise."""
+    """"optimal" where cost and bound meet and the same input and seed give this very schedule
+    again, whatever the load of the machine; "feasible" otherwise.  Where a schedule was found only
+    as the time ran out, it is "feasible" even if cost and bound meet."""
     seconds: float
     """Wall time of the solver."""
     solver: str

@@ -78,7 +78,7 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str = "a
     peak, cost = simulate(problem, schedule)
     if peak > budget:
         raise InfeasibleBudget(budget, peak, schedule=schedule)
-    proven = cost <= bound + PROOF_TOLERANCE * problem.plain_cost
+    proven = cost <= bound + PROOF_TOLERANCE * problem.plain_cost and not proposal.late
     return Result(
         schedule=schedule, peak_bytes=peak, cost=cost, plain_cost=problem.plain_cost,
         lower_bound=min(bound, cost), status="optimal" if proven else "feasible",

@@ -47,6 +47,9 @@ class Proposal:
     smallest peak found, which then tells the smallest budget that works."""
     lower_bound: float = 0.0
     """No legal schedule within the budget costs less (total cost, not overhead)."""
+    late: bool = False
+    """The deadline had a part in which schedule was found, so that the same search on a faster or
+    slower machine may end with another one."""
 
 
 Algorithm = Callable[[Task], Proposal]
