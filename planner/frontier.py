@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from planner.api import capture, check_effort
 from planner.compiled_planning import smallest_plan
 from planner.plan import Plan
-from planner.planning import Effort, PreparedStep, make_plan, plan_within, smallest_result
+from planner.planning import (
+    Effort,
+    PreparedStep,
+    make_plan,
+    plan_within,
+    schedule_within,
+    smallest_result,
+)
 from planner.progress import Progress, watched
 from solvers.curve import solve_all
 
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TIME_FACTOR = 5.0
-"""The whole curve may take this many times the time limit of one plan."""
+"""The whole curve may take this many times the time of one plan, capture included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,37 +84,47 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
              regions: str | Sequence[str] = "model", progress: Progress | None = None) -> Frontier:
     """The curve of `model` in up to `points` plans.
 
-    `time_limit` is that of one plan in seconds; the whole curve takes at most five times as long.
-    The other arguments, and the errors, are those of `planner.plan`.
+    `time_limit` is that of one plan in seconds.  The plan in the middle of the curve is made with
+    it; the whole curve takes at most five times as long as that plan did, capture included in both
+    (but for `points` searches of a twentieth of a second each).  The other arguments, and the
+    errors, are those of `planner.plan`.
     """
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a whole number, got {points!r}")
     if points < 2:
         raise ValueError(f"points must be at least 2 (both ends of the curve), got {points}")
     check_effort(solver, time_limit)
+    started = time.monotonic()
     with watched(progress) as report:
         prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
                            cost_model=cost_model, device=device, probe=probe, keep=keep,
                            regions=regions, progress=report)
         return trace_frontier(prepared, points,
-                              Effort(solver=solver, time_limit=time_limit, progress=report))
+                              Effort(solver=solver, time_limit=time_limit, progress=report),
+                              capture_seconds=time.monotonic() - started)
 
 
-def trace_frontier(prepared: PreparedStep, points: int, effort: Effort) -> Frontier:
-    """The curve of a captured step; `effort` is that of one plan."""
+def trace_frontier(prepared: PreparedStep, points: int, effort: Effort, *,
+                   capture_seconds: float = 0.0) -> Frontier:
+    """The curve of a captured step; `effort` is that of one plan, and `capture_seconds` what the
+    capture took, which a curve needs once and every single plan anew."""
     begin = time.monotonic()
-    first = replace(effort, time_limit=effort.time_limit * min(1.0, _TIME_FACTOR / points))
     if prepared.compiled is not None:
-        return Frontier(_undominated(_compiled_plans(prepared, points, first)))
-    _, smallest = smallest_result(prepared, first)
+        each = effort.time_limit * min(1.0, _TIME_FACTOR / points)
+        return Frontier(_undominated(_compiled_plans(
+            prepared, points, replace(effort, time_limit=each))))
+    _, smallest = smallest_result(prepared, replace(effort, time_limit=effort.time_limit / points))
     low = make_plan(prepared, None, smallest).peak_bytes
     high = prepared.keep_all_peak_bytes
     budgets = [low + (high - low) * number // (points - 1) for number in range(points)]
+    nets = [budget - prepared.resident_bytes for budget in budgets]
+    middle = schedule_within(prepared, budgets[points // 2], effort, warm_start=smallest.schedule)
+    one_plan = capture_seconds + middle.seconds
+    left = _TIME_FACTOR * one_plan - capture_seconds - (time.monotonic() - begin)
     results = solve_all(
-        prepared.problem, [budget - prepared.resident_bytes for budget in budgets],
-        seconds=_TIME_FACTOR * effort.time_limit - (time.monotonic() - begin),
-        most_seconds=effort.time_limit, solver=effort.solver, seed=effort.seed,
-        start=smallest.schedule, progress=effort.progress)
+        prepared.problem, nets, seconds=max(0.0, left), most_seconds=effort.time_limit,
+        solver=effort.solver, seed=effort.seed, start=smallest.schedule,
+        known={nets[points // 2]: middle}, progress=effort.progress)
     return Frontier(_undominated([make_plan(prepared, budget, result)
                                   for budget, result in zip(budgets, results, strict=True)]))
 

@@ -49,11 +49,10 @@ def auto(task: Task) -> Proposal:
             turn += 1
             if turn == FIRST_TURNS:
                 _offer_simple_rungs(task, incumbent)
-                if not incumbent.ensure_fit():
-                    break
+            if not incumbent.ensure_fit():
+                break
             continue
-        if not incumbent.ensure_fit() or (
-                search.settled and fruitless_work > PATIENCE * whole):
+        if search.settled and fruitless_work > PATIENCE * whole:
             break
         before = incumbent.cost
         incumbent.offer(improve(

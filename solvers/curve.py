@@ -9,7 +9,7 @@ is spent on the budgets with the widest gaps.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from solvers.incumbent import PROOF_TOLERANCE
@@ -26,11 +26,13 @@ WIDE_GAP = 1e-3
 
 def solve_all(problem: Problem, budgets: Sequence[int], *, seconds: float, solver: str = "auto",
               most_seconds: float = float("inf"), seed: int = 0, start: Schedule | None = None,
+              known: Mapping[int, Result] | None = None,
               progress: Progress | None = None) -> list[Result]:
     """The results for ascending `budgets` within about `seconds` in all, at most `most_seconds`
     for each.  No result costs more than one of a smaller budget.
 
-    `start`: a schedule to begin with.  Raises what `solvers.solve` raises.
+    `start`: a schedule to begin with.  `known`: results for some of the budgets.  Raises what
+    `solvers.solve` raises.
     """
     begin = time.monotonic()
     results: list[Result] = []
@@ -40,6 +42,10 @@ def solve_all(problem: Problem, budgets: Sequence[int], *, seconds: float, solve
         return max(0.05, min(most_seconds, rest / count))
 
     for number, budget in enumerate(budgets):
+        if known is not None and budget in known:
+            results.append(known[budget])
+            start = known[budget].schedule
+            continue
         if progress is not None:
             progress(f"budget {number + 1} of {len(budgets)}")
         result = solve(problem, budget, solver=solver, seed=seed, progress=progress,
