@@ -139,10 +139,11 @@ def planned_pair(name: str, found: planner.LargestSize, time_limit: float) -> Pa
 
 def leanest_plan(step: PreparedStep, budget_bytes: int, time_limit: float) -> planner.Plan:
     """A plan within the budget, else one within the smallest that can be met."""
-    try:
-        return plan_within(step, budget_bytes, Effort(time_limit=time_limit))
-    except planner.InfeasibleBudget as refusal:
-        return plan_within(step, refusal.minimum_bytes, Effort(time_limit=time_limit))
+    while True:
+        try:
+            return plan_within(step, budget_bytes, Effort(time_limit=time_limit))
+        except planner.InfeasibleBudget as refusal:  # on a busy machine maybe more than once
+            budget_bytes = refusal.minimum_bytes
 
 
 def held_bytes(workload: Workload) -> int:
