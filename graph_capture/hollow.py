@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin, TwinCopier, twin_by
+from graph_capture.sparse import MAKE_SPARSE, is_sparse, run_sparse
 from graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -90,6 +91,8 @@ class HollowMode(TorchDispatchMode):
             raise CaptureError(f"cannot trace the higher-order op {func} in plain mode")
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # touches no data
+        if func is MAKE_SPARSE or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
+            return run_sparse(func, args, dict(kwargs), self._known, _hollow)
         known = all(self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
                     if isinstance(leaf, torch.Tensor))
         if func in VALUE_OPS:

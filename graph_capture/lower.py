@@ -211,6 +211,11 @@ class _Lowering:
             self._note_alias(node, base, value)
             return
         index = len(self.ops)
+        if any(tensor.layout is not torch.strided for tensor in tensors_of(value)):
+            raise CaptureError(
+                f"{node.target} makes a sparse tensor, as nn.Embedding(sparse=True) does for its "
+                "gradient; a plan is made for dense ones: set sparse=False, or account for the "
+                "step as it is with planner.memory")
         made = {storage_key(tensor): tensor for tensor in tensors_of(value)}
         outputs = tuple(self._new_storage(tensor, index) for tensor in made.values())
         if node.target in _WHOLE_STORAGE_COPIES:

@@ -7,10 +7,10 @@ training step is put together from it, and reports and snapshots read it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Category(StrEnum):
@@ -129,6 +129,8 @@ class MicroStep:
     left_blocks: frozenset[int] = frozenset()
     """Blocks that stay beside them, taken to go when the next batch comes: gradients of inputs,
     what the model keeps in attributes."""
+    sparse_gradients: Mapping[str, Any] = field(default_factory=dict)
+    """Gradients in coordinate form, by parameter: tensors without values."""
     plain: bool = True
     """Whether the code ran on what it takes for plain tensors; else on fake ones, which some
     libraries treat in another way."""

@@ -20,13 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.allocator import allocated_bytes
 from graph_capture.convolution_backward import halves
 from graph_capture.inplace import can_write_inplace
 from graph_capture.memory_trace import Block, Category, MemoryTrace, OpRun
+from graph_capture.sparse import strided_tensors
 from graph_capture.torch_compat import GradientSums, OpOverload, storage_key
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
@@ -88,6 +88,11 @@ class MemoryTracker(TorchDispatchMode):
         """Number of the tensor's storage, in the order in which storages were made."""
         return self._number_of.get(storage_key(tensor))
 
+    def numbers_of(self, tree: Any) -> list[int]:
+        """Numbers of the storages of all tensors in a tree, those of sparse ones too."""
+        return [number for tensor in strided_tensors(tree)
+                if (number := self.number_of(tensor)) is not None]
+
     def live_numbers(self) -> set[int]:
         """Numbers of the storages alive now."""
         return set(self._references)
@@ -135,12 +140,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note_run(self, begun: int, func: OpOverload, args: tuple[Any, ...],
                   kwargs: Mapping[str, Any], out: Any, workspace_bytes: int) -> None:
-        read = {number: self._sizes[number] for leaf in pytree.tree_leaves((args, kwargs))
-                if isinstance(leaf, torch.Tensor)
-                and (number := self.number_of(leaf)) is not None}
-        made = {number: self._sizes[number] for leaf in pytree.tree_leaves(out)
-                if isinstance(leaf, torch.Tensor)
-                and (number := self.number_of(leaf)) is not None and number not in read}
+        read = {number: self._sizes[number] for number in self.numbers_of((args, kwargs))}
+        made = {number: self._sizes[number] for number in self.numbers_of(out)
+                if number not in read}
         touched = [*read, *made]
         if workspace_bytes:
             touched.append(self._new_number(workspace_bytes))
@@ -160,18 +162,17 @@ class MemoryTracker(TorchDispatchMode):
     def _made_bytes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                     out: Sequence[torch.Tensor | None]) -> int:
         """What a call takes for its results and beyond them."""
-        numbers = {self.number_of(leaf) for leaf in out if leaf is not None} - {None}
         return self._workspace(func, args, kwargs, out) + sum(
-            self._sizes[number] for number in numbers if number is not None)
+            self._sizes[number] for number in set(self.numbers_of(list(out))))
 
     def _follow_new(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                     out: Any) -> None:
         # What an op writes in place is no new storage, even if it was made out of sight.
-        written = {storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs))
-                   if isinstance(leaf, torch.Tensor)} if func._schema.is_mutable else ()
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in written:
-                self._follow(leaf)
+        written = ({storage_key(tensor) for tensor in strided_tensors((args, kwargs))}
+                   if func._schema.is_mutable else ())
+        for tensor in strided_tensors(out):
+            if storage_key(tensor) not in written:
+                self._follow(tensor)
 
     def _follow(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != self._trace_device.type or tensor.layout is not torch.strided:

@@ -28,6 +28,7 @@ from graph_capture.loss import LossFn, Objective, objective
 from graph_capture.memory_trace import Category, MicroStep
 from graph_capture.memory_tracker import MemoryTracker, Workspace
 from graph_capture.module_location import ModuleLocator
+from graph_capture.sparse import is_sparse
 from graph_capture.torch_compat import NoStaticShape
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
@@ -106,11 +107,13 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
                 goal.backward()
         seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
         gradients: dict[int, str] = {}  # of inputs, too
+        sparse: dict[str, torch.Tensor] = {}
         for tensor in copies:
             if tensor.is_leaf and tensor.grad is not None:
-                number = tracker.number_of(tensor.grad)
-                if number is not None:
-                    gradients[number] = parameters.get(id(tensor), "")
+                name = parameters.get(id(tensor), "")
+                gradients |= dict.fromkeys(tracker.numbers_of(tensor.grad), name)
+                if is_sparse(tensor.grad):
+                    sparse[name] = tensor.grad
         end, alive = tracker.event_count, tracker.live_numbers()
         del output
         without_output = tracker.live_numbers()
@@ -134,7 +137,8 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         trace=tracker.trace(category_of, gradients).until(end), loss_begins=loss_begins,
         backward_begins=backward_begins, gradients=kept,
         output_blocks=frozenset(alive - without_output), loss_blocks=frozenset(loss_blocks),
-        left_blocks=frozenset(without_loss - kept.keys()), plain=plain)
+        left_blocks=frozenset(without_loss - kept.keys()), plain=plain,
+        sparse_gradients=sparse)
 
 
 def _scaled(goal: Objective, twin: FakeTwin, tracker: MemoryTracker) -> Objective:

@@ -31,6 +31,7 @@ from graph_capture.device_model import device_model
 from graph_capture.flops import op_flops
 from graph_capture.free_memory import free_bytes
 from graph_capture.op_cache import OpCache, cache_directory
+from graph_capture.sparse import is_sparse, strided_tensors
 from graph_capture.torch_compat import OpOverload, no_active_modes, storage_key
 
 _SAFE_FRACTION = 0.25
@@ -75,7 +76,7 @@ class OpProbe:
 
         An in-place variant counts as what its kernel allocates beside the tensor that it writes.
         """
-        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        inputs, outputs = strided_tensors((args, kwargs)), strided_tensors(out)
         if not (_allocates(inputs, outputs) or target._schema.is_mutable):
             return 0
         if _known_to_be_free(target, args, inputs, self.device):
@@ -98,8 +99,8 @@ class OpProbe:
         known = self._cache.get(key)
         if known is not None:
             return known
-        measured = self._measure(target, args, kwargs, _tensors((args, kwargs)), _tensors(out),
-                                 self._duration)
+        measured = self._measure(target, args, kwargs, strided_tensors((args, kwargs)),
+                                 strided_tensors(out), self._duration)
         if measured is None:
             self.untimed.add(str(target))
             return None
@@ -127,8 +128,8 @@ class OpProbe:
 
     def _estimated_seconds(self, target: OpOverload, args: tuple[Any, ...],
                            kwargs: Mapping[str, Any], outputs: list[torch.Tensor]) -> float:
-        if not outputs:
-            return 0.0
+        if not outputs or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
+            return 0.0  # a sparse tensor has few rows
         flops = op_flops(target, args, kwargs, outputs if len(outputs) > 1 else outputs[0])
         return device_model(self.device).op_seconds(flops, 0, outputs[0].dtype)
 
@@ -172,6 +173,9 @@ def signature(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
             # The same tensor twice is another case than two tensors of the same shape.
             order = seen.setdefault(id(leaf), len(seen))
             words.append(f"{order}:{leaf.dtype}{_ints(leaf.shape)}{_ints(_strides(leaf))}")
+            if is_sparse(leaf):
+                values, indices = strided_tensors(leaf)
+                words.append(f"{_ints(_strides(values))}{leaf.is_coalesced()}{indices.tolist()}")
         else:
             words.append(repr(leaf))
     return hashlib.sha256("|".join(words).encode()).hexdigest()
@@ -191,13 +195,20 @@ class _Materializer:
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             if id(leaf) not in self._made:
-                self._made[id(leaf)] = self._real(leaf)
+                self._made[id(leaf)] = (
+                    self._sparse(leaf) if is_sparse(leaf) else self._real(leaf))
             return self._made[id(leaf)]
         if isinstance(leaf, torch.device):
             return self._device
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             return leaf.node.hint
         return leaf
+
+    def _sparse(self, known: torch.Tensor) -> torch.Tensor:
+        values, indices = strided_tensors(known)
+        made = torch.sparse_coo_tensor(indices.to(self._device, copy=True), self._real(values),
+                                       known.shape, check_invariants=False)
+        return made._coalesced_(known.is_coalesced())
 
     def _real(self, fake: torch.Tensor) -> torch.Tensor:
         count = _extent(fake)
@@ -208,10 +219,6 @@ class _Materializer:
         else:
             flat = torch.zeros(count, dtype=fake.dtype, device=self._device)  # a valid index
         return flat.as_strided(_ints(fake.shape), _ints(_strides(fake)))
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _ints(sizes: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ something else every so many steps.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -118,7 +118,8 @@ def trace_optimizer(optimizer: object, twin: FakeTwin, *,
 
 def trace_optimizer_steps(
     optimizer: object, twin: FakeTwin, *,
-    with_gradient: Collection[str] | None = None, settings: OptimizerSettings | None = None,
+    with_gradient: Collection[str] | None = None,
+    sparse: Mapping[str, torch.Tensor] | None = None, settings: OptimizerSettings | None = None,
     workspace: Workspace = lambda *call: 0,
 ) -> OptimizerTrace:
     """Two steps of `optimizer` on the trainable parameters of the twin's model; more, where its
@@ -128,14 +129,15 @@ def trace_optimizer_steps(
     that the twin was made from and is not touched.  (Where the step takes a closure, the state is
     left out.)  A class, or its name in lower case (`"adamw"`), has its default settings.
     `with_gradient`: names of the parameters that have a gradient; by default all that are
-    trainable.  `workspace`: what single ops take beyond their results; by default nothing.
+    trainable.  `sparse`: gradients in coordinate form, by parameter.  `workspace`: what single ops
+    take beyond their results; by default nothing.
 
     Raises `ValueError` for an unknown name, `TypeError` for something else, and `CaptureError` for
     an optimizer that cannot run without the values of the gradients.
     """
     name = optimizer_name(optimizer)
     try:
-        return _Steps(optimizer, twin, with_gradient, settings or OptimizerSettings(),
+        return _Steps(optimizer, twin, with_gradient, sparse or {}, settings or OptimizerSettings(),
                       workspace).trace()
     except Exception as error:
         raise CaptureError(f"cannot trace a step of the optimizer {name}: {error}; plan "
@@ -146,8 +148,8 @@ class _Steps:
     """Steps of optimizers on hollow parameters."""
 
     def __init__(self, optimizer: object, twin: FakeTwin,
-                 with_gradient: Collection[str] | None, settings: OptimizerSettings,
-                 workspace: Workspace) -> None:
+                 with_gradient: Collection[str] | None, sparse: Mapping[str, torch.Tensor],
+                 settings: OptimizerSettings, workspace: Workspace) -> None:
         self.settings = settings
         # Some look at the norm of an update.
         self.plain = plain = hollow_twin(twin, unknown_is_zero=True)
@@ -165,7 +167,8 @@ class _Steps:
         given = instances(optimizer)
         if given is None:
             with plain.mode, self.tracker:  # some make their state at once
-                self.steppers = make_optimizers(optimizer, self.trainable, ())
+                self.steppers = make_optimizers(
+                    optimizer, self.trainable, [id(plain.parameters[name]) for name in sparse])
         else:
             self.steppers = _copied(given, twin, plain)
         groups = [group for stepper in self.steppers for group in stepper.param_groups]
@@ -176,7 +179,9 @@ class _Steps:
             _choose_implementation(group, twin.device, settings.implementation)
         for parameter in self.parameters:
             known = self.names.get(id(parameter))
-            if known is not None and (with_gradient is None or known in with_gradient):
+            if known in sparse:
+                parameter.grad = sparse[known]
+            elif known is not None and (with_gradient is None or known in with_gradient):
                 with plain.mode:  # outside of the tracker: gradients are not the optimizer's
                     parameter.grad = torch.empty_like(parameter)
 

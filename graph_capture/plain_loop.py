@@ -91,6 +91,11 @@ class PlainLoop:
 
         Raises `CaptureError` where the step cannot be traced.
         """
+        growing = with_gradient and self.micro_step().sparse_gradients.keys() & with_gradient
+        if growing:
+            raise CaptureError(
+                f"the gradient of {min(growing)} is sparse, and grows with each micro-step: it is "
+                "followed with accumulation=1 and set_to_none=True only")
         if with_gradient not in self._micro_steps:
             with _explained("the training step"):
                 self._micro_steps[with_gradient] = trace_micro_step(
@@ -111,7 +116,8 @@ class PlainLoop:
         """Two steps of the optimizer; the parameters that a micro-step reaches have gradients."""
         return trace_optimizer_steps(
             optimizer, self.twin, with_gradient=frozenset(self.micro_step().gradients.values()),
-            settings=settings, workspace=self._probe.workspace_bytes)
+            sparse=self.micro_step().sparse_gradients, settings=settings,
+            workspace=self._probe.workspace_bytes)
 
     def _context(self) -> AbstractContextManager[Any]:
         if self._autocast is None:

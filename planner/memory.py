@@ -65,7 +65,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         load_state_dict: whether the parameters come from a state dict on the same device.
 
     Raises:
-        CaptureError: the step cannot be traced.
+        CaptureError: the step cannot be traced; a sparse gradient with more than one micro-step.
         PlanMismatch: the plan was made for another step.
         TypeError, ValueError: an argument is wrong in itself, an unknown optimizer for one.
     """

@@ -127,7 +127,8 @@ def _step_remedies(present: PresentLoop) -> Iterator[Proposal]:
                 block.size_bytes // _CHUNKS if block.op in _CROSS_ENTROPY else block.size_bytes)),
             exact=False)
     growing = sum(fullest.memory[category.value] for category in _GROWS_WITH_BATCH)
-    if growing > _SHARE * fullest.peak_bytes:
+    adds_up = not present.plain.micro_step().sparse_gradients
+    if adds_up and growing > _SHARE * fullest.peak_bytes:
         halved = replace(present.loop, accumulation=2 * present.loop.accumulation)
         changed = compose(present.plain.resident(), present.micro_steps, present.traced, halved)
         yield Proposal(

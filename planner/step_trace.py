@@ -120,7 +120,7 @@ class _Composer:
         self.spans: list[Span] = []
         self.of_optimizer: dict[int, int] = {}  # its blocks to ours
         self.batch: list[int] = []
-        self.gradients: dict[str, int] = {}  # parameter to block
+        self.gradients: dict[str, list[int]] = {}  # parameter to blocks
         self.stale: list[int] = []  # gradients that are reset before the next backward
         self.output: list[int] = []
         self.loss: list[int] = []
@@ -228,7 +228,8 @@ class _Composer:
         self._begin(StepPhase.BACKWARD, iteration, number)
         self._release(self.stale)
         self._play(step.trace, step.backward_begins, len(step.trace.events), ours)
-        self.gradients.update({name: ours[block] for block, name in step.gradients.items()})
+        for block, name in step.gradients.items():
+            self.gradients.setdefault(name, []).append(ours[block])
         self.output = [ours[block] for block in sorted(step.output_blocks)]
         self.loss = [ours[block] for block in sorted(step.loss_blocks)]
         self.left = [ours[block] for block in sorted(step.left_blocks)]
@@ -241,7 +242,7 @@ class _Composer:
             return
         reset = [name for name in self.gradients
                  if self.optimizer is None or name in self.optimizer.parameters]
-        gone = [self.gradients.pop(name) for name in reset]
+        gone = [block for name in reset for block in self.gradients.pop(name)]
         if self.loop.zero_grad == "before_backward":
             self.stale = gone
         else:

@@ -139,3 +139,51 @@ def test_what_cannot_be_had_is_said():
     with pytest.raises(planner.CaptureError, match="Muon takes matrices, and the model has none"):
         planner.plan(nn.BatchNorm1d(4), torch.randn(3, 4), loss_fn=torch.sum, optimizer="muon")
 
+
+
+class Sparse(nn.Module):
+    """An embedding of which a batch touches few rows, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(5000, 64, sparse=True)
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, ids):
+        return torch.tanh(self.head(self.embed(ids)))
+
+
+TOUCHED = torch.arange(16 * 32).remainder(100).view(16, 32)
+
+
+def sparse_and_rest(model):
+    return [torch.optim.SparseAdam(model.embed.parameters()),
+            torch.optim.Adam(model.head.parameters())]
+
+
+def test_sparse_gradients_beside_dense_ones():
+    model = Sparse()
+    loop = {"model": model, "inputs": (TOUCHED,), "loss_fn": lambda y: y.square().mean()}
+    report = planner.memory(**loop, optimizer=sparse_and_rest(model))
+    assert report.account == planner.memory(**loop, optimizer="sparseadam").account
+    real, held = copy.deepcopy(model), []
+
+    def step():
+        loop["loss_fn"](real(TOUCHED)).backward()
+        held[0].step()
+        held[0].zero_grad()
+
+    _, first, _, later = record_stages(
+        [lambda: held.append(Both(sparse_and_rest(real))), *[step] * 3])
+    base = report.loading.peak_bytes + report.resident.inputs
+    assert report.first.peak_bytes == pytest.approx(base + first.peak_bytes, rel=0.005)
+    assert report.steady.peak_bytes == pytest.approx(base + later.peak_bytes, rel=0.005)
+    assert report.resident_bytes == base + later.end_bytes
+    # Without the batch's values every row may be another one.
+    unknown = planner.memory(**{**loop, "inputs": (TOUCHED.to("meta"),)}, optimizer="sparseadam")
+    assert unknown.peak_bytes > report.peak_bytes
+    with pytest.raises(planner.CaptureError, match="grows with each micro-step"):
+        planner.memory(**loop, optimizer="sparseadam", accumulation=2)
+    with pytest.raises(planner.CaptureError, match="makes a sparse tensor"):
+        planner.plan(**loop)

@@ -73,6 +73,12 @@ def test_footprint_equals_a_real_step(name, options):
     assert all(parameter.grad is None for parameter in twin.model.parameters())
 
 
+def test_every_class_of_torch_is_compared_with_real_steps():
+    """Here, or in `test_closures_and_several_optimizers`."""
+    elsewhere = {"lbfgs", "muon", "sparseadam"}
+    assert {name.lower() for name, _ in CONFIGURATIONS} | elsewhere == OPTIMIZERS.keys()
+
+
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"lbfgs"}))
 def test_every_name_is_traced_or_refused_clearly(name):
     """L-BFGS takes some seconds with its default history."""

@@ -1,0 +1,72 @@
+"""Sparse tensors in coordinate form: what holds their memory, and ops on them without values.
+
+`nn.Embedding(sparse=True)` makes such gradients: rows that the batch has touched, and which.  How
+many distinct rows there are depends on values, so the indices keep theirs, where the batch's are
+known; else all rows count as distinct, which is the most that there can be.
+
+Blind spot: a sparse gradient that is added to another one, which grows with every micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graph_capture.errors import CaptureError
+from graph_capture.torch_compat import OpOverload, no_active_modes
+
+MAKE_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+_QUESTIONS = frozenset({torch.ops.aten.is_coalesced.default, torch.ops.aten._nnz.default,
+                        torch.ops.aten.sparse_dim.default, torch.ops.aten.dense_dim.default})
+_FOLLOWED = frozenset({torch.ops.aten.clone.default, torch.ops.aten._coalesce.default,
+                       torch.ops.aten.sparse_mask.default})
+"""Ops that read values and write none of their operands: they may run on values of zero."""
+
+
+def is_sparse(value: object) -> bool:
+    """Whether this is a sparse tensor in coordinate form."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
+
+
+def strided_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree that have a storage: values and indices in the place of a sparse one.
+    """
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(tree):
+        if is_sparse(leaf):
+            with no_active_modes():
+                found += (leaf._values(), leaf._indices())
+        elif isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+    return found
+
+
+def run_sparse(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
+               is_known: Callable[[torch.Tensor], bool],
+               without_values: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The result of an op that takes or makes a sparse tensor, its indices with values, its values
+    without.
+
+    `without_values`: a tensor of the same layout in a storage of its own.  Raises `CaptureError`
+    for an op whose result cannot be had without values.
+    """
+    if func in _QUESTIONS:
+        return func(*args, **kwargs)
+    if func is MAKE_SPARSE:
+        indices, values = args[3], args[4]
+        if not is_known(indices):  # every row at most once
+            rows = torch.arange(indices.numel()).view_as(indices)
+            args = (*args[:3], rows.remainder(torch.tensor(args[2][:args[0]])[:, None]), values)
+        return func(*args, **kwargs)
+    if func is torch.ops.aten.add_.Tensor and not is_sparse(args[0]):
+        return args[0]
+    if func not in _FOLLOWED:
+        raise CaptureError(f"{func} of a sparse gradient cannot be followed without its values")
+    out = func(*args, **kwargs)
+    return MAKE_SPARSE(
+        out.sparse_dim(), out.dense_dim(), list(out.size()), out._indices(),
+        without_values(out._values()), dtype=out.dtype, layout=out.layout, device=out.device,
+        is_coalesced=out.is_coalesced())
