@@ -84,6 +84,7 @@ def test_what_is_impossible_says_what_is_needed():
     ({"budget": "50%"}, ValueError, "percentage"),
     ({"budget": None}, ValueError, "a budget is needed"),
     ({"cost_model": "flops"}, ValueError, "roofline"),
+    ({"backend": "inductor"}, ValueError, "use backend='eager'"),
     ({"solver": "magic"}, ValueError, "solver"),
 ])
 def test_wrong_arguments_are_told(options, error, message):

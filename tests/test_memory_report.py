@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import pickletools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,12 @@ def test_a_plan_of_another_step_is_refused(planned):
         planner.memory(model, (IDS[:8],), loss_fn=lambda y: y.square().mean(), plan=plan)
     with pytest.raises(planner.PlanMismatch):
         planner.memory(Network(torch.bfloat16), (IDS,), loss_fn=loss_fn, plan=plan)
+
+
+def test_a_plan_for_inductor_is_refused_with_what_to_do(planned):
+    model, plan = planned
+    with pytest.raises(ValueError, match="are the account"):
+        planner.memory(model, (IDS,), loss_fn=loss_fn, plan=replace(plan, backend="inductor"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet", "dropout_everywhere"])
