@@ -24,10 +24,10 @@ from graph_capture.inductor_joint import move_to_forward, without_replayed_rando
 from graph_capture.joint import JointGraph
 from graph_capture.lower import LoweredRegion
 from graph_capture.torch_compat import PartitionFunction
-from graph_capture.torch_compat.inductor import LateRecomputation, inductor_backend
+from graph_capture.torch_compat.inductor import KernelOrder, inductor_backend
 from graph_capture.training_graph import CodeMemory
 
-_FORMAT = "checkpoint-planner 2"
+_FORMAT = "checkpoint-planner 3"
 """To be changed whenever one recipe makes other graphs than before."""
 
 
@@ -68,7 +68,12 @@ class InductorBackend(PlanBackend):
 
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
-            settings={"_pre_fusion_custom_pass": LateRecomputation()})(module, inputs)
+            settings={
+                "_pre_fusion_custom_pass": KernelOrder(self._recipe.strict_order),
+                # Inductor keeps a buffer that is done with for a later one of the same size, and
+                # is held to its own estimate of the peak in that, which is higher than the peak.
+                "allow_buffer_reuse": False,
+            })(module, inputs)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool
                       ) -> None:

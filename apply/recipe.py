@@ -90,6 +90,8 @@ class Recipe:
     """Keyword arguments that capture forced (`use_cache=False`) and the applied model repeats."""
     backend: str = "eager"
     """What runs the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""
+    strict_order: bool = False
+    """Whether Inductor may not move or fuse kernels of the backward across calls of libraries."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

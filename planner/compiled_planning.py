@@ -33,14 +33,21 @@ if TYPE_CHECKING:
     from apply.inductor import InductorBackend
     from graph_capture.compiled_step import CompiledStep, CompiledTracer
 
-_ROUNDS = 6
-"""Budgets that are tried on the solver for one plan at most."""
-_LEAST_ROUNDS = 3
+_ROUNDS = 4
+"""Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
+_LEAST_ROUNDS = 2
 """The first of these are tried even after the time limit."""
 _CLOSE_ENOUGH = 0.02
 """Part of the budget that may be left unused."""
-_SHARE_OF_SOLVER = 0.15
+_MARGIN = 0.002
+"""Part of the budget by which the next proposal is to stay below it."""
+_SHARE_OF_SOLVER = 0.1
 """Part of the time limit that one proposal may take."""
+_NO_LESS = 0.95
+"""Schedules whose peaks, by the problem's account, are nearer than this are not told apart by it."""
+_WORTH_TRYING = 1.1
+"""A schedule that takes more than this times what it should, by the problem's account, is not
+compiled."""
 
 
 @dataclass
@@ -102,12 +109,12 @@ class _Search:
         """What Inductor does by itself."""
         return self.judge(schedule_saving(self.graph, self.problem, self.account.saved_by_default))
 
-    def judge(self, schedule: Schedule) -> _Candidate:
+    def judge(self, schedule: Schedule, strict_order: bool = False) -> _Candidate:
         """Compile a step with this schedule and follow its memory."""
         recipe = build_recipe(
             self.graph, unroll(self.problem, schedule), tensors=self.prepared.tensors,
             training=self.prepared.training, overrides=self.prepared.overrides)
-        recipe = replace(recipe, backend="inductor", regions=tuple(
+        recipe = replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
             replace(region, takeovers=()) for region in recipe.regions))
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
@@ -118,21 +125,31 @@ class _Search:
         """Schedules within `net_bytes` by the problem's own account, most promising first."""
         share = self.effort.time_limit * _SHARE_OF_SOLVER
         found = solve_within(self.prepared, net_bytes, replace(self.effort, time_limit=share))
-        return self.variants(found.schedule)
+        return self.variants(found.schedule, net_bytes)
 
-    def variants(self, found: Schedule) -> tuple[Schedule, ...]:
-        """The solver's schedule: first without saving what is free to compute; then as it is, where
-        that takes less memory."""
+    def variants(self, found: Schedule, net_bytes: int) -> tuple[Schedule, ...]:
+        """The solver's schedule: without saving what is free to compute, where that is worth a try;
+        then as it is, where that takes less memory."""
         saved = without_free(self.graph, saved_buffers(self.graph, self.problem, found), self.free)
         leaner = schedule_saving(self.graph, self.problem, saved)
         peaks = [simulate(self.problem, schedule).peak_bytes for schedule in (leaner, found)]
-        return (leaner, found) if peaks[1] < peaks[0] else (leaner,)
+        if peaks[0] > _WORTH_TRYING * net_bytes:
+            return (found,)
+        return (leaner, found) if peaks[1] < _NO_LESS * peaks[0] else (leaner,)
 
     def within(self, net_bytes: int) -> _Candidate | None:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`."""
         first = self.default()
         if first.step.peak_bytes <= net_bytes:
             return first
+        for strict_order in (False, True):
+            found = self._narrow(net_bytes, first, strict_order)
+            if found is not None:
+                return found
+        return None
+
+    def _narrow(self, net_bytes: int, first: _Candidate, strict_order: bool) -> _Candidate | None:
+        """The cheapest candidate found with one order of kernels."""
         internal = net_bytes
         low, high = 0, simulate(self.problem, first.schedule).peak_bytes
         # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
@@ -141,7 +158,7 @@ class _Search:
             if number >= _LEAST_ROUNDS and self.seconds_left <= 0:
                 break
             try:
-                candidate = self._best_of(self.propose(internal), net_bytes)
+                candidate = self._best_of(self.propose(internal), net_bytes, strict_order)
             except solvers.errors.InfeasibleBudget as refusal:
                 low = max(low, internal)
                 internal = refusal.minimum_bytes
@@ -152,21 +169,24 @@ class _Search:
             if left >= 0:
                 if best is None or candidate.cost < best.cost:
                     best = candidate
-                low, internal = max(low, internal), internal + max(left * 9 // 10, 1)
+                low = max(low, internal)
             else:
-                high, internal = min(high, internal), internal + left * 11 // 10
+                high = min(high, internal)
             if (0 <= left <= _CLOSE_ENOUGH * net_bytes
                     or high - low <= _CLOSE_ENOUGH * net_bytes):
                 break
+            # The next proposal is taken to be as far from its own account as this one.
+            internal += left - int(_MARGIN * net_bytes)
             if not low < internal < high:
                 internal = (low + high) // 2
         return best
 
-    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int) -> _Candidate:
+    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, strict_order: bool
+                 ) -> _Candidate:
         """The first that fits, else the smallest."""
         tried: list[_Candidate] = []
         for schedule in schedules:
-            tried.append(self.judge(schedule))
+            tried.append(self.judge(schedule, strict_order))
             if tried[-1].step.peak_bytes <= net_bytes:
                 return tried[-1]
         return min(tried, key=lambda candidate: candidate.step.peak_bytes)
@@ -174,14 +194,10 @@ class _Search:
     def smallest(self) -> _Candidate:
         """The candidate whose compiled step takes the least memory, among those tried."""
         try:
-            found = solve_within(self.prepared, 0, replace(
-                self.effort, time_limit=self.effort.time_limit * _SHARE_OF_SOLVER))
+            schedules = self.propose(0)
         except solvers.errors.InfeasibleBudget as refusal:
-            floor = refusal.minimum_bytes
-            found = solve_within(self.prepared, floor, replace(
-                self.effort, time_limit=self.effort.time_limit * _SHARE_OF_SOLVER))
-        tried = [self.judge(schedule) for schedule in self.variants(found.schedule)]
-        return min(tried, key=lambda candidate: candidate.step.peak_bytes)
+            schedules = self.propose(refusal.minimum_bytes)
+        return self._best_of(schedules, 0, strict_order=True)
 
 
 def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effort) -> Plan:

@@ -29,7 +29,7 @@ from planner.plan import Plan
 from planner.plan_reader import Reader
 from planner.whole_file import write_whole
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Layout that this version writes and reads."""
 
 EPILOGUE = "/update of mutated inputs#0"
@@ -88,6 +88,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "training": plan.recipe.training,
         "inputs": plan.inputs,
         "overrides": dict(plan.recipe.overrides),
+        "strict_order": plan.recipe.strict_order,
         "optimizer": None if optimizer is None else {
             "name": optimizer.name,
             "state_bytes": optimizer.state_bytes,
@@ -156,6 +157,7 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
         training=root.boolean("training"),
         overrides=tuple(root.mapping("overrides").items()),
         backend=root.text("backend"),
+        strict_order=root.boolean("strict_order"),
     )
     plan = Plan(
         budget_bytes=root.optional_integer("budget_bytes"),

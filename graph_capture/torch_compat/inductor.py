@@ -30,7 +30,7 @@ list of arguments; `inputs` are fake, as the partitioner left them."""
 
 __all__ = [
     "JointPartitioner",
-    "LateRecomputation",
+    "KernelOrder",
     "default_saved_names",
     "inductor_backend",
     "missing_compiler",
@@ -69,16 +69,20 @@ class JointPartitioner(CustomPartitionerFn):
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomPassBase)
 
 
-class LateRecomputation(_SchedulerPass):
-    """`torch._inductor.config._pre_fusion_custom_pass`: a recomputation stays where it was put.
+class KernelOrder(_SchedulerPass):
+    """`torch._inductor.config._pre_fusion_custom_pass`: kernels of the backward keep to the plan.
 
     What the backward recomputes depends on no gradient, so that Inductor may fuse it with the first
     kernel of the backward, or run it then, and all recomputed values would be alive at once.  Here
     it gets an ordering dependency on the last call of an external kernel that does depend on a
     gradient and comes before it: kernels are not fused across those anyway.
+
+    `strict`: every kernel gets one on the last external kernel before it.  That takes less memory
+    still, and more time: of two kernels that could be one, each then reads its operands.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = False) -> None:
+        self._strict = strict
         self._of_user = inductor_config._pre_fusion_custom_pass
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -96,24 +100,26 @@ class LateRecomputation(_SchedulerPass):
         barrier = ""
         for node in nodes:
             made = node.get_buffer_names()
-            if any(dep.name in dependent for dep in node.read_writes.reads):
-                dependent.update(made)
-                if node.is_extern() and made:
-                    barrier = next(iter(made))
-            elif barrier and made:
+            depends = any(dep.name in dependent for dep in node.read_writes.reads)
+            if barrier and made and (self._strict or not depends):
                 # An op's name in the place of a mutated buffer: the dependency is for order alone.
                 node.add_fake_dep(WeakDep(barrier, node.get_name(), is_fake=True))
+            if depends:
+                dependent.update(made)
+            if node.is_extern() and made and (self._strict or depends):
+                barrier = next(iter(made))
         V.graph.scheduler.compute_ancestors()
         return nodes
 
     def uuid(self) -> tuple[object, ...] | None:
         """What the caches know it by; to be changed with the code above.  `None`, for no caching,
         where the user's pass is a mere function."""
+        mine = ("checkpoint-planner: order of kernels 1", self._strict)
         if self._of_user is None:
-            return ("checkpoint-planner: late recomputation 1",)
+            return mine
         if not isinstance(self._of_user, CustomPassBase):
             return None
-        return ("checkpoint-planner: late recomputation 1", self._of_user.uuid())
+        return (*mine, self._of_user.uuid())
 
 
 def inductor_backend(
