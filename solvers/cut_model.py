@@ -70,6 +70,8 @@ class CutModel:
     inner: tuple[tuple[int, int], ...] = ()
     """(cut, op): memory is also looked at while the op is recomputed in the stage that this cut
     ends, if it is recomputed there.  Not with the first cut."""
+    price: float = 0.0
+    """What each byte retained past the first cut costs, besides; cost and bound contain it."""
     runs: tuple[Run, ...] = ()
     """Where ops repeat; what is alike there is counted instead of told apart."""
 
@@ -118,6 +120,10 @@ class _Program:
         objective = mathopt.LinearSum(
             problem.ops[op].cost / self.cost_unit * variable
             for stage in self.again for op, variable in stage.items())
+        if model.price:
+            objective += mathopt.LinearSum(
+                model.price * problem.storages[storage].size_bytes / self.cost_unit * variable
+                for storage, variable in self.retained[0].items())
         self.mip.minimize(objective)
 
     def _row(self, terms: Mapping[mathopt.Variable, float], lower: float) -> None:

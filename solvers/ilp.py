@@ -12,17 +12,20 @@ models of cuts, which are then no larger for a deeper network.
 
 from __future__ import annotations
 
+import math
+
+from solvers.block_bound import STEP, BlockBound
 from solvers.cut_model import CutModel
 from solvers.dp import Chain
 from solvers.frontiers import narrow_frontiers, region_after, waists
 from solvers.incumbent import Incumbent
-from solvers.problem import Problem
 from solvers.realise import realise
 from solvers.repetition import Run, runs_of
-from solvers.simulator import Timeline, unroll
+from solvers.simulator import unroll
 from solvers.slot_model import best_of_slots
 from solvers.slots import block_gaps, gaps_of, template
 from solvers.task import Proposal, Task
+from solvers.violations import next_cuts
 
 ANCHOR_ROUNDS = 6
 GENEROSITY = 3.0
@@ -70,7 +73,7 @@ class CutSearch:
         self._inner: tuple[tuple[int, int], ...] = ()
         self._moments = frozenset({(pivot, pivot)})
         self._relaxed = problem.plain_schedule
-        self._anchored = False
+        self._anchored = self._layered = False
         self._cut_nodes = self._slot_nodes = FIRST_NODES
         self._cut_work = self._slot_work = 0.0
         self._cuts_solved = self._cuts_settled = self._slots_settled = False
@@ -90,10 +93,13 @@ class CutSearch:
         return self._cut_work + self._slot_work
 
     def turn(self) -> None:
-        """Anchors at first, then slots or cuts."""
+        """Anchors at first, then slots or cuts; once there is a second cut, the bound by layers."""
         if not self._anchored:
             self._anchored = True
             _offer_anchored(self._task, self._incumbent, self._cuts[0], self._runs)
+        elif self._cuts_solved and not self._layered and len(self._cuts) > 1:
+            self._layered = True
+            self._bound_layers()
         elif not self._slots_settled and (
                 self._cuts_settled or self._slot_work <= self._cut_work):
             self._choose_slots()
@@ -115,17 +121,11 @@ class CutSearch:
     def _add_cuts(self) -> bool:
         """Look at memory where the last solution of the model exceeds the budget most, too; whether
         there is such a place."""
-        problem = self._task.problem
-        timeline = unroll(problem, self._relaxed)
-        for following, op in _violations(problem, timeline, self._task.budget_bytes):
-            if following == op and op not in self._cuts:
-                self._cuts = tuple(sorted({*self._cuts, op}))
-                return True
-            if op < following < len(problem) and (following, op) not in self._inner:
-                self._inner = tuple(sorted({*self._inner, (following, op)}))
-                self._cuts = tuple(sorted({*self._cuts, following - 1, following}))
-                return True
-        return False
+        found = next_cuts(self._task.problem, self._task.budget_bytes, self._relaxed, self._cuts,
+                          self._inner)
+        if found is not None:
+            self._cuts, self._inner = found
+        return found is not None
 
     def _cut(self) -> None:
         """Solve the model of the present cuts."""
@@ -150,6 +150,21 @@ class CutSearch:
             if incumbent.proven or not (incumbent.fits and proof_in_reach):
                 break
         incumbent.report(f"{len(self._cuts)} cuts" if len(self._cuts) > 1 else "one cut")
+
+    def _bound_layers(self) -> None:
+        """Bound what each layer costs by itself."""
+        task, incumbent = self._task, self._incumbent
+        pivot = unroll(task.problem, task.problem.plain_schedule).peak_position
+        layers = BlockBound(task, self._runs, pivot)
+        low, high = (CutModel(task.problem, int(share * task.budget_bytes), (pivot,),
+                              runs=self._runs).solve(task.seconds_left, nodes=self._cut_nodes)
+                     for share in (1.0, 1.0 + STEP))
+        if not math.isfinite(low.extra_cost - high.extra_cost):
+            return
+        price = (low.extra_cost - high.extra_cost) / (STEP * task.budget_bytes)
+        incumbent.raise_bound(layers.best(price))
+        self._cut_work += layers.work
+        incumbent.report("layers by themselves")
 
     def _choose_slots(self) -> None:
         """Choose anew among the recomputations known, then also among those of whole blocks."""
@@ -207,21 +222,3 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
         if incumbent.proven or task.seconds_left <= 0:
             break
     incumbent.report("anchored")
-
-
-def _violations(problem: Problem, timeline: Timeline, budget: int) -> list[tuple[int, int]]:
-    """Where memory is over the budget, at its local peaks, worst first: the first run that comes
-    next, and the op that runs (the same one, or one that is recomputed before it)."""
-    memory = timeline.memory_bytes
-    firsts = {op: position for position, op in reversed(list(enumerate(timeline.schedule)))}
-    following = len(problem)
-    found: list[tuple[int, int, int]] = []
-    for position in range(len(memory) - 1, -1, -1):
-        op = timeline.schedule[position]
-        if firsts[op] == position:
-            following = op
-        before = memory[position - 1] if position else -1
-        after = memory[position + 1] if position + 1 < len(memory) else -1
-        if memory[position] > budget and before <= memory[position] > after:
-            found.append((-memory[position], following, op))
-    return [(following, op) for _, following, op in sorted(found)]

@@ -1,0 +1,220 @@
+"""A Lagrangian bound: each layer by itself, with a price on the bytes that it retains.
+
+The model of the world: a forward part and a backward part, layers that repeat in the forward part
+(`solvers.repetition`), and memory at the peak of the plain order, the *pivot*, shared by them.
+With a price on each byte retained past the pivot the layers come apart: whatever the schedule, what
+it recomputes of a layer and pays for that layer's bytes is no less than the least that the layer
+alone costs, seen with nothing else in memory but what surely is.  Summed over the layers, and less
+the price of all the room there is, that is a bound for every legal schedule within the budget,
+whatever the price.
+
+Alone, a layer is small enough to look at memory everywhere in its backward, which the model of the
+whole (`solvers.cut_model`) can afford at a few places only.  Layers that are alike are solved once,
+with the room of whichever has most.
+
+Blind spots: what other layers retain while a layer's backward runs, and recomputations that serve
+the next layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from solvers.cut_model import CutModel
+from solvers.frontiers import frontiers, region_after
+from solvers.problem import Op, Problem, Segment, Storage
+from solvers.realise import realise
+from solvers.repetition import Run
+from solvers.task import Task
+from solvers.violations import Inner, next_cuts
+from solvers.working_set import fixed_bytes, takeover_candidates
+
+PRICES = 3
+PRICE_STEP = 1.1
+"""So many prices are tried, each by this factor above or below the one before: the bound is concave
+in the price, and flat around the best one."""
+STEP = 0.05
+"""The first price is what so much more budget, as a fraction of it, would save."""
+MOST_CUTS = 6
+"""Cuts in the backward of one layer."""
+MOST_ROOMS = 12
+"""So many rooms are told apart among layers that are alike otherwise."""
+NODES = 200
+GAP = 2e-5
+"""Layers are solved to within this fraction of the plain cost of the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer, cut out of a problem."""
+
+    problem: Problem
+    """Its forward ops, the pivot, the entry to its backward, and its backward.  What comes from
+    outside costs and holds nothing, but for what is alive throughout."""
+    pivot: int
+    """The op of the layer's problem that stands for the pivot."""
+    constant_bytes: int
+    """Held throughout its backward: what earlier ops made that is kept to the end."""
+
+
+def layers_of(problem: Problem, runs: Sequence[Run], pivot: int) -> list[Layer]:
+    """The ops that may be recomputed after the pivot, cut where the stretches of each run meet and
+    where least crosses from one to the next; none where nothing repeats."""
+    region = region_after(problem, pivot)
+    crossing = {f.position: f.size_bytes for f in frontiers(problem, region)}
+    bounds: set[int] = set()
+    for run in runs:
+        if not crossing.keys() & range(run.start, run.stop):
+            continue
+        widths = [sum(crossing.get(op, 0) for op in range(run.start + shift, run.stop, run.period))
+                  / len(range(run.start + shift, run.stop, run.period))
+                  for shift in range(min(run.period, run.stop - run.start))]
+        bounds.update(range(run.start + widths.index(min(widths)), run.stop, run.period))
+    if not bounds:
+        return []
+    first, last = region.ops[0], region.ops[-1] + 1
+    ends = [first, *sorted(b for b in bounds if first < b < last), last]
+    pieces = (_cut_out(problem, list(range(start, stop)), pivot)
+              for start, stop in pairwise(ends))
+    return [piece for piece in pieces if piece is not None]
+
+
+def _cut_out(problem: Problem, forward: list[int], pivot: int) -> Layer | None:
+    ops, storages = problem.ops, problem.storages
+    if problem.segment_of[forward[0]] != problem.segment_of[forward[-1]]:
+        return None
+    made = {s for op in forward for s in ops[op].outputs}
+    readers = sorted({r for s in made for r in problem.consumers[s] if r > pivot})
+    if not readers:
+        return None
+    backward = list(range(readers[0], readers[-1] + 1))
+    if any(ops[op].recomputable for op in backward):
+        return None
+    arriving = sorted({s for op in backward for s in ops[op].inputs
+                       if pivot < storages[s].producer < backward[0]
+                       and not storages[s].kept_to_end
+                       and not ops[storages[s].producer].recomputable})
+    chosen: list[Op] = []
+    kept: list[Storage] = []
+    name: dict[int, int] = {}  # of a storage in the layer's problem
+
+    def add(op: Op, outputs: Sequence[int]) -> None:
+        for storage in outputs:
+            name[storage] = len(kept)
+            kept.append(Storage(storages[storage].size_bytes, len(chosen),
+                                storages[storage].kept_to_end))
+        chosen.append(Op(
+            "", op.cost, tuple(name[s] for s in op.inputs if s in name),
+            tuple(name[s] for s in outputs), op.workspace_bytes, op.recomputable,
+            tuple(name[s] for s in op.inplace if s in name), op.replay_state_bytes))
+
+    stub = Op("", 0.0, (), (), recomputable=False)
+    for op in forward:
+        add(ops[op], ops[op].outputs)
+    at = len(chosen)
+    add(stub, ())
+    add(stub, arriving)
+    for op in backward:
+        add(ops[op], ops[op].outputs)
+    # Where an op may run again, or take over a buffer, in the problem, it may here as well.
+    start = at + (problem.segment_of[pivot] == problem.segment_of[forward[0]])
+    constant = sum(storage.size_bytes for s, storage in enumerate(storages)
+                   if storage.kept_to_end and storage.producer < backward[0] and s not in made)
+    return Layer(Problem(tuple(chosen), tuple(kept), (Segment(0, (0,)), Segment(start, (0,)))), at,
+                 constant)
+
+
+class BlockBound:
+    """The bound of a problem under one budget, price by price.  Mutable."""
+
+    def __init__(self, task: Task, runs: Sequence[Run], pivot: int) -> None:
+        problem = task.problem
+        self._task = task
+        self._room = _shared_room(problem, task.budget_bytes, pivot)
+        layers = layers_of(problem, runs, pivot)
+        kinds: defaultdict[Problem, list[int]] = defaultdict(list)
+        for layer in layers:
+            kinds[layer.problem].append(task.budget_bytes - layer.constant_bytes)
+        self._pivots = {layer.problem: layer.pivot for layer in layers}
+        self._rooms = {kind: _with_most_room(rooms) for kind, rooms in kinds.items()}
+        self._cuts: dict[tuple[Problem, int], tuple[tuple[int, ...], Inner]] = {}
+        self.work = 0.0
+        """See `solvers.milp.Answer`."""
+
+    def best(self, first_price: float) -> float:
+        """No legal schedule within the budget recomputes for less; `first_price` (cost per byte) is
+        where the search for the best price starts."""
+        if not self._rooms:
+            return 0.0
+        best, price = 0.0, first_price
+        for _ in range(PRICES):
+            bound, retained = self._at(price)
+            best = max(best, bound)
+            if self._task.seconds_left <= 0:
+                break
+            price *= PRICE_STEP if retained > self._room else 1 / PRICE_STEP
+        return best
+
+    def _at(self, price: float) -> tuple[float, int]:
+        """The bound at a price, and the bytes that the layers then retain in all."""
+        bound, retained = -price * self._room, 0
+        for kind, rooms in self._rooms.items():
+            for room, count in rooms.items():
+                least, held = self._alone(kind, room, price)
+                bound += count * least
+                retained += count * held
+        return bound, retained
+
+    def _alone(self, layer: Problem, room: int, price: float) -> tuple[float, int]:
+        """The least that one layer costs at a price, and what it then retains."""
+        cuts, inner = self._cuts.get((layer, room), ((self._pivots[layer],), ()))
+        least, held = 0.0, 0
+        while True:
+            # Before the entry to the backward not all is there yet that takes from the budget.
+            rooms = (self._task.budget_bytes, *([room] * (len(cuts) - 1)))
+            model = CutModel(layer, room, cuts, inner=inner, price=price, room_bytes=rooms)
+            solution = model.solve(self._task.seconds_left, seed=self._task.seed, nodes=NODES,
+                                   gap=GAP * self._task.problem.plain_cost)
+            self.work += solution.work
+            least = max(least, solution.extra_bound)
+            if solution.retained is None:
+                return least, held
+            held = sum(layer.storages[s].size_bytes for s in solution.retained[0])
+            self._cuts[layer, room] = cuts, inner
+            further = next_cuts(layer, room, realise(layer, cuts, solution.retained, early=True),
+                                cuts, inner, first=cuts[0] + 1)
+            if further is None or len(cuts) >= MOST_CUTS or not solution.solved:
+                return least, held
+            cuts, inner = further
+
+
+def _shared_room(problem: Problem, budget_bytes: int, pivot: int) -> int:
+    """What the layers may retain past the pivot together, at most; what the pivot reads and makes
+    itself is not counted there, though the layers pay for it."""
+    ops, storages = problem.ops, problem.storages
+    op = ops[pivot]
+    covered = region_after(problem, pivot).ops
+    layers = range(covered[0], covered[-1] + 1) if covered else range(0)
+    own = sum(storages[s].size_bytes for s in {*op.inputs, *op.outputs}
+              if storages[s].producer in layers)
+    # An input of a layer that the output takes over is in `own`: it is not retained then.
+    taken = max((storages[s].size_bytes for s in takeover_candidates(problem, pivot)
+                 if storages[s].producer not in layers and (
+                     ops[storages[s].producer].recomputable or problem.consumers[s][-1] <= pivot)),
+                default=0)
+    return budget_bytes - fixed_bytes(problem, pivot) + own + taken
+
+
+def _with_most_room(rooms: Collection[int]) -> dict[int, int]:
+    """How many layers have which room; where there are many rooms, neighbours share the largest of
+    theirs."""
+    ordered = sorted(rooms)
+    size = -(-len(ordered) // MOST_ROOMS)
+    counts: defaultdict[int, int] = defaultdict(int)
+    for start in range(0, len(ordered), size):
+        group = ordered[start:start + size]
+        counts[group[-1]] += len(group)
+    return dict(counts)

@@ -1,0 +1,42 @@
+"""Where a schedule exceeds its budget, and at which cut a time-cut model would have noticed."""
+
+from __future__ import annotations
+
+from solvers.problem import Problem, Schedule
+from solvers.simulator import Timeline, unroll
+
+Inner = tuple[tuple[int, int], ...]
+"""See `solvers.cut_model.CutModel.inner`."""
+
+
+def next_cuts(problem: Problem, budget_bytes: int, schedule: Schedule, cuts: tuple[int, ...],
+              inner: Inner, *, first: int = 0) -> tuple[tuple[int, ...], Inner] | None:
+    """The cuts, and the ops within stages, of the next model: memory is also looked at where
+    `schedule` exceeds the budget most and it was not yet, at op `first` and after; `None` where
+    there is no such place."""
+    for following, op in violations(problem, unroll(problem, schedule), budget_bytes):
+        if following == op and op not in cuts and op >= first:
+            return tuple(sorted({*cuts, op})), inner
+        if op < following < len(problem) and following - 1 >= first and (
+                (following, op) not in inner):
+            return (tuple(sorted({*cuts, following - 1, following})),
+                    tuple(sorted({*inner, (following, op)})))
+    return None
+
+
+def violations(problem: Problem, timeline: Timeline, budget: int) -> list[tuple[int, int]]:
+    """Where memory is over the budget, at its local peaks, worst first: the first run that comes
+    next, and the op that runs (the same one, or one that is recomputed before it)."""
+    memory = timeline.memory_bytes
+    firsts = {op: position for position, op in reversed(list(enumerate(timeline.schedule)))}
+    following = len(problem)
+    found: list[tuple[int, int, int]] = []
+    for position in range(len(memory) - 1, -1, -1):
+        op = timeline.schedule[position]
+        if firsts[op] == position:
+            following = op
+        before = memory[position - 1] if position else -1
+        after = memory[position + 1] if position + 1 < len(memory) else -1
+        if memory[position] > budget and before <= memory[position] > after:
+            found.append((-memory[position], following, op))
+    return [(following, op) for _, following, op in sorted(found)]
