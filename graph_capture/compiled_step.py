@@ -12,21 +12,23 @@ C++ heap, which torch's allocator does not see either).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
 from graph_capture.loss import LossFn, objective
-from graph_capture.memory_tracker import MemoryTracker, Workspace
-from graph_capture.torch_compat import compile_settings
+from graph_capture.memory_tracker import MemoryTracker
+from graph_capture.torch_compat import OpOverload, compile_settings
 from graph_capture.training_graph import BufferKind
 
 if TYPE_CHECKING:
     from graph_capture.captured_graphs import CapturedGraphs, DynamoBackend
+    from graph_capture.op_costs import OpCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class CompiledTracer:
 
     twin: FakeTwin
     loss_fn: LossFn | None
-    workspace: Workspace
+    costs: OpCosts
     graphs: CapturedGraphs
     """Of the twin's model."""
 
@@ -61,9 +63,26 @@ class CompiledTracer:
             with twin.mode:
                 self._run(self.graphs.call, None)
                 copies = list(twin.fake_of.values())
-                tracker = _CompiledTracker(self.workspace, device=twin.device,
+                tracker = _CompiledTracker(self.costs.workspace_bytes, device=twin.device,
                                            trace_device=twin.trace_device, resident=copies)
                 return self._run(self.graphs.call, tracker)
+
+    def seconds(self, backend: DynamoBackend) -> float:
+        """Duration of the step that `backend` compiles, by timing each kernel and each op that it
+        runs alone."""
+        from graph_capture.torch_compat.inductor import KernelCall, stub_code
+
+        kernels: list[KernelCall] = []
+        ops = _OpLog()
+        with compile_settings(donated_buffers=True), stub_code(kernels.append):
+            self.graphs.compile_with(backend)
+            with self.twin.mode:
+                self._run(self.graphs.call, None)
+                kernels.clear()
+                with ops:
+                    self._run(self.graphs.call, None)
+        return self.costs.seconds_of_kernels(kernels) + sum(
+            self.costs.seconds(*run) for run in ops.runs)
 
     def _run(self, compiled: Callable[..., Any], tracker: _CompiledTracker | None) -> CompiledStep:
         twin = self.twin
@@ -103,6 +122,26 @@ class _CompiledTracker(MemoryTracker):
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Under any other mode Dynamo would run the original code."""
+        return True
+
+
+class _OpLog(TorchDispatchMode):
+    """Keeps the ops that run, but for views and mere allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[tuple[OpOverload, tuple[Any, ...], Mapping[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload) and not func.is_view and "empty" not in func.name():
+            self.runs.append((func, args, kwargs or {}, out))
+        return out
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """As for `_CompiledTracker`."""
         return True
 
 

@@ -15,8 +15,9 @@ Blind spot of `measured`: an op run over and over finds its operands in the cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -27,6 +28,9 @@ from graph_capture.flops import bytes_moved, op_flops
 from graph_capture.joint import tensors_of
 from graph_capture.op_probe import OpProbe
 from graph_capture.torch_compat import OpOverload
+
+if TYPE_CHECKING:
+    from graph_capture.torch_compat.inductor import KernelCall
 
 
 class OpCosts:
@@ -70,12 +74,35 @@ class OpCosts:
             return OpCost(0, moved, self._seconds(0, moved, torch.float32), 0)
         flops = op_flops(target, args, kwargs, out)
         moved = bytes_moved(target, args, kwargs, out)
+        return OpCost(flops, moved, self.seconds(target, args, kwargs, out),
+                      self.workspace_bytes(target, args, kwargs, out))
+
+    def seconds(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                out: Any) -> float:
+        """Duration of one run of an op; tensors may be fake."""
         tensors = tensors_of(out) or tensors_of(args)
         dtype = tensors[0].dtype if tensors else torch.float32
-        seconds = self._seconds(flops, moved, dtype)
+        seconds = self._seconds(op_flops(target, args, kwargs, out),
+                                bytes_moved(target, args, kwargs, out), dtype)
         if self._cost_model == "measured" and seconds > 0:
             seconds = self._measured(target, args, kwargs, out, seconds)
-        return OpCost(flops, moved, seconds, self.workspace_bytes(target, args, kwargs, out))
+        return seconds
+
+    def seconds_of_kernels(self, calls: Sequence[KernelCall]) -> float:
+        """Duration of calls of Inductor's kernels, each run alone on the device; where that cannot
+        be done, of the traffic of its operands.  Those that were not timed before are compiled."""
+        unknown = {call.kernel.text: call.kernel for call in calls
+                   if self._probe.known_seconds(call.kernel.text, call.args, call.kwargs) is None}
+        built = {text: kernel.build() for text, kernel in unknown.items()}
+        total = 0.0
+        for number, call in enumerate(calls, start=1):
+            self._progress(f"timing kernels, {number} of {len(calls)}")
+            text = call.kernel.text
+            measured = self._probe.seconds_of_function(
+                text, partial(_bound, built.get(text), call.method), call.args, call.kwargs)
+            total += measured if measured is not None else self._model.traffic_seconds(
+                sum(t.numel() * t.element_size() for t in tensors_of((call.args, call.kwargs))))
+        return total
 
     def _measured(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                   out: Any, estimate: float) -> float:
@@ -91,6 +118,11 @@ class OpCosts:
             return (self._model.arithmetic_seconds(flops, torch.float32)
                     + 1e-6 * self._model.traffic_seconds(moved))
         return self._model.op_seconds(flops, moved, dtype)
+
+
+def _bound(built: Callable[[], Any] | None, method: str) -> Callable[..., Any]:
+    assert built is not None, "what is not known was built"
+    return getattr(built(), method)
 
 
 def _value_of(node: fx.Node) -> Any:

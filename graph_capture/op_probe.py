@@ -107,22 +107,47 @@ class OpProbe:
         self._cache.put(key, measured)
         return measured
 
+    def known_seconds(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+                      ) -> float | None:
+        """What `seconds_of_function` found for a function of this text and such arguments."""
+        return self._cache.get(f"seconds:{signature(text, args, kwargs)}")
+
+    def seconds_of_function(self, text: str, function: Callable[[], Callable[..., Any]],
+                            args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+        """Median duration of one run of `function()`, which `text` stands for in the cache; `None`
+        where it cannot be run here.  Tensors may be fake."""
+        known = self.known_seconds(text, args, kwargs)
+        if known is not None or not self._enabled:
+            return known
+        measured = self._run_alone(function, args, kwargs, strided_tensors((args, kwargs)),
+                                   self._duration)
+        if measured is not None:
+            self._cache.put(f"seconds:{signature(text, args, kwargs)}", measured)
+        return measured
+
     def _measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  inputs: list[torch.Tensor], outputs: list[torch.Tensor],
                  measurement: Callable[[Callable[[], Any]], float]) -> float | None:
         """`measurement` of a run of the op on throw-away tensors; `None` if it cannot be run."""
         if not self._enabled or target.namespace not in ("aten", "prims"):
             return None
-        needed = sum(_extent_bytes(tensor) for tensor in (*inputs, *outputs))
-        if needed > _SAFE_FRACTION * free_bytes(self.device):
-            return None
         if self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS:
+            return None
+        return self._run_alone(lambda: target, args, kwargs, [*inputs, *outputs], measurement)
+
+    def _run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
+                   kwargs: Mapping[str, Any], tensors: list[torch.Tensor],
+                   measurement: Callable[[Callable[[], Any]], float]) -> float | None:
+        """`measurement` of a run of `function()` on throw-away tensors; `None` if that fails, or
+        takes too much memory: that of `tensors`."""
+        if sum(map(_extent_bytes, tensors)) > _SAFE_FRACTION * free_bytes(self.device):
             return None
         with no_active_modes(), torch.no_grad(), _random_state_kept(self.device):
             try:
                 real = _Materializer(self.device)
                 real_args, real_kwargs = real.tree(args), real.tree(dict(kwargs))
-                return measurement(lambda: target(*real_args, **real_kwargs))
+                call = function()
+                return measurement(lambda: call(*real_args, **real_kwargs))
             except Exception:  # an op may refuse made-up values in any way that it likes
                 return None
 
@@ -163,7 +188,7 @@ class OpProbe:
         return 0
 
 
-def signature(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Hash of all that a run of the op depends on, but for values; equal in every process."""
     leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     seen: dict[int, int] = {}

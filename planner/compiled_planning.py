@@ -72,6 +72,11 @@ class CompiledAccount:
             self._known[recipe] = self.tracer.trace(backend), backend
         return self._known[recipe][0]
 
+    def seconds(self, recipe: Recipe) -> float:
+        """Duration of the step under a recipe that was traced, by timing its kernels."""
+        _, backend = self._known[recipe]
+        return self.tracer.seconds(backend.with_recipe(recipe))
+
     def with_code(self, recipe: Recipe) -> Recipe:
         """A recipe that was traced, with what the code of its graphs takes."""
         _, backend = self._known[recipe]
@@ -233,6 +238,9 @@ def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate) -> 
     if forward_backward >= prepared.optimizer_step_bytes:
         memory = _memory(prepared, found.step)
     recomputed = (found.cost - default.cost) / problem.plain_cost if problem.plain_cost else 0.0
+    if prepared.cost_model == "measured" and found.recipe != default.recipe:
+        recomputed = search.account.seconds(found.recipe) / search.account.seconds(
+            default.recipe) - 1
     return replace(
         plan, peak_bytes=memory.total_bytes, memory=memory,
         forward_backward_peak_bytes=forward_backward, overhead=max(0.0, recomputed),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,8 @@ list of arguments; `inputs` are fake, as the partitioner left them."""
 
 __all__ = [
     "JointPartitioner",
+    "Kernel",
+    "KernelCall",
     "KernelOrder",
     "default_saved_names",
     "inductor_backend",
@@ -194,11 +197,13 @@ def stub_of(compiled: Any) -> Callable[[list[Any]], Any]:
 
 
 @contextlib.contextmanager
-def stub_code() -> Iterator[None]:
+def stub_code(on_kernel: Callable[[KernelCall], None] | None = None) -> Iterator[None]:
     """Inside, Inductor generates its code as ever, but compiles no kernel: what it returns
     allocates, frees and calls as the real code does, and its own kernels do nothing.
 
-    The code runs on fake tensors; calls of torch's own ops go to them.
+    The code runs on fake tensors; calls of torch's own ops go to them.  `on_kernel` is told the
+    calls of Inductor's kernels, which are then generated as for a real run; without it, kernels are
+    only sketched.
     """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
@@ -209,10 +214,10 @@ def stub_code() -> Iterator[None]:
         # The compiled graph wants a file of its source; the module is not registered under it.
         graph.cache_key, graph.cache_path = PyCodeCache.write(text)
         graph.cache_linemap = []
-        return _load_stub(text, graph.cache_path, dict(graph.constants))
+        return _load_stub(text, graph.cache_path, dict(graph.constants), on_kernel)
 
     with (
-        _without_vector_code(),
+        _without_vector_code() if on_kernel is None else contextlib.nullcontext(),
         mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
         inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False,
                               cpp_wrapper=False, size_asserts=False),
@@ -242,14 +247,64 @@ def _without_vector_code() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of Inductor's, not compiled yet."""
+
+    maker: str
+    """The method of Inductor's `AsyncCompile` that compiles it."""
+    source: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """All that its code depends on."""
+        return repr((self.maker, self.source, sorted(self.options.items())))
+
+    def build(self) -> Callable[[], Any]:
+        """Start to compile it; what is returned waits for the result."""
+        from torch._inductor.async_compile import AsyncCompile
+
+        built = getattr(AsyncCompile(), self.maker)(*self.source, **self.options)
+
+        def wait() -> Any:
+            found = built
+            while hasattr(found, "result"):
+                found = found.result()
+            return found
+
+        return wait
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a kernel, with fake tensors."""
+
+    kernel: Kernel
+    method: str
+    """How the generated code calls it: `__call__`, or `run` (Triton)."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 class _NoKernel:
-    """In place of a compiled kernel."""
+    """In place of a compiled kernel: does nothing but to tell of its calls."""
+
+    def __init__(self, kernel: Kernel | None = None,
+                 on_call: Callable[[KernelCall], None] | None = None) -> None:
+        self._kernel, self._on_call = kernel, on_call
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        """Do nothing."""
+        """As kernels for CPUs are called."""
+        self._tell("__call__", args, kwargs)
 
     def run(self, *args: object, **kwargs: object) -> None:
-        """Do nothing, as Triton kernels are called."""
+        """As Triton kernels are called."""
+        self._tell("run", args, kwargs)
+
+    def _tell(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._kernel is not None and self._on_call is not None:
+            self._on_call(KernelCall(self._kernel, method, args, kwargs))
 
 
 _KERNEL_MAKERS = ("triton", "cpp", "cpp_pybinding", "cuda", "cutlass", "halide", "metal",
@@ -260,16 +315,20 @@ _CHECKS_OF_MEMORY = ("assert_size_stride", "assert_alignment")
 """What generated code calls to check tensors, and cannot on fake ones."""
 
 
-def _load_stub(text: str, path: str, constants: Mapping[str, Any]) -> types.ModuleType:
+def _load_stub(text: str, path: str, constants: Mapping[str, Any],
+               on_kernel: Callable[[KernelCall], None] | None = None) -> types.ModuleType:
     from torch._inductor.async_compile import AsyncCompile
+
+    def stub(maker: str) -> Callable[..., _NoKernel]:
+        # A method in its class's place, but of no instance: it is looked up on one.
+        return lambda _, *source, **options: _NoKernel(Kernel(maker, source, options), on_kernel)
 
     module = types.ModuleType("generated_code")
     module.__file__ = path
     with contextlib.ExitStack() as stack:
         for maker in _KERNEL_MAKERS:
             if hasattr(AsyncCompile, maker):
-                stack.enter_context(mock.patch.object(
-                    AsyncCompile, maker, lambda *args, **kwargs: _NoKernel()))
+                stack.enter_context(mock.patch.object(AsyncCompile, maker, stub(maker)))
         exec(compile(text, path, "exec"), module.__dict__)
     module.__dict__.update(constants)
     for name in list(module.__dict__):
