@@ -44,7 +44,8 @@ _MARGIN = 0.002
 _SHARE_OF_SOLVER = 0.1
 """Part of the time limit that one proposal may take."""
 _NO_LESS = 0.95
-"""Schedules whose peaks, by the problem's account, are nearer than this are not told apart by it."""
+"""Schedules whose peaks, by the problem's account, are nearer than this are not told apart by
+it."""
 _WORTH_TRYING = 1.1
 """A schedule that takes more than this times what it should, by the problem's account, is not
 compiled."""
