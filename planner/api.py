@@ -56,8 +56,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.
         cost_model: what recomputation costs. `"roofline"`: seconds, from FLOPs, bytes and the
             device's figures; `"measured"`: seconds of each op, run alone on throw-away tensors on
-            the device (cached on disk; estimated where the op cannot be run); `"flops"`: FLOPs
-            alone, and `overhead` is the fraction of FLOPs.
+            the device (cached on disk; estimated where the op cannot be run), and for Inductor
+            `overhead` from the seconds of each generated kernel, which is compiled for that;
+            `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
         device: the device planned for; by default the model's, the CPU for a `meta` model.
         probe: measure the workspace of single ops where the device is at hand.
         time_limit: seconds for planning; soft.  What capture has used is taken off the solver's
