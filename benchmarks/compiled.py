@@ -13,6 +13,9 @@ in turns.  The models return nothing but their loss.  Three tables:
 - torch's ratios, and plans whose budget is the peak measured there.  What each ratio takes is read
   off the generated code; the smallest of these steps, and the one nearest to the middle between it
   and the default, are compiled and run.
+
+With `--plans FOLDER` plans are kept there, and read instead of made where they are: a second run
+finds them, and Inductor's code in its cache, and does little else than measure.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +51,7 @@ from graph_capture.torch_compat.inductor import inductor_backend
 from planner.api import capture
 from planner.errors import InfeasibleBudget
 from planner.plan import Plan
+from planner.plan_file import load
 from planner.planning import Effort, PreparedStep, plan_within
 
 FRACTIONS = (0.8, 0.6, 0.4)
@@ -94,25 +99,57 @@ def measure(workload: Workload, label: str, model: nn.Module, plan: Plan | None 
     return Measured(label, model, peak, gradients(workload, model), plan)
 
 
-def planned(workload: Workload, prepared: PreparedStep, net_bytes: int, label: str,
-            time_limit: float) -> Measured | None:
-    """The plan under a budget above resident memory, applied and measured; `None` where nothing
-    fits."""
-    try:
-        plan = plan_within(prepared, prepared.resident_bytes + net_bytes, Effort(
-            time_limit=time_limit))
-    except InfeasibleBudget:
-        return None
-    return measure(workload, label, plan.apply(workload.model), plan)
+@dataclass(frozen=True)
+class Planner:
+    """Makes plans for one workload, or reads them."""
 
+    workload: Workload
+    prepared: PreparedStep
+    time_limit: float
+    folder: Path | None
+    suffix: str = ""
 
-def smallest(workload: Workload, prepared: PreparedStep, time_limit: float) -> Measured:
-    """The plan at the smallest budget that can be met."""
-    try:
-        plan = plan_within(prepared, prepared.resident_bytes, Effort(time_limit=time_limit))
-    except InfeasibleBudget as refusal:
-        plan = plan_within(prepared, refusal.minimum_bytes, Effort(time_limit=time_limit))
-    return measure(workload, "smallest", plan.apply(workload.model), plan)
+    def plan(self, label: str, budget_bytes: int) -> Plan:
+        """The plan within a budget; raises `InfeasibleBudget`."""
+        if self.folder is None:
+            return plan_within(self.prepared, budget_bytes, Effort(time_limit=self.time_limit))
+        path = self.folder / f"{self.workload.name}-{label.rstrip('%')}{self.suffix}.json"
+        if path.exists() and (plan := load(path)).budget_bytes == budget_bytes:
+            return plan
+        plan = plan_within(self.prepared, budget_bytes, Effort(time_limit=self.time_limit))
+        plan.save(path)
+        return plan
+
+    def within(self, label: str, net_bytes: int) -> Measured | None:
+        """The plan under a budget above resident memory, applied and measured; `None` where nothing
+        fits."""
+        try:
+            plan = self.plan(label, self.prepared.resident_bytes + net_bytes)
+        except InfeasibleBudget as refusal:
+            least = refusal.minimum_bytes - self.prepared.resident_bytes
+            print(f"{self.workload.name}: nothing fits in {net_bytes / MEGABYTE:.2f} MB; the "
+                  f"smallest that does is {least / MEGABYTE:.2f} MB", flush=True)
+            return None
+        return measure(self.workload, label, plan.apply(self.workload.model), plan)
+
+    def fractions(self, default: Measured) -> list[Measured]:
+        """Plans at fractions of a step's peak, where they exist."""
+        return [row for fraction in FRACTIONS if (row := self.within(
+            f"{fraction:.0%}", int(fraction * default.peak_bytes)))]
+
+    def smallest(self) -> Measured:
+        """The plan at the smallest budget that can be met."""
+        floor = self.prepared.resident_bytes
+        kept = None if self.folder is None else (
+            self.folder / f"{self.workload.name}-smallest{self.suffix}.json")
+        if kept is not None and kept.exists():
+            plan = load(kept)
+        else:
+            try:
+                plan = self.plan("smallest", floor)
+            except InfeasibleBudget as refusal:
+                plan = self.plan("smallest", refusal.minimum_bytes)
+        return measure(self.workload, "smallest", plan.apply(self.workload.model), plan)
 
 
 BUDGETS_HEADER = (
@@ -120,10 +157,11 @@ BUDGETS_HEADER = (
     "estimated |\n|---|---|---:|---:|---:|---|---:|---:|---:|")
 
 
-def print_budgets(workload: Workload, prepared: PreparedStep, default: Measured,
-                  reference: torch.Tensor, rows: Sequence[Measured], rounds: int) -> bool:
-    """Lines of one model; whether every budget is held and every gradient right."""
-    models = [default, *rows]
+def print_budgets(workload: Workload, prepared: PreparedStep, models: Sequence[Measured],
+                  reference: torch.Tensor, rounds: int) -> bool:
+    """The table of one model, whose first line is `torch.compile`; whether every budget is held and
+    every gradient right."""
+    print(f"\n{BUDGETS_HEADER}")
     times = time_in_turns([partial(run_step, workload, row.model) for row in models], rounds)
     good = True
     for index, row in enumerate(models):
@@ -163,11 +201,11 @@ def peaks_of_torch(prepared: PreparedStep, ratios: Sequence[float]) -> dict[floa
     return found
 
 
-def compare_with_torch(workload: Workload, prepared: PreparedStep, default: Measured,
-                       lowest: Measured, ratios: Sequence[float], rounds: int,
-                       time_limit: float) -> bool:
+def compare_with_torch(planner: Planner, default: Measured, lowest: Measured,
+                       ratios: Sequence[float], rounds: int) -> bool:
     """torch at its smallest peak and at a middle one, and plans at the same; whether these win."""
-    peaks = peaks_of_torch(prepared, ratios)
+    workload = planner.workload
+    peaks = peaks_of_torch(planner.prepared, ratios)
     print(f"\n{workload.name}: torch's peaks by ratio: " + ", ".join(
         f"{ratio:g}: {peak / MEGABYTE:.1f}" for ratio, peak in peaks.items()) + " MB")
     least = min(peaks, key=lambda ratio: peaks[ratio])
@@ -176,10 +214,9 @@ def compare_with_torch(workload: Workload, prepared: PreparedStep, default: Meas
     pairs: list[tuple[Measured, Measured]] = []
     for ratio in dict.fromkeys((middle, least)):
         theirs = measure(workload, f"{ratio:g}", Compiled(workload.model, ratio))
-        ours = planned(workload, prepared, theirs.peak_bytes, theirs.label, time_limit)
+        ours = planner.within(theirs.label, theirs.peak_bytes)
         if ours is None:
-            print(f"{workload.name}: no plan at {theirs.peak_bytes / MEGABYTE:.2f} MB, which torch "
-                  f"reaches at {ratio:g}", flush=True)
+            print(f"{workload.name}: torch reaches that at {ratio:g}", flush=True)
             return False
         pairs.append((theirs, ours))
     steps = [default, *(step for pair in pairs for step in pair)]
@@ -204,37 +241,38 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
     """All tables of one model."""
     options = {"layers": arguments.layers} if arguments.layers and name != "unet" else {}
     workload = returning_loss_only(WORKLOADS[name](**options))
-    limit = arguments.time_limit
-    good = True
+
+    def planner_for(suffix: str) -> Planner:
+        return Planner(workload, capture(
+            workload.model, workload.inputs, loss_fn=workload.loss_fn, backend="inductor"),
+            arguments.time_limit, arguments.plans, suffix)
+
+    tables, good = arguments.tables.split(","), True
     with random_numbers_of_eager(False):
-        prepared = capture(workload.model, workload.inputs, loss_fn=workload.loss_fn,
-                           backend="inductor")
+        planner = planner_for("")
         default = measure(workload, "torch.compile", Compiled(workload.model))
-        rows = [row for fraction in FRACTIONS if (row := planned(
-            workload, prepared, int(fraction * default.peak_bytes), f"{fraction:.0%}", limit))]
-        lowest = smallest(workload, prepared, limit)
-        print(f"\n{BUDGETS_HEADER}")
-        good &= len(rows) == len(FRACTIONS)
-        good &= print_budgets(workload, prepared, default, default.gradients, [*rows, lowest],
-                              arguments.rounds)
-        if not arguments.no_torch:
-            good &= compare_with_torch(workload, prepared, default, lowest, arguments.ratios,
-                                       arguments.rounds, limit)
-    with random_numbers_of_eager(True):
-        expected = gradients(workload, workload.model)
-        if name in WITH_DROPOUT:
-            prepared = capture(workload.model, workload.inputs, loss_fn=workload.loss_fn,
-                               backend="inductor")
+        lowest = planner.smallest()
+        if "budgets" in tables:
+            rows = [default, *planner.fractions(default), lowest]
+            good &= print_budgets(workload, planner.prepared, rows, default.gradients,
+                                  arguments.rounds)
+            if name not in WITH_DROPOUT:
+                expected = gradients(workload, workload.model)
+                errors = [relative_error(row.gradients, expected) for row in rows]
+                print("gradients against plain PyTorch: "
+                      + ", ".join(f"{error:.1e}" for error in errors), flush=True)
+                good &= max(errors) <= GRADIENT_TOLERANCE
+        if "torch" in tables:
+            good &= compare_with_torch(planner, default, lowest, arguments.ratios,
+                                       arguments.rounds)
+    if "random" in tables and name in WITH_DROPOUT:
+        with random_numbers_of_eager(True):
+            planner = planner_for("-fallback-random")
             default = measure(workload, "torch.compile", Compiled(workload.model))
-            rows = [row for fraction in FRACTIONS if (row := planned(
-                workload, prepared, int(fraction * default.peak_bytes), f"{fraction:.0%}", limit))]
-            print(f"\nfallback_random, gradients against plain PyTorch\n{BUDGETS_HEADER}")
-            good &= print_budgets(workload, prepared, default, expected, rows, arguments.rounds)
-        else:
-            errors = [relative_error(row.gradients, expected) for row in (default, *rows, lowest)]
-            print("gradients against plain PyTorch: "
-                  + ", ".join(f"{error:.1e}" for error in errors), flush=True)
-            good &= max(errors) <= GRADIENT_TOLERANCE
+            print("\nfallback_random, gradients against plain PyTorch", end="")
+            good &= print_budgets(workload, planner.prepared,
+                                  [default, *planner.fractions(default)],
+                                  gradients(workload, workload.model), arguments.rounds)
     return good
 
 
@@ -245,7 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of the transformers; by default 4")
     parser.add_argument("--ratios", type=lambda text: [float(r) for r in text.split(",")],
                         default=list(RATIOS), help="of activation_memory_budget")
-    parser.add_argument("--no-torch", action="store_true", help="leave out the comparison")
+    parser.add_argument("--plans", type=Path, help="folder in which plans are kept")
+    parser.add_argument("--tables", default="budgets,random,torch",
+                        help="of the three above: budgets, random, torch")
     arguments = parse(parser, argv)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds; "
           "times are ratios to torch.compile(model): median [quartiles]", flush=True)
