@@ -161,6 +161,8 @@ def test_a_plan_within_the_budget_or_the_smallest_that_works(prepared, default, 
         plan_within(prepared, prepared.resident_bytes, EFFORT)
     smallest = plan_within(prepared, refusal.value.minimum_bytes, EFFORT)
     assert smallest.peak_bytes <= refusal.value.minimum_bytes < tight.peak_bytes
+    assert measured_peak(smallest.apply(make_model())) == (
+        smallest.peak_bytes - smallest.resident_bytes)
     assert "activations" in str(refusal.value)
 
 
@@ -196,6 +198,11 @@ def test_the_compiled_step_takes_what_was_predicted_and_its_gradients_are_right(
     applied = tight.apply(model)
     assert applied.state_dict().keys() == model.state_dict().keys()
     assert measured_peak(applied) == tight.peak_bytes - tight.resident_bytes
+    # In a later micro-step the gradients from before are resident, and new ones are made beside them
+    # until the backward returns.
+    step(applied)
+    assert record_peak(lambda: loss_of(applied(INPUT)).backward(), "cpu").peak_bytes <= (
+        tight.peak_bytes - tight.resident_bytes)
     # Finite differences along the gradient, with the dropout masks of one seed.
     step(applied)
     slope = gradient(applied)
@@ -232,6 +239,25 @@ def test_with_the_random_numbers_of_eager_the_gradients_are_those_of_eager():
             assert float((mine - reference).norm() / reference.norm()) <= 1e-5
             assert float(loss) == pytest.approx(float(expected), rel=1e-5)
             assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.slow
+def test_in_half_precision_emulated_casts_keep_recomputed_values_identical():
+    found = {}
+    for emulated in (False, True):
+        with inductor_config.patch(emulate_precision_casts=emulated):
+            model, x = make_model(dropout=0.0, layers=2).bfloat16(), batch().bfloat16()
+            prepared = capture(model, x, loss_fn=loss_of, backend="inductor")
+            default = plan_within(prepared, None, EFFORT)
+            tight = plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
+            gradients = []
+            for plan in (default, tight):
+                model.zero_grad(set_to_none=True)
+                loss_of(plan.apply(model)(x)).backward()
+                gradients.append(gradient(model))
+            found[emulated] = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+    assert found[True] == 0.0
+    assert found[False] <= 2 ** -8  # one rounding of bfloat16
 
 
 @pytest.mark.slow
