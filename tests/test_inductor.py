@@ -198,8 +198,8 @@ def test_the_compiled_step_takes_what_was_predicted_and_its_gradients_are_right(
     applied = tight.apply(model)
     assert applied.state_dict().keys() == model.state_dict().keys()
     assert measured_peak(applied) == tight.peak_bytes - tight.resident_bytes
-    # In a later micro-step the gradients from before are resident, and new ones are made beside them
-    # until the backward returns.
+    # In a later micro-step the gradients from before are resident, and new ones are made beside
+    # them until the backward returns.
     step(applied)
     assert record_peak(lambda: loss_of(applied(INPUT)).backward(), "cpu").peak_bytes <= (
         tight.peak_bytes - tight.resident_bytes)
