@@ -11,12 +11,15 @@ Blind spots: a real run may stop a step early, and takes less then.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.hollow import VALUE_OPS
@@ -27,6 +30,10 @@ _VARIABLES = 512
 _CONDITION = 1e8
 _SCALE = 1e6
 """Of the quadratic's values: none of them looks small to a stopping rule."""
+
+
+_MOST_EVALUATIONS = 2000
+"""Of the function, until the state has stopped to grow."""
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -61,6 +68,61 @@ class Course:
                 0, -torch.log10(torch.tensor(_CONDITION)), total, dtype=torch.float64)[order]
         self.evaluations = 0
         """How often the function was evaluated so far."""
+
+    def first_and_fullest(self) -> Iterator[list[Any]]:
+        """For the first step, and for the first of those before which the state is as large as it
+        gets: the values that the optimizer's code asks for, in order.
+
+        Before the second, `state_on` gives the state that it starts from.  Raises `ValueError`
+        where the state grows without end.
+        """
+        yield self.step()
+        while True:
+            before = self._state_bytes()
+            self._before = copy.deepcopy(self._optimizer.state)
+            answers = self.step()
+            if self._state_bytes() == before:
+                yield answers
+                return
+            if self.evaluations > _MOST_EVALUATIONS:
+                raise ValueError("its state still grows after "
+                                 f"{self.evaluations} evaluations of the model")
+
+    def state_on(self, parameters: Sequence[torch.Tensor]) -> defaultdict[Any, Any]:
+        """The state before the last step, for these parameters in place of the small ones; values
+        are not set.
+
+        Tensors of all elements in a row, of one element, and of a parameter's shape are known;
+        raises `ValueError` for others.
+        """
+        elements = sum(p.numel() for p in self._parameters)
+        shapes = {tuple(small.shape): p.shape
+                  for small, p in zip(self._parameters, parameters, strict=True)}
+        whole = torch.Size([sum(p.numel() for p in parameters)])
+        made: dict[int, torch.Tensor] = {}
+
+        def on_parameters(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in made:
+                shape = (torch.Size(leaf.shape) if leaf.numel() == 1 else
+                         whole if leaf.shape == (elements,) else shapes.get(tuple(leaf.shape)))
+                if shape is None:
+                    raise ValueError(f"its state has a tensor of the shape {tuple(leaf.shape)}, "
+                                     "neither that of a parameter nor of all in a row")
+                made[id(leaf)] = parameters[0].new_empty(shape)
+            return made[id(leaf)]
+
+        large = dict(zip(self._parameters, parameters, strict=True))
+        return defaultdict(dict, {
+            large[key]: pytree.tree_map(on_parameters, state)
+            for key, state in zip(self._optimizer.state, self._before.values(), strict=True)})
+
+    def _state_bytes(self) -> int:
+        leaves = pytree.tree_leaves(list(self._optimizer.state.values()))
+        storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+                    for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return sum(storages.values())
 
     def step(self) -> list[Any]:
         """One step; the values that the optimizer's code asked for, in order."""

@@ -10,8 +10,8 @@ An optimizer given as an instance may update copies of its own in place of the m
 step.
 
 A step that takes a closure, as that of L-BFGS, evaluates the model when it likes; the trace says
-where.  Its course is that of `optimizer_course`, and as long as its state grows there are more
-steps: the last one stands for all later ones.
+where.  Its course is that of `optimizer_course`: the first step, and the first of those before
+which the state is as large as it gets, which stands for all later ones.
 
 Blind spots: kernels of others than torch, and what their state is made of; an optimizer that does
 something else every so many steps.
@@ -36,8 +36,6 @@ from graph_capture.memory_tracker import MemoryTracker, Workspace
 from graph_capture.optimizer_course import Course, needs_closure
 from graph_capture.optimizers import instances, make_optimizers, optimizer_name
 
-_MOST_EVALUATIONS = 2000
-"""Of the model, until the state of an optimizer that evaluates it has stopped to grow."""
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFootprint:
@@ -122,8 +120,8 @@ def trace_optimizer_steps(
     sparse: Mapping[str, torch.Tensor] | None = None, settings: OptimizerSettings | None = None,
     workspace: Workspace = lambda *call: 0,
 ) -> OptimizerTrace:
-    """Two steps of `optimizer` on the trainable parameters of the twin's model; more, where its
-    state grows from step to step.
+    """Two steps of `optimizer` on the trainable parameters of the twin's model: the first, and one
+    like all later ones.
 
     An instance, or each of several, keeps its groups, settings and state; it belongs to the model
     that the twin was made from and is not touched.  (Where the step takes a closure, the state is
@@ -162,6 +160,7 @@ class _Steps:
             self.loss = torch.empty(())
         self.evaluations: list[int] = []
         self.begins: list[int] = []
+        self.held: set[int] = set()  # what is there between steps
         if not self.trainable:
             return
         given = instances(optimizer)
@@ -198,8 +197,7 @@ class _Steps:
             scaler = torch.amp.GradScaler(plain.trace_device.type)
             with plain.mode, tracker:
                 scaler.scale(torch.ones((), device=plain.trace_device))  # makes its state
-        held = tracker.live_numbers()
-        self.begins.append(tracker.event_count)
+        self._mark()
         own_gradients: set[int | None] = set()
         for _ in self._turns(scaler):
             with plain.mode, tracker:
@@ -211,8 +209,7 @@ class _Steps:
             if self.settings.set_to_none:
                 for parameter in self.own_copies:
                     parameter.grad = None
-            held |= tracker.live_numbers()
-            self.begins.append(tracker.event_count)
+            self._mark()
         tracker.close()
         labels = {number: self.names.get(id(owner), "")
                   for stepper in self.steppers for owner, state in stepper.state.items()
@@ -222,7 +219,7 @@ class _Steps:
         def category_of(number: int) -> Category:
             if number in own_gradients:
                 return Category.GRADIENTS
-            return Category.OPTIMIZER if number in held else Category.TEMPORARIES
+            return Category.OPTIMIZER if number in self.held else Category.TEMPORARIES
 
         return OptimizerTrace(
             optimizer_name(self.steppers), tracker.trace(category_of, labels), self.begins[0],
@@ -245,14 +242,19 @@ class _Steps:
         stepper.state.clear()
         course = Course(stepper)
         assert isinstance(self.plain.mode, HollowMode)
-        level: int | None = None
-        while level != self.tracker.live_bytes or len(self.begins) < 3:
-            if course.evaluations > _MOST_EVALUATIONS:
-                raise ValueError("its state still grows after "
-                                 f"{course.evaluations} evaluations of the model")
-            level = self.tracker.live_bytes
-            self.plain.mode.answer_with(iter(course.step()))
+        for number, answers in enumerate(course.first_and_fullest()):
+            if number:
+                stepper.state.clear()  # before the other one is there
+                with self.plain.mode, self.tracker:
+                    stepper.state = course.state_on(self.parameters)
+                self._mark()
+            self.plain.mode.answer_with(iter(answers))
             yield
+
+    def _mark(self) -> None:
+        """Between two steps."""
+        self.held |= self.tracker.live_numbers()
+        self.begins.append(self.tracker.event_count)
 
     def _step(self, scaler: torch.amp.GradScaler | None) -> None:
         if scaler is not None and self.settings.grad_clip is not None:
