@@ -46,8 +46,8 @@ def measured(model, make, accumulation=1, set_to_none=True, grad_clip=None):
 
 
 @pytest.mark.parametrize(("options", "loop"), [
-    ({}, {}), ({"max_iter": 1, "history_size": 2}, {}),
-    ({}, {"accumulation": 3, "set_to_none": False}), ({}, {"grad_clip": 1e3})])
+    ({"max_iter": 1, "history_size": 2}, {}), ({}, {"accumulation": 3, "set_to_none": False}),
+    ({}, {"grad_clip": 1e3})])
 def test_lbfgs_against_a_real_loop(options, loop):
     model = Network()
     report = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer=lbfgs(model, **options),
@@ -114,8 +114,8 @@ class Both(torch.optim.Optimizer):
             each.zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulation": 2, "set_to_none": False},
-                                     {"grad_clip": 1.0}, {"autocast": torch.bfloat16}])
+@pytest.mark.parametrize("options", [
+    {"accumulation": 2, "set_to_none": False}, {"grad_clip": 1.0, "autocast": torch.bfloat16}])
 def test_muon_beside_adamw(monkeypatch, options):
     model = Network()
     report = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer=matrices_and_rest(model),

@@ -21,12 +21,12 @@ def backwards(model: nn.Module, x: torch.Tensor) -> list[list[bool]]:
         op="call_function", target=torch.ops.aten.convolution_backward.default)]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("layer", [
-    lambda bias: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=bias),
-    lambda bias: nn.Conv2d(CHANNELS, CHANNELS, 3, stride=2, groups=CHANNELS, bias=bias),
-    lambda bias: nn.ConvTranspose2d(CHANNELS, CHANNELS, 2, 2, bias=bias)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("layer", "bias", "dtype"), [
+    (lambda bias: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=bias), True, torch.float32),
+    (lambda bias: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=bias), False, torch.float64),
+    (lambda bias: nn.Conv2d(CHANNELS, CHANNELS, 3, 2, groups=CHANNELS, bias=bias), False,
+     torch.float32),
+    (lambda bias: nn.ConvTranspose2d(CHANNELS, CHANNELS, 2, 2, bias=bias), True, torch.float32)])
 def test_the_halves_give_the_gradients_of_the_whole(layer, bias, dtype):
     torch.manual_seed(0)
     model = nn.Sequential(layer(bias), nn.Tanh(), layer(bias)).to(dtype)
