@@ -57,6 +57,24 @@ def test_optima_and_bounds_agree_with_exhaustive_search(data: st.DataObject) -> 
         assert result.cost == best
 
 
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_every_bound_is_below_every_schedule_of_any_solver(data: st.DataObject) -> None:
+    problem = data.draw(problems(max_ops=6))
+    plain, _ = simulate(problem, problem.plain_schedule)
+    budget = data.draw(st.integers(plain // 2, plain))
+    results = []
+    for solver in SOLVERS:
+        try:
+            results.append(solve(problem, budget, solver=solver, time_limit=20.0))
+        except InfeasibleBudget as error:
+            assert error.minimum_bytes > budget
+    for result in results:
+        assert judge(problem, result.schedule) == (result.peak_bytes, result.cost)
+        assert result.peak_bytes <= budget
+        assert result.lower_bound <= min(other.cost for other in results) + 1e-6
+
+
 def test_no_budget_means_nothing_is_recomputed() -> None:
     problem = training_chain(6)
     result = solve(problem)
