@@ -4,8 +4,8 @@ Keep all, lazy rematerialization, the time-cut MILP with one cut, anchors, slots
 cut, square root, dynamic program, then turns of the MILP (`solvers.ilp`) and of local search.  The
 result is the best of all rungs, with the best bound of all.
 The search ends with a proof, with the time, where the MILP has said all it can and local search has
-found nothing for `PATIENCE` of the time limit, or, once half of the time is over, where the gap is
-below `GOOD_ENOUGH`.
+found nothing for `PATIENCE` of the time limit, or where the gap is too small to be worth the rest
+of the time (`GOOD_ENOUGH`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ MOVE_SECONDS, MOVE_SECONDS_PER_OP = 3e-5, 2e-8
 """What a move takes, about."""
 FIRST_TURNS = 4
 """Turns of the MILP before the simple rungs and local search have theirs."""
-GOOD_ENOUGH = 0.002
-"""A gap (as a fraction of the plain cost) that is not worth the second half of the time limit."""
+GOOD_ENOUGH = 0.008
+"""A gap (as a fraction of the plain cost) below so much times the cube of the share of the time
+limit that is spent is not worth the rest: 0.0001 after a quarter, 0.001 after half of it."""
 
 
 def auto(task: Task) -> Proposal:
@@ -40,7 +41,7 @@ def auto(task: Task) -> Proposal:
     turn, moves, fruitless_work = 0, FIRST_TURN_MOVES, 0.0
     owed = 0.0  # work of local search that the MILP has to match before it goes on
     while not incumbent.proven and task.seconds_left > 0:
-        if task.seconds_left < whole / 2 and incumbent.gap < GOOD_ENOUGH:
+        if incumbent.gap < GOOD_ENOUGH * (1 - task.seconds_left / whole) ** 3:
             break
         # Turns are shared out by work, which is counted, so that the result does not depend on
         # what else the machine does.

@@ -131,9 +131,9 @@ def test_joint_graphs_at_every_budget(layers: int, fraction: float) -> None:
     problem: Problem = gpt(layers)
     plain, _ = simulate(problem, problem.plain_schedule)
     try:
-        result = solve(problem, int(plain * fraction), time_limit=4.0)
+        result = solve(problem, int(plain * fraction), time_limit=2.0)
     except InfeasibleBudget as error:
-        result = solve(problem, error.minimum_bytes, time_limit=4.0)
+        result = solve(problem, error.minimum_bytes, time_limit=2.0)
     assert judge(problem, result.schedule) == (result.peak_bytes, pytest.approx(result.cost))
     assert layers == 1 or result.gap <= 0.03
 
