@@ -6,8 +6,8 @@ torch's own `activation_memory_budget`?
 Peaks are allocator events of a compiled step, above resident memory; times are ratios of steps run
 in turns.  The models return nothing but their loss.  Three tables:
 
-- budgets: plans at fractions of the peak of `torch.compile(model)`, and at the smallest that can be
-  met.  Gradients are compared with those of `torch.compile(model)` after the same seed.
+- budgets: plans at fractions of the peak of `torch.compile(model)`, and that which takes the least.
+  Gradients are compared with those of `torch.compile(model)` after the same seed.
 - the same under `torch._inductor.config.fallback_random`, where random numbers are those of eager
   PyTorch, for the models with dropout; gradients are compared with those of the plain model.
 - torch's ratios, and plans whose budget is the peak measured there.  What each ratio takes is read
@@ -24,7 +24,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from benchmarks.models import WORKLOADS, Workload
 from graph_capture.torch_compat import compile_module, compile_settings
 from graph_capture.torch_compat.inductor import inductor_backend
 from planner.api import capture
+from planner.compiled_planning import smallest_plan
 from planner.errors import InfeasibleBudget
 from planner.plan import Plan
 from planner.plan_file import load
@@ -138,17 +139,16 @@ class Planner:
             f"{fraction:.0%}", int(fraction * default.peak_bytes)))]
 
     def smallest(self) -> Measured:
-        """The plan at the smallest budget that can be met."""
-        floor = self.prepared.resident_bytes
-        kept = None if self.folder is None else (
+        """The plan that takes the least memory, its peak taken for the budget."""
+        path = None if self.folder is None else (
             self.folder / f"{self.workload.name}-smallest{self.suffix}.json")
-        if kept is not None and kept.exists():
-            plan = load(kept)
+        if path is not None and path.exists():
+            plan = load(path)
         else:
-            try:
-                plan = self.plan("smallest", floor)
-            except InfeasibleBudget as refusal:
-                plan = self.plan("smallest", refusal.minimum_bytes)
+            plan = smallest_plan(self.prepared, Effort(time_limit=self.time_limit))
+            plan = replace(plan, budget_bytes=plan.peak_bytes)
+            if path is not None:
+                plan.save(path)
         return measure(self.workload, "smallest", plan.apply(self.workload.model), plan)
 
 
