@@ -108,6 +108,8 @@ class Planner:
     prepared: PreparedStep
     time_limit: float
     folder: Path | None
+    wanted: Sequence[float]
+    """Fractions of the peak of `torch.compile` to plan for."""
     suffix: str = ""
 
     def plan(self, label: str, budget_bytes: int) -> Plan:
@@ -135,7 +137,7 @@ class Planner:
 
     def fractions(self, default: Measured) -> list[Measured]:
         """Plans at fractions of a step's peak, where they exist."""
-        return [row for fraction in FRACTIONS if (row := self.within(
+        return [row for fraction in self.wanted if (row := self.within(
             f"{fraction:.0%}", int(fraction * default.peak_bytes)))]
 
     def smallest(self) -> Measured:
@@ -245,7 +247,7 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
     def planner_for(suffix: str) -> Planner:
         return Planner(workload, capture(
             workload.model, workload.inputs, loss_fn=workload.loss_fn, backend="inductor"),
-            arguments.time_limit, arguments.plans, suffix)
+            arguments.time_limit, arguments.plans, arguments.fractions, suffix)
 
     tables, good = arguments.tables.split(","), True
     with random_numbers_of_eager(False):
@@ -276,13 +278,19 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
     return good
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a budget, a gradient or a comparison fails."""
     parser = benchmark_parser("compiled", __doc__, models=("gpt2", "llama", "bert", "vit", "unet"),
                               rounds=9, threads=2, time_limit=60.0)
     parser.add_argument("--layers", type=int, help="of the transformers; by default 4")
-    parser.add_argument("--ratios", type=lambda text: [float(r) for r in text.split(",")],
-                        default=list(RATIOS), help="of activation_memory_budget")
+    parser.add_argument("--fractions", type=_numbers, default=list(FRACTIONS),
+                        help="of the peak of torch.compile(model)")
+    parser.add_argument("--ratios", type=_numbers, default=list(RATIOS),
+                        help="of activation_memory_budget")
     parser.add_argument("--plans", type=Path, help="folder in which plans are kept")
     parser.add_argument("--tables", default="budgets,random,torch",
                         help="of the three above: budgets, random, torch")
