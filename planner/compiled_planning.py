@@ -43,6 +43,8 @@ _MARGIN = 0.002
 """Part of the budget by which the next proposal is to stay below it."""
 _SHARE_OF_SOLVER = 0.1
 """Part of the time limit that one proposal may take."""
+_SPREAD = 0.02
+"""Part by which the smallest peak of one search may be missed by another: it stops by the clock."""
 _NO_LESS = 0.95
 """Schedules whose peaks, by the problem's account, are nearer than this are not told apart by
 it."""
@@ -197,13 +199,18 @@ class _Search:
                 return tried[-1]
         return min(tried, key=lambda candidate: candidate.step.peak_bytes)
 
-    def smallest(self) -> _Candidate:
-        """The candidate whose compiled step takes the least memory, among those tried."""
+    def smallest(self, net_bytes: int = 0) -> tuple[_Candidate, int]:
+        """A candidate whose compiled step takes at most `net_bytes`, or else the least memory among
+        those tried; and the bytes that a later search will find a candidate for."""
         try:
-            schedules = self.propose(0)
+            cheap = bare = self.propose(0)
         except solvers.errors.InfeasibleBudget as refusal:
-            schedules = self.propose(refusal.minimum_bytes)
-        return self._best_of(schedules, 0, strict_order=True)
+            cheap = self.propose(refusal.minimum_bytes)
+            bare = (refusal.schedule,) if refusal.schedule else cheap
+        found = self._best_of((*cheap, *bare), net_bytes, strict_order=True)
+        # How well the cheap ones do depends on the time that the solver had.
+        peak = min(self.judge(schedule, strict_order=True).step.peak_bytes for schedule in bare)
+        return found, int((1 + _SPREAD) * max(peak, found.step.peak_bytes))
 
 
 def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effort) -> Plan:
@@ -216,17 +223,17 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
     net = budget_bytes - prepared.resident_bytes
     found = search.within(net) if net >= 0 and budget_bytes >= floor else None
     if found is None:
-        found = search.smallest()
-        minimum = max(prepared.resident_bytes + found.step.peak_bytes, floor)
-        if minimum > budget_bytes:
-            raise InfeasibleBudget(budget_bytes, minimum, _describe(prepared, found.step))
+        found, least = search.smallest(net)
+        if found.step.peak_bytes > net or budget_bytes < floor:
+            raise InfeasibleBudget(budget_bytes, max(prepared.resident_bytes + least, floor),
+                                   _describe(prepared, found.step))
     return _make_plan(search, budget_bytes, found)
 
 
 def smallest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
     """The plan whose compiled step takes the least memory, among those tried."""
     search = _Search(prepared, effort)
-    return _make_plan(search, None, search.smallest())
+    return _make_plan(search, None, search.smallest()[0])
 
 
 def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate) -> Plan:
