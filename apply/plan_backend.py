@@ -68,12 +68,17 @@ class PlanBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         match: Match | None = None
+        # Read now: the model may have been given other parameters since the plan was applied.  Only
+        # the names, since what compiles keeps `partition`, and an input may be an activation.
+        names = {id(tensor): name for name, tensor in
+                 (*self._model.named_parameters(), *self._model.named_buffers())}
+        given = [names.get(id(value)) for value in inputs]
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal match
-            match = self._matching_region(module, joint, num_fwd_outputs, inputs)
+            match = self._matching_region(module, joint, num_fwd_outputs, given)
             region = match.region
             rewritten = rewrite(match.lowered, region.recomputations, region.takeovers)
             return rewritten.forward, rewritten.backward
@@ -115,13 +120,11 @@ class PlanBackend:
 
     def _matching_region(
         self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
-        inputs: Sequence[Any],
+        given: Sequence[str | None],
     ) -> Match:
-        """The recipe's region that this graph is; raises `GraphMismatch`."""
-        # Read now: the model may have been given other parameters since the plan was applied.
-        known = {id(tensor): name for name, tensor in
-                 (*self._model.named_parameters(), *self._model.named_buffers())}
-        names = region_input_names([inputs[i] for i in primal_indices(primals_of(joint))], known)
+        """The recipe's region that this graph is, whose inputs have these names, if any; raises
+        `GraphMismatch`."""
+        names = region_input_names([given[i] for i in primal_indices(primals_of(joint))])
         first_difference = ""
         start = self._compiled_regions % max(len(self._regions), 1)
         for index in (*self._regions[start:], *self._regions[:start]):

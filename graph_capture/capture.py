@@ -271,7 +271,8 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
             saved.append(saved_by_default(joint))
             early = backward_ops_to_save(joint, saved[-1])
             move_to_forward(joint, early)
-        lowered = lower(joint, region_input_names(call.inputs, names), number, call.module)
+        known = [names.get(id(tensor)) for tensor in call.inputs]
+        lowered = lower(joint, region_input_names(known), number, call.module)
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}

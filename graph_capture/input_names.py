@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 
-def region_input_names(inputs: Sequence[object], names: Mapping[int, str]) -> list[str]:
-    """Parameters and buffers by their qualified name, other inputs numbered in order.
-
-    `names` maps the identity of a tensor to its name.
-    """
+def region_input_names(known: Sequence[str | None]) -> list[str]:
+    """Parameters and buffers by their qualified name, other inputs (`None`) numbered in order."""
     found, others = [], 0
-    for tensor in inputs:
-        name = names.get(id(tensor))
+    for name in known:
         if name is None:
             name = f"input:{others}"
             others += 1

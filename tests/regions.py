@@ -43,4 +43,4 @@ def lowered(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None =
             ) -> LoweredRegion:
     """The lowered region of a model with one."""
     joint = joint_graph(model, *args, loss_fn=loss_fn)
-    return lower(joint, region_input_names(joint.primals, {}))
+    return lower(joint, region_input_names([None] * len(joint.primals)))
