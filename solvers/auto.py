@@ -51,7 +51,7 @@ def auto(task: Task) -> Proposal:
             turn += 1
             if turn == FIRST_TURNS:
                 _offer_simple_rungs(task, incumbent)
-            if not incumbent.ensure_fit():
+            if not incumbent.ensure_fit(last=search.tried_slots) and search.tried_slots:
                 break
             continue
         if search.settled and fruitless_work > PATIENCE * whole:

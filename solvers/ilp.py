@@ -50,7 +50,7 @@ def ilp(task: Task) -> Proposal:
         search = CutSearch(task, incumbent)
         while not search.settled and task.seconds_left > 0:
             search.turn()
-            if not incumbent.ensure_fit():
+            if not incumbent.ensure_fit(last=search.tried_slots) and search.tried_slots:
                 break
         incumbent.ensure_fit()
     return incumbent.proposal()
@@ -86,6 +86,11 @@ class CutSearch:
     def settled(self) -> bool:
         """The incumbent is proven, or further turns would bring nothing new."""
         return self._incumbent.proven or (self._cuts_settled and self._slots_settled)
+
+    @property
+    def tried_slots(self) -> bool:
+        """Whether slots have had a turn, which may fit where nothing else does."""
+        return self._slot_work > 0
 
     @property
     def work(self) -> float:

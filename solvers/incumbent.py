@@ -14,6 +14,8 @@ from solvers.task import Proposal, Task
 
 GRACE_SECONDS = 2.0
 """Time for finding any schedule that fits, even if the time limit is over."""
+FIT_WORK = 4.0
+"""Work of a first search for a schedule that fits, see `solvers.minimum.Descent`."""
 REFUSAL_SECONDS = 4.0
 """At most this long is the smallest peak searched for where the budget cannot be met."""
 NEAR_MISS = 0.03
@@ -28,7 +30,8 @@ class Incumbent:
     def __init__(self, task: Task) -> None:
         problem = task.problem
         self._task = task
-        self._searched = False
+        self._descent = Descent(problem, task.seed, task.budget_bytes)
+        self._promised = self._gave_up = False
         self._timed = False
         """Whether what is done depends on how fast the machine is."""
         self.late = False
@@ -91,32 +94,33 @@ class Incumbent:
             if found is not None:
                 self.offer(found)
 
-    def ensure_fit(self) -> bool:
-        """Where nothing fits yet, look for a smaller peak, even if the time is over: a budget that
-        can be met must be met.  Whether something fits; the search is made only once."""
-        if self.fits or self._searched:
+    def ensure_fit(self, *, last: bool = True) -> bool:
+        """Where nothing fits yet, look for a smaller peak: for a while or, if this is the `last`
+        attempt, for all the time that is left and a little more, since a budget that can be met
+        must be met.  Whether something fits."""
+        if self.fits or self._gave_up:
             return self.fits
-        self._searched = True
-        problem, budget, seed = self._task.problem, self._task.budget_bytes, self._task.seed
-        left, begin = self._task.seconds_left, time.monotonic()
+        self._gave_up = last
+        budget, left, begin = self._task.budget_bytes, self._task.seconds_left, time.monotonic()
         seconds = max(GRACE_SECONDS, left) if self.possible else min(3 * REFUSAL_SECONDS, left)
-        descent = Descent(problem, seed, budget)
-        # What a third of the time finds is what a refusal promises: planning with it, which has all
-        # of the time for the same search, then meets it on a machine that is slower by then, too.
-        descent.run(begin + seconds / 3)
-        promised = descent.best
-        if descent.best_peak > budget and self.possible:
-            descent.run(begin + seconds * 2 / 3)
-        if descent.best_peak <= budget:
+        descent = self._descent
+        if not self._promised:
+            # What a third of the time finds is what a refusal promises: planning with it, which has
+            # all of the time for the same search, then meets it on a slower machine, too.
+            self._promised = True
+            self._timed |= descent.run(begin + seconds / 3, FIT_WORK)
             self.offer(descent.best)
-            return True
-        self.offer(promised)
-        rest = begin + seconds - time.monotonic()
-        if descent.best_peak <= budget * (1 + NEAR_MISS) and self.possible and rest > 0:
-            self._timed = True
-            found = repair(problem, budget, descent.best, time_limit=rest, seed=seed)
-            if found is not None:
-                self.offer(found)
+        if last and self.possible and descent.best_peak > budget:
+            self._timed |= descent.run(begin + seconds * 2 / 3)
+            if descent.best_peak <= budget:
+                self.offer(descent.best)
+            elif descent.best_peak <= budget * (1 + NEAR_MISS):
+                rest = begin + seconds - time.monotonic()
+                self._timed = True
+                found = repair(self._task.problem, budget, descent.best, time_limit=rest,
+                               seed=self._task.seed)
+                if found is not None:
+                    self.offer(found)
         return self.fits
 
     def raise_bound(self, extra_cost: float) -> None:

@@ -11,6 +11,7 @@ is held), so it may lie below the smallest peak that exists; on training graphs 
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from solvers.simulator import simulate
 _LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
 _ANNEAL_MOVES = 30_000  # per target
 _ANNEAL_MOVES_IN_ALL = 240_000
+_MOVE_SECONDS, _RUN_SECONDS = 5e-5, 3e-5  # what a move and a run of a walk take, about
 _ANNEAL_SECONDS = 60.0  # only so that `moves` is what stops it
 
 
@@ -129,29 +131,39 @@ class Descent:
         self._deadline = 0.0
         self._steps = self._search()
 
-    def run(self, deadline: float) -> None:
-        """Go on until the goal is met, nothing is left to try, or `deadline`."""
+    def run(self, deadline: float, work: float = math.inf) -> bool:
+        """Go on until the goal is met, nothing is left to try, `deadline`, or so much work (seconds
+        of some machine) is done; whether the deadline was what ended it."""
         self._deadline = deadline
         if self.best_peak > self.goal:
-            for _ in self._steps:
-                if self.best_peak <= self.goal or time.monotonic() > deadline:
+            for spent in self._steps:
+                work -= spent
+                if self.best_peak <= self.goal:
                     break
+                if time.monotonic() > deadline:
+                    return True
+                if work <= 0:
+                    break
+        return False
 
-    def _search(self) -> Iterator[None]:
-        """Yields after each step; a step takes a second at most, about."""
+    def _search(self) -> Iterator[float]:
+        """Yields the work of each step, a second or two at most."""
         helped = False
         while self._attempt((self.floor + self.best_peak) // 2, EvictionTaste(),
                             3 * len(self.problem) + 200):
             helped = True
-            yield
+            yield self._walk_work(3)
         if not helped:
             yield from self._anneal()
         for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed)):
-            yield from self._bisect(taste, runs_per_op * len(self.problem) + 200)
+            yield from self._bisect(taste, runs_per_op)
             if rank % 12 == 2 and not (helped and rank == 2):
                 yield from self._anneal()
 
-    def _anneal(self) -> Iterator[None]:
+    def _walk_work(self, runs_per_op: int) -> float:
+        return _RUN_SECONDS * min(runs_per_op, 4) * len(self.problem)
+
+    def _anneal(self) -> Iterator[float]:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
         lean = len(self.best) <= _LEAN_RUNS_PER_OP * len(self.problem)
         current = self.best if lean else self.problem.plain_schedule
@@ -162,7 +174,8 @@ class Descent:
             target = peak - max(1, int(share * (peak - self.floor)))
             found = repair(self.problem, target, current, time_limit=_ANNEAL_SECONDS,
                            deadline=self._deadline, moves=moves, seed=draw)
-            left -= moves
+            spent = moves
+            left -= spent
             if found is None:
                 share, moves = share / 2, moves * 2
             else:
@@ -170,18 +183,19 @@ class Descent:
                 current, peak = found, simulate(self.problem, found).peak_bytes
                 if peak < self.best_peak:
                     self.best, self.best_peak = current, peak
-            yield
+            yield _MOVE_SECONDS * spent
 
-    def _bisect(self, taste: EvictionTaste, max_runs: int) -> Iterator[None]:
+    def _bisect(self, taste: EvictionTaste, runs_per_op: int) -> Iterator[float]:
         """Bisect for the smallest budget at which a walk in this taste succeeds."""
         low = self.floor
         step = max(1, self.floor >> 9)
+        max_runs, work = runs_per_op * len(self.problem) + 200, self._walk_work(runs_per_op)
         if self._attempt(low, taste, max_runs) or not self._attempt(
                 self.best_peak - step, taste, max_runs):
-            yield
+            yield 2 * work
             return
         while self.best_peak - low > step:
-            yield
+            yield work
             middle = (low + self.best_peak) // 2
             if not self._attempt(middle, taste, max_runs):
                 low = middle
