@@ -254,7 +254,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
              (*twin.model.named_parameters(), *twin.model.named_buffers())}
     trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
     held = {storage_key(tensor) for tensor in output_tensors(output)}
-    repeated = Counter((id(call.region), call.module) for call in recording.calls)
+    runs_by_code = _runs_by_code(recording)
     made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
     runs: Counter[int] = Counter()
     uses: list[RegionUse] = []
@@ -296,7 +296,8 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
             parameter_names={index: trainable.get(id(tensor), f"input {index}")
                              for index, tensor in enumerate(call.inputs)},
             linked_inputs=linked, returned=frozenset(returned), released=released,
-            block=call.module, repeated=repeated[id(region), call.module] > 1, early=early))
+            block=call.module, repeated=runs_by_code[id(region), call.module] > 1,
+            early=early))
     return uses
 
 
@@ -316,6 +317,11 @@ def _forced_arguments(
     return (("use_cache", False),) if "use_cache" in accepted else ()
 
 
+def _runs_by_code(recording: Recording) -> Counter[tuple[int, str]]:
+    """How often each captured piece of code runs in the step."""
+    return Counter((id(call.region), call.module) for call in recording.calls)
+
+
 def _notes(
     forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts
 ) -> tuple[str, ...]:
@@ -331,6 +337,11 @@ def _notes(
     elif len(recording.calls) > 1:
         notes.append(f"torch.compile broke the model into {len(recording.calls)} regions, "
                      "which are planned together; what runs between them is not planned")
+    repeated = sum(count for count in _runs_by_code(recording).values() if count > 1)
+    if repeated:
+        notes.append(f"{repeated} regions share code that runs several times in a step, and are "
+                     "kept as they are: a graph break in a loop does that; regions=\"blocks\" "
+                     "plans each by itself")
     if recording.inference_graphs:
         notes.append(f"{recording.inference_graphs} captured pieces need no gradient "
                      "and are not planned")

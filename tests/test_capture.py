@@ -12,7 +12,7 @@ from graph_capture.capture import CapturedStep, capture_step
 from graph_capture.errors import CaptureError
 from graph_capture.training_graph import BufferKind, Phase
 from tests import models
-from tests.models import Case
+from tests.models import BUILDERS, Case
 from tests.training import (
     apply_schedule,
     captured,
@@ -184,6 +184,12 @@ def test_regions_are_captured_in_order_and_applied_together(skip):
         assert len(timeline.schedule) > len(graph.ops)
         assert train(planned, case).differences(expected) == []
         assert measured_peak(planned, case) <= timeline.peak_bytes
+
+
+def test_a_graph_break_in_a_loop_is_told():
+    """torch gives up on the loop, and compiles one piece of code for both layers."""
+    notes = captured(BUILDERS["graph_break"]()).graph.notes
+    assert any("2 regions share code" in note and "blocks" in note for note in notes)
 
 
 def test_control_flow_on_data_is_refused_and_its_place_named():
