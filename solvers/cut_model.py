@@ -21,7 +21,6 @@ as large as if each layer between two cuts were there once, and still a relaxati
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +29,8 @@ from ortools.math_opt.python import mathopt
 
 from solvers.kinds import Kinds, kinds
 from solvers.milp import Engine, optimise
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 from solvers.repetition import Run
-from solvers.simulator import unroll
 from solvers.working_set import fixed_bytes, takeover_candidates
 
 
@@ -76,12 +74,12 @@ class CutModel:
     """Where ops repeat; what is alike there is counted instead of told apart."""
 
     def solve(self, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
-              gap: float = 0.0, nodes: int | None = None,
-              hint: Schedule | None = None) -> CutSolution:
-        """Solve within a time limit and a number of nodes, to within a gap in units of cost; `hint`
-        is a schedule to start from."""
-        program = _Program(self)
-        return program.solve(seconds, engine, seed, gap, nodes, hint)
+              gap: float = 0.0, nodes: int | None = None) -> CutSolution:
+        """Solve within a time limit and a number of nodes, to within a gap in units of cost.
+
+        There is no way to hand it a schedule to start from: that made it slower.
+        """
+        return _Program(self).solve(seconds, engine, seed, gap, nodes)
 
 
 class _Program:
@@ -263,10 +261,10 @@ class _Program:
         for op in total:
             self._needs(stage, op, total)
 
-    def solve(self, seconds: float, engine: Engine, seed: int, gap: float, nodes: int | None,
-              hint: Schedule | None) -> CutSolution:
+    def solve(self, seconds: float, engine: Engine, seed: int, gap: float,
+              nodes: int | None) -> CutSolution:
         answer = optimise(self.mip, seconds, engine=engine, seed=seed, gap=gap / self.cost_unit,
-                          nodes=nodes, hint=None if hint is None else self._values_of(hint))
+                          nodes=nodes)
         retained = None
         if answer.values is not None:
             retained = tuple(self._told_apart(stage, answer.values)
@@ -289,34 +287,6 @@ class _Program:
             first = min(skipped, len(members) - kept)
             chosen += members[first:first + kept]
         return frozenset(chosen)
-
-    def _values_of(self, schedule: Schedule) -> dict[mathopt.Variable, float]:
-        """What a schedule retains past each cut and recomputes in each stage."""
-        timeline = unroll(self.problem, schedule)
-        position_of: dict[int, int] = {}
-        latest = -1
-        counted: set[tuple[int, int]] = set()  # an op may be recomputed twice in a stage
-        values = {variable: 0.0 for stage in (*self.retained, *self.again)
-                  for variable in stage.values()}
-        for position, op in enumerate(schedule):
-            if op in position_of:
-                stage = bisect_left(self.cuts, latest + 1) - 1
-                kind = self.kinds.of_op[op]
-                if stage >= 0 and kind in self.again[stage] and (op, stage) not in counted:
-                    counted.add((op, stage))
-                    values[self.again[stage][kind]] += 1.0
-            else:
-                position_of[op] = position
-                latest = op
-        for stage, cut in enumerate(self.cuts):
-            at = position_of[cut]
-            for instance in timeline.instances:
-                if instance.birth <= at < instance.death:
-                    variable = self.retained[stage].get(
-                        self.kinds.of_storage[instance.storage])
-                    if variable is not None:
-                        values[variable] += 1.0
-        return values
 
 
 @dataclass(frozen=True, slots=True)

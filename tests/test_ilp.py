@@ -32,8 +32,7 @@ def test_the_bound_holds_for_every_schedule_within_the_budget(data: st.DataObjec
         st.sampled_from(cuts[1:]), st.integers(0, len(problem) - 1)), max_size=4)
     ) if len(cuts) > 1 else ()
     budget = peak + data.draw(st.integers(0, 3))
-    solution = CutModel(problem, budget, tuple(cuts), inner=tuple(sorted(inner))).solve(
-        SECONDS, hint=known)
+    solution = CutModel(problem, budget, tuple(cuts), inner=tuple(sorted(inner))).solve(SECONDS)
     assert solution.solved
     assert solution.retained is not None
     assert problem.plain_cost + solution.extra_bound <= cost + 1e-6
