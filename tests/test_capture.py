@@ -12,7 +12,7 @@ from graph_capture.capture import CapturedStep, capture_step
 from graph_capture.errors import CaptureError
 from graph_capture.training_graph import BufferKind, Phase
 from tests import models
-from tests.models import BUILDERS, Case
+from tests.models import Case
 from tests.training import (
     apply_schedule,
     captured,
@@ -188,7 +188,28 @@ def test_regions_are_captured_in_order_and_applied_together(skip):
 
 def test_a_graph_break_in_a_loop_is_told():
     """torch gives up on the loop, and compiles one piece of code for both layers."""
-    notes = captured(BUILDERS["graph_break"]()).graph.notes
+
+    class Layer(nn.Module):  # code of its own: what torch does depends on what it has compiled
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).tanh()
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+
+    case = Case(Loop(), (torch.randn(2, 8, requires_grad=True),), lambda out: out.square().mean())
+    notes = captured(case).graph.notes
     assert any("2 regions share code" in note and "blocks" in note for note in notes)
 
 
