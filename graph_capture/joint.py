@@ -25,6 +25,7 @@ from graph_capture.convolution_backward import halve_convolution_backwards
 from graph_capture.errors import CaptureError
 from graph_capture.torch_compat import (
     OpOverload,
+    copied_module,
     cotangent_sources,
     eliminate_common_subexpressions,
     gradient_targets,
@@ -59,11 +60,7 @@ class JointGraph:
 
     def copy(self) -> fx.GraphModule:
         """A module of its own with a copy of the graph; nodes have the same names."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        return fx.GraphModule(self.owner, graph)
+        return copied_module(self.owner, self.graph)
 
 
 def count_cotangents(module: fx.GraphModule) -> int:

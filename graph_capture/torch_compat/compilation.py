@@ -35,6 +35,7 @@ __all__ = [
     "compile_call",
     "compile_module",
     "compile_settings",
+    "copied_module",
     "cotangent_sources",
     "eliminate_common_subexpressions",
     "gradient_targets",
@@ -172,6 +173,16 @@ def sizes_as_they_are(tree: object) -> Iterator[None]:
     finally:
         for tensor, mark, value in removed:
             setattr(tensor, mark, value)
+
+
+def copied_module(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of its own with a copy of the graph, whose attributes are the owner's; nodes keep
+    their names."""
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(owner, copy)
 
 
 def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:

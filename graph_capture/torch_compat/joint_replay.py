@@ -18,6 +18,8 @@ import torch._functorch.aot_autograd as aot
 import torch._inductor.compile_fx as inductor
 from torch import fx
 
+from graph_capture.torch_compat.compilation import copied_module
+
 __all__ = ["JointReplay"]
 
 
@@ -93,10 +95,6 @@ class JointReplay:
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
     """A module with a graph of its own; values and attributes are shared."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    copied = fx.GraphModule(module, graph)
+    copied = copied_module(module, module.graph)
     copied.meta.update(module.meta)
     return copied
