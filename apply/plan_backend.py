@@ -19,6 +19,7 @@ from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import rewrite
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import JointGraph, clean_joint_graph, count_cotangents, primals_of
+from graph_capture.lean_backward import make_lean
 from graph_capture.lower import LoweredRegion, lower
 from graph_capture.outline import outline
 from graph_capture.torch_compat import (
@@ -137,6 +138,8 @@ class PlanBackend:
             lowered = None if self._lowered is None else self._lowered.get((module, index))
             if lowered is None:
                 clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
+                if self._recipe.lean_backward:
+                    make_lean(clean)
                 lowered = self._lower(clean, region, names, index)
             if self._lowered is not None:
                 self._lowered[module, index] = lowered

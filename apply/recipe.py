@@ -90,6 +90,9 @@ class Recipe:
     """Keyword arguments that capture forced (`use_cache=False`) and the applied model repeats."""
     backend: str = "eager"
     """What runs the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""
+    lean_backward: bool = False
+    """Whether gradients are copied so that the backward holds less
+    (`graph_capture.lean_backward`)."""
     strict_order: bool = False
     """Whether Inductor may not move or fuse kernels of the backward across calls of libraries."""
 

@@ -57,8 +57,10 @@ def compare(workload: Workload, backend: str, budgets: Sequence[float], rounds: 
     for index, plan in enumerate(plans, start=1):
         predicted = [100 * plan.overhead]
         if backend == "eager":
-            schedule = schedule_of(prepared.graph, plan.recipe)
-            predicted = [100 * overhead_of(steps[name].graph, schedule) for name in prices]
+            variants = [steps[name].variant_of(plan.recipe) for name in prices]
+            schedule = schedule_of(variants[0].graph, plan.recipe)
+            predicted = [100 * overhead_of(step.graph, schedule, step.plain_seconds)
+                         for step in variants]
         ratio = times.ratio(index, 0)
         found = 100 * (ratio.median - 1)
         print(f"| {workload.name:<6} | {(plan.budget_bytes - below) / share:5.0f}% "

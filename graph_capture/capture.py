@@ -32,6 +32,7 @@ from graph_capture.inductor_joint import (
 )
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
+from graph_capture.lean_backward import late_parts, make_lean
 from graph_capture.loss import LossFootprint, objective, output_tensors
 from graph_capture.lower import RESIDENT, LoweredRegion, lower
 from graph_capture.memory_tracker import Workspace
@@ -62,6 +63,9 @@ class CapturedStep:
     """Whether the model was in training mode."""
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
+    lean_graph: TrainingGraph | None = None
+    """The step whose backward holds less at the price of copies (`graph_capture.lean_backward`);
+    `None` where there is nothing to copy."""
     saved_by_default: frozenset[int] = frozenset()
     """Buffers that Inductor's own partitioner saves for the backward."""
     fused: frozenset[int] = frozenset()
@@ -129,20 +133,26 @@ def capture_step(
     say("measuring and estimating ops")
     keeper = _Keeper(keep)
     fused = inductor and cost_model != "flops"
-    graph = assemble(
-        uses, loss=_loss_memory(baseline.loss, loss_fn is not None),
-        cost_of=FusedCosts(twin.device, costs) if fused else costs,
-        pinned_by_user=keeper, resident=twin.resident, device=twin.device,
-        uncaptured=recording.uncaptured)
-    graph = replace(graph, notes=_notes(forced, recording, costs))
+
+    def assembled(uses: Sequence[RegionUse]) -> TrainingGraph:
+        graph = assemble(
+            uses, loss=_loss_memory(baseline.loss, loss_fn is not None),
+            cost_of=FusedCosts(twin.device, costs) if fused else costs,
+            pinned_by_user=keeper, resident=twin.resident, device=twin.device,
+            uncaptured=recording.uncaptured)
+        check(graph)
+        return replace(graph, notes=_notes(forced, recording, costs))
+
+    graph, lean_graph = assembled(uses), None
     keeper.check_all_used()
-    check(graph)
+    if not inductor and any(late_parts(use.lowered.joint) for use in uses):
+        lean_graph = assembled(_region_uses(traced, recording, output, lean=True))
     return CapturedStep(
         graph=graph, baseline=baseline, later=later,
         optimizer=None if optimizer is None else trace_optimizer(
             optimizer, twin, with_gradient=baseline.with_gradient,
             workspace=costs.workspace_bytes),
-        training=model.training, overrides=forced,
+        training=model.training, overrides=forced, lean_graph=lean_graph,
         saved_by_default=_buffers_made_by(graph, uses, saved),
         fused=_fused_buffers(graph, uses) if inductor else frozenset(),
         compiled=None if recording.graphs is None else CompiledTracer(
@@ -241,10 +251,12 @@ def _loss_memory(footprint: LossFootprint, outside: bool) -> LossMemory:
 
 
 def _region_uses(twin: FakeTwin, recording: Recording, output: object,
-                 saved: list[frozenset[str]] | None = None) -> list[RegionUse]:
+                 saved: list[frozenset[str]] | None = None, *, lean: bool = False
+                 ) -> list[RegionUse]:
     """How each captured region hangs together with the model, the batch and the other regions.
 
-    `saved`: for Inductor; what its own partitioner saves in each region is added.
+    `saved`: for Inductor; what its own partitioner saves in each region is added.  `lean`: see
+    `CapturedStep.lean_graph`.
     """
     if not recording.calls:
         raise CaptureError(
@@ -266,6 +278,8 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
         cotangents = (region.cotangents[backward] if 0 <= backward < len(region.cotangents)
                       else (False,) * count_cotangents(region.joint))
         joint = clean_joint_graph(region.joint, region.num_forward_outputs, cotangents)
+        if lean:
+            make_lean(joint)
         early: tuple[int, ...] = ()
         if saved is not None:
             saved.append(saved_by_default(joint))

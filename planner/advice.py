@@ -197,7 +197,8 @@ class _Counsel:
     def _possible(self, step: PreparedStep) -> bool:
         """Whether no bound says that a plan is impossible."""
         net_bytes = self.budget_bytes - step.resident_bytes
-        return (net_bytes >= 0 and working_set_floor(step.problem) <= net_bytes
+        return (net_bytes >= 0 and min(working_set_floor(variant.problem)
+                                       for variant in step.variants) <= net_bytes
                 and step.optimizer_step_bytes <= self.budget_bytes)
 
     def _accumulation(self, micro_batch: int) -> int:

@@ -24,8 +24,9 @@ from planner.accounting import MemoryByCategory
 from planner.decisions import build_recipe
 from planner.errors import InfeasibleBudget
 from planner.plan import Plan
-from planner.planning import Effort, PreparedStep, keep_plan, solve_within
+from planner.planning import Effort, PreparedStep, keep_plan
 from planner.units import format_bytes
+from planner.variants import solve_variant
 from solvers.problem import Problem, Schedule
 from solvers.simulator import simulate, unroll
 
@@ -132,7 +133,7 @@ class _Search:
     def propose(self, net_bytes: int) -> tuple[Schedule, ...]:
         """Schedules within `net_bytes` by the problem's own account, most promising first."""
         share = self.effort.time_limit * _SHARE_OF_SOLVER
-        found = solve_within(self.prepared, net_bytes, replace(self.effort, time_limit=share))
+        found = solve_variant(self.prepared, net_bytes, replace(self.effort, time_limit=share))
         return self.variants(found.schedule, net_bytes)
 
     def variants(self, found: Schedule, net_bytes: int) -> tuple[Schedule, ...]:

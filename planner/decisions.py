@@ -54,7 +54,8 @@ def decide(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> tuple[
 
 
 def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[ParameterKey],
-                 training: bool, overrides: Sequence[tuple[str, object]]) -> Recipe:
+                 training: bool, overrides: Sequence[tuple[str, object]],
+                 lean_backward: bool = False) -> Recipe:
     """The applier's view of the schedule that `timeline` unrolls.
 
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
@@ -73,7 +74,7 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
                      block=region.block, early=region.early)
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=tuple(tensors), regions=regions, training=training,
-                  overrides=tuple(overrides))
+                  overrides=tuple(overrides), lean_backward=lean_backward)
 
 
 def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:

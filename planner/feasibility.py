@@ -11,16 +11,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import solvers.errors
 from planner.accounting import optimizer_step_bytes
 from planner.bracketing import Bracket, find_largest, secant
 from planner.planning import Effort, PreparedStep
 from planner.sized_steps import SizedSteps
 from planner.units import format_fraction
+from planner.variants import Refused, cheapest
 from solvers.minimum import minimum_peak, working_set_floor
 from solvers.problem import Problem, Schedule
 from solvers.simulator import IllegalSchedule, simulate
-from solvers.solve import solve
 
 _BRIEF = 0.25
 """Part of the time limit for one size while the interval is wide."""
@@ -40,7 +39,7 @@ class Feasibility:
         self._overheads: dict[int, float] = {}  # the least known within the budget
         self._proven: set[int] = set()  # numbers at which no plan exists
         self._asked: set[int] = set()  # numbers at which the solver had all the time
-        self._lean: list[Schedule] = []  # schedules of small peaks
+        self._small: list[Schedule] = []  # schedules of small peaks
 
     def largest(self, first: int, last: int, known: Bracket) -> Bracket:
         """The largest number from `first` to `last` with a plan; `known`: where the plain step
@@ -67,12 +66,13 @@ class Feasibility:
         if number in self.schedules:
             return True
         net_bytes = self._budget_bytes - step.resident_bytes
-        if (net_bytes < 0 or working_set_floor(step.problem) > net_bytes
-                or optimizer_step_bytes(step.graph, step.optimizer) > self._budget_bytes):
+        if (net_bytes < 0 or optimizer_step_bytes(step.graph, step.optimizer) > self._budget_bytes
+                or all(working_set_floor(variant.problem) > net_bytes
+                       for variant in step.variants)):
             self._proven.add(number)
             return False
-        return self._try_known(number, step, net_bytes) or self._search(
-            number, step, net_bytes, thorough)
+        return any(self._try_known(number, variant, net_bytes) for variant in step.variants) or (
+            self._search(number, step, net_bytes, thorough))
 
     def _close_in(self, first: int, last: int, above: int | None = None) -> Bracket:
         def brief(number: int) -> bool | None:
@@ -90,40 +90,45 @@ class Feasibility:
 
     def _try_known(self, number: int, step: PreparedStep, net_bytes: int) -> bool:
         """Whether a schedule of another size fits."""
-        known = [step.problem.plain_schedule, *self.schedules.values(), *self._lean]
-        return any(self._accept(number, step.problem, schedule, net_bytes)
+        known = [step.problem.plain_schedule, *self.schedules.values(), *self._small]
+        return any(self._accept(number, step, schedule, net_bytes)
                    for schedule in known if _transfers(schedule, step.problem))
 
     def _search(self, number: int, step: PreparedStep, net_bytes: int, thorough: bool) -> bool:
         effort = self._effort if thorough else replace(
             self._effort, time_limit=_BRIEF * self._effort.time_limit)
-        problem = step.problem
         if not thorough and self._overhead_limit is None and effort.solver == "auto":
-            lean = minimum_peak(problem, time_limit=effort.time_limit, seed=effort.seed,
-                                target_bytes=net_bytes)
-            self._lean.append(lean)
-            return self._accept(number, problem, lean, net_bytes)
+            brief = replace(effort, time_limit=effort.time_limit / len(step.variants))
+            return any(self._try_smallest(number, variant, net_bytes, brief)
+                       for variant in step.variants)
         if thorough:
             self._asked.add(number)
         try:
-            result = solve(problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
-                           seed=effort.seed, progress=effort.progress)
-        except solvers.errors.InfeasibleBudget as refusal:
+            variant, result = cheapest(step.variants, net_bytes, effort)
+        except Refused as refusal:
             self.minimum_bytes[number] = step.resident_bytes + refusal.minimum_bytes
             return False
-        if self._accept(number, problem, result.schedule, net_bytes):
+        if self._accept(number, variant, result.schedule, net_bytes):
             return True
         limit = self._overhead_limit
         if limit is not None and result.overhead_bound > limit:
             self._proven.add(number)
         return False
 
-    def _accept(self, number: int, problem: Problem, schedule: Schedule, net_bytes: int) -> bool:
-        """Note what a schedule is worth; whether it will do."""
-        peak, cost = simulate(problem, schedule)
+    def _try_smallest(self, number: int, step: PreparedStep, net_bytes: int, effort: Effort
+                      ) -> bool:
+        """Whether the smallest schedule of a variant that is quickly found fits."""
+        schedule = minimum_peak(step.problem, time_limit=effort.time_limit, seed=effort.seed,
+                                target_bytes=net_bytes)
+        self._small.append(schedule)
+        return self._accept(number, step, schedule, net_bytes)
+
+    def _accept(self, number: int, step: PreparedStep, schedule: Schedule, net_bytes: int) -> bool:
+        """Note what a schedule of a variant is worth; whether it will do."""
+        peak, cost = simulate(step.problem, schedule)
         if peak > net_bytes:
             return False
-        plain = problem.plain_cost
+        plain = step.problem.plain_cost - step.copy_seconds
         overhead = (cost - plain) / plain if plain else 0.0
         self._overheads[number] = min(overhead, self._overheads.get(number, math.inf))
         if self._overhead_limit is not None and overhead > self._overhead_limit:
@@ -151,14 +156,15 @@ class Feasibility:
         """Where the leanest schedules known reach the budget, by the line through two sizes."""
         captured = {size // self._multiple_of: step
                     for size, step in self._steps.captured.items()}
-        if not self._lean and len(captured) > 1:
+        if not self._small and len(captured) > 1:
             number = max(captured)
-            self._lean.append(minimum_peak(captured[number].problem,
+            self._small.append(minimum_peak(captured[number].problem,
                                            time_limit=_BRIEF * self._effort.time_limit))
         guesses = []
-        for schedule in self._lean:
-            peaks = {number: float(_peak_bytes(step, schedule)) for number, step in captured.items()
-                     if _transfers(schedule, step.problem)}
+        for schedule in self._small:
+            peaks = {number: float(_peak_bytes(variant, schedule))
+                     for number, step in captured.items() for variant in step.variants
+                     if _transfers(schedule, variant.problem)}
             guesses.append(secant(peaks, self._budget_bytes))
         return max((guess for guess in guesses if guess is not None), default=None)
 

@@ -8,7 +8,7 @@ smaller ones, so overhead never rises with the budget.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,11 @@ from planner.planning import (
     smallest_result,
 )
 from planner.progress import Progress, watched
+from planner.variants import solve_variant
 from solvers.curve import solve_all
+from solvers.errors import InfeasibleBudget
+from solvers.problem import Schedule
+from solvers.result import Result
 
 if TYPE_CHECKING:
     import torch
@@ -114,20 +118,59 @@ def trace_frontier(prepared: PreparedStep, points: int, effort: Effort, *,
         each = effort.time_limit * min(1.0, _TIME_FACTOR / points)
         return Frontier(_undominated(_compiled_plans(
             prepared, points, replace(effort, time_limit=each))))
-    _, smallest = smallest_result(prepared, replace(effort, time_limit=effort.time_limit / points))
-    low = make_plan(prepared, None, smallest).peak_bytes
+    _, step, smallest = smallest_result(
+        prepared, replace(effort, time_limit=effort.time_limit / points))
+    low = make_plan(step, None, smallest).peak_bytes
     high = prepared.keep_all_peak_bytes
     budgets = [low + (high - low) * number // (points - 1) for number in range(points)]
-    nets = [budget - prepared.resident_bytes for budget in budgets]
-    middle = schedule_within(prepared, budgets[points // 2], effort, warm_start=smallest.schedule)
+    middle_step, middle = schedule_within(prepared, budgets[points // 2], effort,
+                                          warm_start=smallest.schedule)
     one_plan = capture_seconds + middle.seconds
     left = _TIME_FACTOR * one_plan - capture_seconds - (time.monotonic() - begin)
+    plans: list[Plan] = []
+    for variant in prepared.variants:
+        share = max(0.0, left) / len(prepared.variants)
+        plans += _curve(variant, budgets, effort, share,
+                        start=smallest.schedule if variant is step else None,
+                        known={budgets[points // 2]: middle} if variant is middle_step else {})
+    return Frontier(_undominated(_cheapest_of_each(plans)))
+
+
+def _curve(step: PreparedStep, budgets: Sequence[int], effort: Effort, seconds: float, *,
+           start: Schedule | None, known: Mapping[int, Result]) -> list[Plan]:
+    """Plans of one variant for those of the ascending `budgets` that it can meet; `start` is a
+    schedule within the smallest of them."""
+    nets = [budget - step.resident_bytes for budget in budgets]
+    if start is None:
+        try:
+            start = solve_variant(step, nets[0], replace(
+                effort, time_limit=effort.time_limit / len(budgets))).schedule
+        except InfeasibleBudget as refusal:
+            nets = [net for net in nets if net >= refusal.minimum_bytes]
+            start = refusal.schedule or None
+    if not nets:
+        return []
     results = solve_all(
-        prepared.problem, nets, seconds=max(0.0, left), most_seconds=effort.time_limit,
-        solver=effort.solver, seed=effort.seed, start=smallest.schedule,
-        known={nets[points // 2]: middle}, progress=effort.progress)
-    return Frontier(_undominated([make_plan(prepared, budget, result)
-                                  for budget, result in zip(budgets, results, strict=True)]))
+        step.problem, nets, seconds=seconds, most_seconds=effort.time_limit, solver=effort.solver,
+        seed=effort.seed, start=start, progress=effort.progress,
+        known={budget - step.resident_bytes: result for budget, result in known.items()})
+    plain_cost = step.problem.plain_cost - step.copy_seconds
+    return [make_plan(step, step.resident_bytes + net, replace(result, plain_cost=plain_cost))
+            for net, result in zip(nets, results, strict=True)]
+
+
+def _cheapest_of_each(plans: Sequence[Plan]) -> list[Plan]:
+    """Of the plans for each budget the cheapest; what is proven holds over all of them."""
+    by_budget: dict[int | None, list[Plan]] = {}
+    for plan in plans:
+        by_budget.setdefault(plan.budget_bytes, []).append(plan)
+    chosen = []
+    for rivals in by_budget.values():
+        best = min(rivals, key=lambda plan: plan.overhead)
+        bound = min(plan.overhead_bound for plan in rivals)
+        chosen.append(best if bound >= best.overhead_bound else replace(
+            best, overhead_bound=bound, status="feasible"))
+    return chosen
 
 
 def _compiled_plans(prepared: PreparedStep, points: int, effort: Effort) -> list[Plan]:

@@ -162,6 +162,7 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
         prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
                            cost_model=plan.cost_model, device=plain.twin.device,
                            regions=plan.recipe.blocks or "model")
+    prepared = prepared.variant_of(plan.recipe)
     graph = prepared.graph
     try:
         timeline = unroll(prepared.problem, schedule_of(graph, plan.recipe))
@@ -169,7 +170,7 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
         raise PlanMismatch(f"the plan recomputes {missing.args[0]!r}, which this step does not "
                            "have; plan this model anew") from None
     made = build_recipe(graph, timeline, tensors=prepared.tensors, training=prepared.training,
-                        overrides=prepared.overrides)
+                        overrides=prepared.overrides, lean_backward=prepared.is_lean)
     if made != plan.recipe:
         raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
                            "autocast; plan this model with these inputs anew")

@@ -29,7 +29,7 @@ from planner.plan import Plan
 from planner.plan_reader import Reader
 from planner.whole_file import write_whole
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Layout that this version writes and reads."""
 
 EPILOGUE = "/update of mutated inputs#0"
@@ -88,6 +88,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "training": plan.recipe.training,
         "inputs": plan.inputs,
         "overrides": dict(plan.recipe.overrides),
+        "lean_backward": plan.recipe.lean_backward,
         "strict_order": plan.recipe.strict_order,
         "optimizer": None if optimizer is None else {
             "name": optimizer.name,
@@ -157,6 +158,7 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
         training=root.boolean("training"),
         overrides=tuple(root.mapping("overrides").items()),
         backend=root.text("backend"),
+        lean_backward=root.boolean("lean_backward"),
         strict_order=root.boolean("strict_order"),
     )
     plan = Plan(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import solvers.errors
 from graph_capture.training_graph import TrainingGraph
 from planner.accounting import (
     OptimizerMemory,
@@ -25,14 +24,15 @@ from planner.errors import InfeasibleBudget
 from planner.lowering import lower, without_buffers
 from planner.plan import Plan
 from planner.progress import Progress
+from planner.units import format_fraction
+from planner.variants import Refused, cheapest, solve_variant
 from planner.version import created_with
 from solvers.problem import Problem, Schedule
 from solvers.result import Result
 from solvers.simulator import simulate, unroll
-from solvers.solve import solve
 
 if TYPE_CHECKING:
-    from apply.recipe import ParameterKey
+    from apply.recipe import ParameterKey, Recipe
     from graph_capture.capture import CapturedStep
     from planner.compiled_planning import CompiledAccount
 
@@ -58,6 +58,27 @@ class PreparedStep:
     cost_model: str
     compiled: CompiledAccount | None = None
     """Judges schedules by the code that Inductor generates; `None` for the eager backend."""
+    lean: PreparedStep | None = None
+    """The step whose backward holds less at the price of copies (`graph_capture.lean_backward`);
+    `None` where there is nothing to copy."""
+    is_lean: bool = False
+    """Whether it is such a step itself."""
+    copy_seconds: float = 0.0
+    """What the copies of a lean step take: part of the extra time of its plans."""
+
+    @property
+    def variants(self) -> tuple[PreparedStep, ...]:
+        """The step as it was captured, and the lean one where there is one."""
+        return (self,) if self.lean is None else (self, self.lean)
+
+    def variant_of(self, recipe: Recipe) -> PreparedStep:
+        """The variant that a plan with this recipe is of."""
+        return self.lean if recipe.lean_backward and self.lean is not None else self
+
+    @property
+    def plain_seconds(self) -> float:
+        """Duration of the step without recomputation and copies."""
+        return self.graph.step_seconds - self.copy_seconds
 
     @property
     def optimizer_step_bytes(self) -> int:
@@ -99,11 +120,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     graph, footprint = step.graph, step.optimizer
     baseline_bytes = step.baseline.peak_bytes
     if accumulation > 1:
-        graph = replace(
-            graph, resident=replace(graph.resident, gradients_bytes=graph.gradient_bytes),
-            notes=(*graph.notes, f"gradients of {accumulation} micro-steps add up: those of the "
-                   "steps before are counted as resident; the output is taken to be let go as "
-                   "each backward ends"))
+        graph = _accumulating(graph, accumulation)
         baseline_bytes = max(baseline_bytes - graph.gradient_bytes, step.later.peak_bytes)
     optimizer = None if footprint is None else OptimizerMemory(
         footprint.name, footprint.state_bytes, footprint.step_peak_bytes)
@@ -117,12 +134,38 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         graph = replace(graph, buffers=tuple(
             replace(buffer, size_bytes=0) if index in step.fused else buffer
             for index, buffer in enumerate(graph.buffers)))
-    return PreparedStep(
+    prepared = PreparedStep(
         graph=graph, problem=problem, optimizer=optimizer,
         baseline_peak_bytes=max(baseline, optimizer_step_bytes(graph, optimizer)),
         tensors=tuple(tensors), inputs=as_json(inputs), training=step.training,
         overrides=tuple((name, as_json(value)) for name, value in step.overrides),
         backend=backend, cost_model=cost_model, compiled=compiled)
+    if step.lean_graph is None:
+        return prepared
+    lean = (step.lean_graph if accumulation == 1
+            else _accumulating(step.lean_graph, accumulation))
+    return replace(prepared, lean=_lean_variant(prepared, lean))
+
+
+def _accumulating(graph: TrainingGraph, accumulation: int) -> TrainingGraph:
+    """A micro-step after the first: its graph, gradients of the one before being there."""
+    return replace(
+        graph, resident=replace(graph.resident, gradients_bytes=graph.gradient_bytes),
+        notes=(*graph.notes, f"gradients of {accumulation} micro-steps add up: those of the "
+               "steps before are counted as resident; the output is taken to be let go as "
+               "each backward ends"))
+
+
+def _lean_variant(prepared: PreparedStep, graph: TrainingGraph) -> PreparedStep:
+    """The lean step, with a note of what it costs."""
+    plain_seconds = prepared.graph.step_seconds
+    copy_seconds = graph.step_seconds - plain_seconds
+    share = format_fraction(copy_seconds / plain_seconds if plain_seconds else 0.0)
+    graph = replace(graph, notes=(*graph.notes, (
+        "parts of gradients that are read late are copied, so that the whole can go early "
+        f"(gradients of concatenations): {share} of the step, counted as extra time")))
+    return replace(prepared, graph=graph, problem=lower(graph), is_lean=True,
+                   copy_seconds=copy_seconds)
 
 
 def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort | None = None, *,
@@ -133,47 +176,52 @@ def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort
         from planner.compiled_planning import plan_compiled
 
         return plan_compiled(prepared, budget_bytes, effort or Effort())
-    result = schedule_within(prepared, budget_bytes, effort or Effort(), warm_start=warm_start)
-    return make_plan(prepared, budget_bytes, result)
+    step, result = schedule_within(prepared, budget_bytes, effort or Effort(),
+                                   warm_start=warm_start)
+    return make_plan(step, budget_bytes, result)
 
 
 def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort, *,
-                    warm_start: Schedule | None = None) -> Result:
-    """What the solver finds; raises `InfeasibleBudget`."""
+                    warm_start: Schedule | None = None) -> tuple[PreparedStep, Result]:
+    """The cheapest schedule found, and the variant of the step that it is of; raises
+    `InfeasibleBudget`."""
     if budget_bytes is None:
-        return _solve(prepared, None, Effort(solver="none"))
+        return prepared, solve_variant(prepared, None, Effort(solver="none"))
     floor = optimizer_step_bytes(prepared.graph, prepared.optimizer)
     net = budget_bytes - prepared.resident_bytes
     if budget_bytes < floor or net < 0:
         raise infeasible(prepared, budget_bytes, effort)
     try:
-        return _solve(prepared, net, effort, warm_start)
-    except solvers.errors.InfeasibleBudget as refusal:
-        raise _refusal(prepared, budget_bytes, refusal.minimum_bytes, refusal.schedule) from None
+        return cheapest(prepared.variants, net, effort, warm_start)
+    except Refused as refusal:
+        raise _refusal(refusal.step, budget_bytes, refusal.minimum_bytes, refusal.schedule
+                       ) from None
 
 
-def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[int, Result]:
+def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[int, PreparedStep, Result]:
     """The smallest budget that is known to be met, in bytes of the whole step, and a schedule
-    within it.  Where the optimizer's step holds more than any schedule needs, that is its peak."""
+    within it, with the variant of the step that it is of.  Where the optimizer's step holds more
+    than any schedule needs, that is its peak."""
     net = _least_net_bytes(prepared)
     try:
-        result = _solve(prepared, net, effort)
-    except solvers.errors.InfeasibleBudget as refusal:
-        net = refusal.minimum_bytes
-        result = _solve(prepared, net, effort, refusal.schedule)
-    return prepared.resident_bytes + net, result
+        step, result = cheapest(prepared.variants, net, effort)
+    except Refused as refusal:
+        net, step = refusal.minimum_bytes, refusal.step
+        result = solve_variant(step, net, effort, refusal.schedule)
+    return prepared.resident_bytes + net, step, result
 
 
 def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
     """The error for a budget below what the optimizer's step or resident memory takes: the smallest
     that can be met, and what holds it."""
-    net = _least_net_bytes(prepared)
+    net, step = _least_net_bytes(prepared), prepared
     brief = replace(effort, time_limit=min(effort.time_limit, _DIAGNOSIS_SECONDS))
     try:
-        schedule = _solve(prepared, net, brief).schedule
-    except solvers.errors.InfeasibleBudget as refusal:
-        net, schedule = refusal.minimum_bytes, refusal.schedule
-    return _refusal(prepared, budget_bytes, net, schedule)
+        step, result = cheapest(prepared.variants, net, brief)
+        schedule = result.schedule
+    except Refused as refusal:
+        net, step, schedule = refusal.minimum_bytes, refusal.step, refusal.schedule
+    return _refusal(step, budget_bytes, net, schedule)
 
 
 def _least_net_bytes(prepared: PreparedStep) -> int:
@@ -187,12 +235,6 @@ def _refusal(prepared: PreparedStep, budget_bytes: int, net_bytes: int,
     bottleneck = describe_bottleneck(
         prepared.graph, unroll(prepared.problem, schedule), prepared.optimizer)
     return InfeasibleBudget(budget_bytes, prepared.resident_bytes + net_bytes, bottleneck)
-
-
-def solve_within(prepared: PreparedStep, net_bytes: int, effort: Effort) -> Result:
-    """What the solver finds within `net_bytes` above resident memory, by the problem's own account;
-    raises `solvers.InfeasibleBudget`."""
-    return _solve(prepared, net_bytes, effort)
 
 
 def keep_plan(prepared: PreparedStep, budget_bytes: int | None, schedule: Schedule, solver: str,
@@ -211,7 +253,7 @@ def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) 
     timeline = unroll(problem, schedule)
     step = account(graph, timeline, prepared.optimizer)
     decisions = decide(graph, problem, schedule)
-    overhead = overhead_of(graph, schedule)
+    overhead = overhead_of(graph, schedule, prepared.plain_seconds)
     return Plan(
         budget_bytes=budget_bytes,
         peak_bytes=step.peak_bytes,
@@ -234,7 +276,8 @@ def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) 
         cost_model=prepared.cost_model,
         decisions=decisions,
         recipe=build_recipe(graph, timeline, tensors=prepared.tensors,
-                            training=prepared.training, overrides=prepared.overrides),
+                            training=prepared.training, overrides=prepared.overrides,
+                            lean_backward=prepared.is_lean),
         inputs=prepared.inputs,
         notes=graph.notes,
         created_with=created_with(),
@@ -251,18 +294,13 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def _solve(prepared: PreparedStep, net_bytes: int | None, effort: Effort,
-           warm_start: Schedule | None = None) -> Result:
-    return solve(prepared.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
-                 seed=effort.seed, progress=effort.progress, warm_start=warm_start)
-
-
-def overhead_of(graph: TrainingGraph, schedule: Sequence[int]) -> float:
-    """Seconds of all further runs over those of all first runs; 0 where nothing takes time."""
+def overhead_of(graph: TrainingGraph, schedule: Sequence[int], plain_seconds: float) -> float:
+    """Seconds of all runs above `plain_seconds`, as a fraction of these; 0 where nothing takes
+    time."""
     seen: set[int] = set()
-    extra = 0.0
+    extra = graph.step_seconds - plain_seconds
     for index in schedule:
         if index in seen:
             extra += graph.ops[index].seconds
         seen.add(index)
-    return extra / graph.step_seconds if graph.step_seconds > 0 else 0.0
+    return extra / plain_seconds if plain_seconds > 0 else 0.0

@@ -49,6 +49,7 @@ def memory_timeline(prepared: PreparedStep, plan: Plan) -> MemoryTimeline:
     """
     from planner.decisions import schedule_of
 
+    prepared = prepared.variant_of(plan.recipe)
     graph = prepared.graph
     try:
         schedule = schedule_of(graph, plan.recipe)
