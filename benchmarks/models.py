@@ -225,6 +225,11 @@ def unet_channels_last(**sizes: int) -> Workload:
     return replace(unet(layout=torch.channels_last, **sizes), name="unet_channels_last")
 
 
+def unet_full(*, batch: int = 8, image: int = 160) -> Workload:
+    """The U-Net of the published width, 64, in `channels_last`."""
+    return replace(unet_channels_last(batch=batch, image=image, width=64), name="unet_full")
+
+
 def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6) -> Workload:
     """A perceptron in which one layer is far wider than the others."""
     torch.manual_seed(0)
@@ -238,5 +243,6 @@ def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     build.__name__: build for build in (
-        gpt2, bert, llama, t5, vit, resnet, unet, unet_channels_last, mlp, mobilenet)}
+        gpt2, bert, llama, t5, vit, resnet, unet, unet_channels_last, unet_full,
+        mlp, mobilenet)}
 """Every model by name."""

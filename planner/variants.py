@@ -24,8 +24,9 @@ from solvers.solve import solve
 if TYPE_CHECKING:
     from planner.planning import Effort, PreparedStep
 
-_FIRST_SHARE = 0.5
-"""Part of the time for the form without copies, where there are two."""
+_LEAST_FIRST_SHARE, _FIRST_SHARE = 0.2, 0.5
+"""Part of the time for the form without copies, where there are two: less, the nearer the budget is
+to what that form takes at least."""
 _LEAST_SHARE = 0.1
 """Part of the time that the lean form gets whatever the other has used."""
 
@@ -76,9 +77,12 @@ def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
 
     plain, *rest = variants
     bounds = []
-    # What cannot fit is only asked for its minimum, once nothing else fits.
-    if not rest or _may_fit(plain, net_bytes):
-        bounds.append(attempt(plain, effort.time_limit * (_FIRST_SHARE if rest else 1.0)))
+    if not rest:
+        bounds.append(attempt(plain, effort.time_limit))
+    elif _may_fit(plain, net_bytes):  # else it is only asked for its minimum, if nothing else fits
+        room = 1 - working_set_floor(plain.problem) / max(net_bytes, 1)
+        share = min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE)
+        bounds.append(attempt(plain, share * effort.time_limit))
     for lean in rest:
         if not found or found[0][1].cost > lean.problem.plain_cost:
             left = effort.time_limit - (time.monotonic() - started)

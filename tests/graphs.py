@@ -52,6 +52,7 @@ class HandMadeStep:
     training: bool = True
     overrides: tuple[tuple[str, object], ...] = (("use_cache", False),)
     compiled: None = None
+    lean_graph: None = None
 
     @property
     def baseline(self) -> Baseline:
