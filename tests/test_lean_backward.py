@@ -86,6 +86,7 @@ def test_a_gradient_that_the_backward_returns_is_left_alone():
     assert not {part.args[0] for part in late_parts(joint)} & set(returned)
 
 
+@pytest.mark.slow
 def test_a_transformer_has_nothing_to_copy():
     assert captured(gpt2(layers=2)).lean is None
 
@@ -147,6 +148,7 @@ def test_copies_are_counted_as_extra_time():
     assert schedule_within(step, step.keep_all_peak_bytes, Effort())[0] is step
 
 
+@pytest.mark.slow
 def test_the_cheaper_variant_is_taken_and_the_bound_holds_for_both():
     """At every budget, against each variant solved alone."""
     step = captured(unet(image=32, depth=1))
@@ -176,6 +178,7 @@ def test_a_budget_that_no_variant_meets_is_refused_with_the_smaller_minimum():
         assert minimum <= alone.value.minimum_bytes * 1.02
 
 
+@pytest.mark.slow
 def test_the_frontier_has_plans_of_both_variants():
     case = channels_last(unet(batch=4, width=16))
     curve = planner.frontier(case.model, case.inputs, loss_fn=case.loss_fn, points=5,
@@ -186,6 +189,7 @@ def test_the_frontier_has_plans_of_both_variants():
     assert all(plan.overhead_bound <= plan.overhead for plan in plans)
 
 
+@pytest.mark.slow
 def test_a_lean_plan_serves_smaller_images():
     case = channels_last(unet(batch=4, width=16))
     step = captured(case)
