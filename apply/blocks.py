@@ -10,6 +10,7 @@ wrappers that want each block for itself (as fully sharded data parallel does) f
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,20 +36,12 @@ def apply_by_blocks(model: nn.Module, recipe: Recipe, mismatch: type[Exception])
             parent.__dict__["_modules"] = {**parent._modules, name: copies[path]}
         return copies[path]
 
-    code: dict[object, PlannedCode] = {}
-    regions: dict[str, list[int]] = {}
-    for index, region in enumerate(recipe.regions):
-        regions.setdefault(region.block, []).append(index)
-    alike: dict[object, list[int]] = {}
-    key_of: dict[str, object] = {}
-    for name, indices in regions.items():
-        key_of[name] = tuple(_decisions(recipe.regions[index], index) for index in indices)
-        alike.setdefault(key_of[name], []).extend(indices)
-    for name in regions:
-        block, key = copied(name), key_of[name]
-        if key not in code:
-            code[key] = PlannedCode(type(block).__name__, model, recipe, mismatch, alike[key])
-        block._compiled_call_impl = _BlockCall(block, code[key], recipe, mismatch)
+    for shared in shared_code(recipe):
+        first, *_ = shared.blocks
+        code = PlannedCode(type(copied(first)).__name__, model, recipe, mismatch, shared.regions)
+        for name in shared.blocks:
+            block = copied(name)
+            block._compiled_call_impl = _BlockCall(block, code, recipe, mismatch)
     applied = copies[""]
     applied._compiled_call_impl = _ModelCall(applied, recipe)  # type: ignore[assignment]
     return applied
@@ -89,6 +82,31 @@ class _ModelCall:
         return self._model._call_impl(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class SharedCode:
+    """Blocks that run the same compiled code."""
+
+    decisions: tuple[object, ...]
+    """All that it depends on beside the captured graphs: for each region of a block."""
+    blocks: tuple[str, ...]
+    regions: tuple[int, ...]
+    """Those of the first block, then those of the next."""
+
+
+def shared_code(recipe: Recipe) -> tuple[SharedCode, ...]:
+    """The blocks of a recipe (the whole model is one, called "") by their decisions."""
+    regions: dict[str, list[int]] = {}
+    for index, region in enumerate(recipe.regions):
+        regions.setdefault(region.block, []).append(index)
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, indices in regions.items():
+        alike.setdefault(tuple(_decisions(recipe.regions[index], index) for index in indices),
+                         []).append(name)
+    return tuple(SharedCode(decisions, tuple(blocks),
+                            tuple(index for name in blocks for index in regions[name]))
+                 for decisions, blocks in alike.items())
+
+
 def count_decisions(recipe: Recipe) -> int:
     """How many different pieces of code the regions of a recipe need."""
     return len({_decisions(region, index) for index, region in enumerate(recipe.regions)})
@@ -107,7 +125,7 @@ def _decisions(region: RegionRecipe, index: int) -> object:
         return tuple((local(key.name), key.result) for key in keys)
 
     sizes = region.outline and (region.outline.storage_bytes, region.outline.input_bytes)
-    return (ops(region.forward), ops(region.backward), region.cotangents, sizes,
+    return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.early,
             tuple((local(group.before), tuple(map(local, group.ops)))
                   for group in region.recomputations),
             tuple((local(taken.op), taken.run, taken.candidate) for taken in region.takeovers))

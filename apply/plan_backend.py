@@ -58,13 +58,13 @@ class PlanBackend:
         self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
         self.has_begun = False
 
-    def with_recipe(self, recipe: Recipe) -> Self:
-        """The backend of another recipe for the same captured graphs, the very modules: what this
-        one has lowered is not lowered again."""
+    def with_recipe(self, recipe: Recipe, regions: Sequence[int]) -> Self:
+        """The backend of these regions of another recipe for the same captured graphs, the very
+        modules: what this one has lowered is not lowered again."""
         if self._lowered is None:
             self._lowered = {}
         other = copy.copy(self)
-        other._recipe = recipe
+        other._recipe, other._regions = recipe, tuple(regions)
         return other
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

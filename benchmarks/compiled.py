@@ -46,6 +46,7 @@ from benchmarks.measure import (
     time_in_turns,
 )
 from benchmarks.models import WORKLOADS, Workload
+from graph_capture.captured_graphs import GraphCode
 from graph_capture.torch_compat import compile_module, compile_settings
 from graph_capture.torch_compat.inductor import inductor_backend
 from planner.api import capture
@@ -198,8 +199,8 @@ def peaks_of_torch(prepared: PreparedStep, ratios: Sequence[float]) -> dict[floa
             with functorch_config.patch(activation_memory_budget=ratio):
                 return min_cut_rematerialization_partition(*args, **options)
 
-        found[ratio] = prepared.compiled.tracer.trace(
-            inductor_backend(partition, f"ratio {ratio}")).peak_bytes
+        code = GraphCode(inductor_backend(partition, f"ratio {ratio}"))
+        found[ratio] = prepared.compiled.tracer.trace(lambda _, code=code: code).peak_bytes
     return found
 
 

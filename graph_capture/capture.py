@@ -156,7 +156,7 @@ def capture_step(
         saved_by_default=_buffers_made_by(graph, uses, saved),
         fused=_fused_buffers(graph, uses) if inductor else frozenset(),
         compiled=None if recording.graphs is None else CompiledTracer(
-            twin, twin_loss, costs, recording.graphs))
+            traced, traced_loss, costs, recording.graphs, twin))
 
 
 def _inductor_recorder(partition: Callable[..., Any], forward: Callable[..., Any],

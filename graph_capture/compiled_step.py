@@ -13,6 +13,7 @@ C++ heap, which torch's allocator does not see either).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
+from graph_capture.hollow import HollowMode
 from graph_capture.loss import LossFn, objective
 from graph_capture.memory_tracker import MemoryTracker
 from graph_capture.torch_compat import OpOverload, compile_settings
 from graph_capture.training_graph import BufferKind
 
 if TYPE_CHECKING:
-    from graph_capture.captured_graphs import CapturedGraphs, DynamoBackend
+    from graph_capture.captured_graphs import CapturedGraphs, GraphCode
     from graph_capture.op_costs import OpCosts
 
 
@@ -49,17 +51,22 @@ class CompiledTracer:
     costs: OpCosts
     graphs: CapturedGraphs
     """Of the twin's model."""
+    origin: FakeTwin
+    """What `twin` was made of; as long as it is alive, `twin` knows its tensors."""
 
-    def trace(self, backend: DynamoBackend) -> CompiledStep:
-        """Compile the step with `backend`, kernels aside, and follow its memory.
+    def trace(self, code_of: Callable[[str], GraphCode]) -> CompiledStep:
+        """Compile the step, kernels aside, and follow its memory.
 
-        The step runs twice: what compiling allocates does not count.  Errors of the backend pass.
+        `code_of`: for each block (the whole model is called "") what compiles it; code that was
+        compiled in an earlier trace is used again.  The step runs twice: what compiling allocates
+        does not count.  Errors of the backends pass.
         """
         from graph_capture.torch_compat.inductor import stub_code
 
         twin = self.twin
-        with compile_settings(donated_buffers=True), stub_code():
-            self.graphs.compile_with(backend)
+        with (compile_settings(donated_buffers=True), stub_code(around=self._around),
+              self.graphs.installed()):
+            self.graphs.compile_with(code_of)
             with twin.mode:
                 self._run(self.graphs.call, None)
                 copies = list(twin.fake_of.values())
@@ -67,15 +74,16 @@ class CompiledTracer:
                                            trace_device=twin.trace_device, resident=copies)
                 return self._run(self.graphs.call, tracker)
 
-    def seconds(self, backend: DynamoBackend) -> float:
-        """Duration of the step that `backend` compiles, by timing each kernel and each op that it
-        runs alone."""
+    def seconds(self, code_of: Callable[[str], GraphCode]) -> float:
+        """Duration of the step that is compiled so, by timing each kernel and each op that it runs
+        alone; the code is not to be used again."""
         from graph_capture.torch_compat.inductor import KernelCall, stub_code
 
         kernels: list[KernelCall] = []
         ops = _OpLog()
-        with compile_settings(donated_buffers=True), stub_code(kernels.append):
-            self.graphs.compile_with(backend)
+        with (compile_settings(donated_buffers=True), stub_code(kernels.append, self._around),
+              self.graphs.installed()):
+            self.graphs.compile_with(code_of)
             with self.twin.mode:
                 self._run(self.graphs.call, None)
                 kernels.clear()
@@ -83,6 +91,12 @@ class CompiledTracer:
                     self._run(self.graphs.call, None)
         return self.costs.seconds_of_kernels(kernels) + sum(
             self.costs.seconds(*run) for run in ops.runs)
+
+    def _around(self) -> AbstractContextManager[object]:
+        """What generated code runs in: hollow tensors do not have the values that it would write.
+        """
+        mode = self.twin.mode
+        return mode.without_values() if isinstance(mode, HollowMode) else nullcontext()
 
     def _run(self, compiled: Callable[..., Any], tracker: _CompiledTracker | None) -> CompiledStep:
         twin = self.twin

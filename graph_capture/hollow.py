@@ -13,6 +13,7 @@ that reads memory behind the dispatcher's back reads zeros.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Collection, Iterator, Mapping
@@ -72,6 +73,7 @@ class HollowMode(TorchDispatchMode):
         super().__init__()
         self._unknown_is_zero = unknown_is_zero
         self._answers: Iterator[Any] | None = None
+        self._nothing_is_known = False
         self._fakes = FakeTensorMode()
         self._results: dict[object, Any] = {}  # fake ones, by signature of the op
         # Real storages into which an unknown value was written; a key may be given out anew.
@@ -84,6 +86,16 @@ class HollowMode(TorchDispatchMode):
         """
         self._answers = answers
 
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Inside, no op runs, whether its operands are known or not: for code that writes into its
+        tensors behind the dispatcher's back."""
+        before, self._nothing_is_known = self._nothing_is_known, True
+        try:
+            yield
+        finally:
+            self._nothing_is_known = before
+
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -93,8 +105,9 @@ class HollowMode(TorchDispatchMode):
             return func(*args, **kwargs)  # touches no data
         if func is MAKE_SPARSE or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
             return run_sparse(func, args, dict(kwargs), self._known, _hollow)
-        known = all(self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
-                    if isinstance(leaf, torch.Tensor))
+        known = not self._nothing_is_known and all(
+            self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor))
         if func in VALUE_OPS:
             if self._answers is not None:
                 return self._next_answer()

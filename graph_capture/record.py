@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from graph_capture.block_calls import BlockCalls
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin
 from graph_capture.hollow import HollowMode, hollow_storage, hollow_tensor
@@ -30,7 +31,6 @@ from graph_capture.torch_compat import (
     TorchDynamoException,
     aot_backend,
     boxed,
-    compile_call,
     compile_module,
     compile_settings,
     no_active_modes,
@@ -102,13 +102,8 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     """
     recording = Recording()
     recorder = _Recorder(twin, recording, make_backend)
-    if keep_graphs:
-        from graph_capture.captured_graphs import CapturedGraphs
-
-        recording.graphs = CapturedGraphs(twin.model, recorder)
-    with compile_settings(), twin.mode, _compiled_blocks(twin.model, blocks, recorder):
-        compiled = (recording.graphs.call if recording.graphs
-                    else twin.model if blocks else compile_module(twin.model, recorder))
+    compiled, installed = _compiled(twin.model, blocks, recorder, keep_graphs)
+    with compile_settings(), twin.mode, installed:
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)
@@ -130,34 +125,20 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     return recording
 
 
-@contextmanager
-def _compiled_blocks(model: nn.Module, names: Sequence[str], recorder: _Recorder
-                     ) -> Iterator[None]:
-    """Inside, these submodules run compiled; modules of one class share the code where they can."""
-    calls: dict[type[nn.Module], Callable[..., Any]] = {}
-    blocks = [model.get_submodule(name) for name in names]
+def _compiled(model: nn.Module, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
+              ) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
+    """The model that `recorder` sees running, inside of the context."""
+    if keep_graphs:
+        from graph_capture.captured_graphs import CapturedGraphs
 
-    def call_of(name: str, block: nn.Module) -> Callable[..., Any]:
-        call = calls.setdefault(type(block), compile_call(type(block).__name__, recorder))
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            recorder.module = name
-            try:
-                # Dynamo is to see what it will see in a real step, where no mode is active.
-                with no_active_modes():
-                    return call(block, *args, **kwargs)
-            finally:
-                recorder.module = ""
-
-        return run
-
-    try:
-        for name, block in zip(names, blocks, strict=True):
-            block._compiled_call_impl = call_of(name, block)  # type: ignore[assignment]
-        yield
-    finally:
-        for block in blocks:
-            block._compiled_call_impl = None
+        graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
+        recorder.running_block = lambda: graphs.running
+        return graphs.call, graphs.installed()
+    if not blocks:
+        return compile_module(model, recorder), nullcontext()
+    calls = BlockCalls(model, blocks, recorder)
+    recorder.running_block = lambda: calls.running
+    return model, calls.installed()
 
 
 def _drop_gradients(twin: FakeTwin) -> None:
@@ -217,8 +198,8 @@ class _Recorder:
         self.make_backend = make_backend
         self.tracker: GapTracker | None = None
         """Set while the step runs again."""
-        self.module = ""
-        """The block that is running."""
+        self.running_block: Callable[[], str] = lambda: ""
+        """Name of the block that is running; empty where the whole model is compiled."""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region: RecordedRegion | None = None
@@ -257,12 +238,6 @@ class _Recorder:
         compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
-            if self.module:
-                with self.mode:  # which was left for Dynamo's sake
-                    return recorded(args)
-            return recorded(args)
-
-        def recorded(args: tuple[Any, ...]) -> Any:
             if self.tracker is not None and region is not None:
                 return followed(self.tracker, args)
             outputs = compiled(*args)
@@ -272,7 +247,7 @@ class _Recorder:
             else:
                 self.recording.calls.append(RegionCall(
                     region, tuple(args[i] for i in primal_positions),
-                    tuple(pytree.tree_leaves(outputs)), self.module))
+                    tuple(pytree.tree_leaves(outputs)), self.running_block()))
             return outputs
 
         def followed(tracker: GapTracker, args: tuple[Any, ...]) -> Any:

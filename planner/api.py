@@ -116,9 +116,6 @@ def capture(model: nn.Module, inputs: object = None, *,
     if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
         raise TypeError(f"keep must be a sequence of names, got {keep!r}; "
                         'for one name write keep=("layers.3.attn",)')
-    if backend != "eager" and regions != "model":
-        raise ValueError(f"regions={regions!r} works with backend=\"eager\", got {backend!r}: "
-                         'leave regions out, or the backend')
     args, kwargs = split_inputs(model, inputs)
     from apply.runtime import tensor_keys
     from graph_capture.capture import capture_step

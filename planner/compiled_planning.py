@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import solvers.errors
@@ -31,8 +31,7 @@ from solvers.problem import Problem, Schedule
 from solvers.simulator import simulate, unroll
 
 if TYPE_CHECKING:
-    from apply.inductor import InductorBackend
-    from graph_capture.compiled_step import CompiledStep, CompiledTracer
+    from graph_capture.compiled_step import CompiledStep
 
 _ROUNDS = 4
 """Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
@@ -52,41 +51,6 @@ it."""
 _WORTH_TRYING = 1.1
 """A schedule that takes more than this times what it should, by the problem's account, is not
 compiled."""
-
-
-@dataclass
-class CompiledAccount:
-    """Traces of compiled steps, by recipe."""
-
-    tracer: CompiledTracer
-    saved_by_default: frozenset[int]
-    """Buffers that Inductor's own partitioner saves for the backward."""
-    _known: dict[Recipe, tuple[CompiledStep, InductorBackend]] = field(default_factory=dict)
-    _backend: InductorBackend | None = None
-
-    def trace(self, recipe: Recipe) -> CompiledStep:
-        """The memory of the step under a recipe, above what is resident."""
-        from apply.inductor import InductorBackend
-
-        if recipe not in self._known:
-            if self._backend is None:
-                self._backend = InductorBackend(self.tracer.twin.model, recipe)
-            backend = self._backend.with_recipe(recipe)
-            backend.keep_code()
-            self._known[recipe] = self.tracer.trace(backend), backend
-        return self._known[recipe][0]
-
-    def seconds(self, recipe: Recipe) -> float:
-        """Duration of the step under a recipe that was traced, by timing its kernels."""
-        _, backend = self._known[recipe]
-        return self.tracer.seconds(backend.with_recipe(recipe))
-
-    def with_code(self, recipe: Recipe) -> Recipe:
-        """A recipe that was traced, with what the code of its graphs takes."""
-        _, backend = self._known[recipe]
-        return replace(recipe, regions=tuple(
-            replace(region, code=code)
-            for region, code in zip(recipe.regions, backend.memory_of_code(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -283,19 +247,20 @@ def schedule_saving(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> 
     schedule: list[int] = []
     available: set[int] = set(saved)
 
-    def is_missing(buffer: int) -> bool:
+    def is_missing(buffer: int, before: int) -> bool:
         producer = graph.buffers[buffer].producer
         return (buffer not in available and problem.ops[producer].recomputable
-                and not graph.buffers[buffer].kept_to_end)
+                and not graph.buffers[buffer].kept_to_end
+                and problem.may_replay(producer, before))
 
     def remake(buffer: int, before: int) -> None:
         pending = [buffer]
         while pending:
             producer = graph.buffers[pending[-1]].producer
-            if not is_missing(pending[-1]):
+            if not is_missing(pending[-1], before):
                 pending.pop()
                 continue
-            missing = [b for b in graph.ops[producer].inputs if is_missing(b)]
+            missing = [b for b in graph.ops[producer].inputs if is_missing(b, before)]
             if missing:
                 pending.extend(missing)
                 continue
@@ -307,8 +272,7 @@ def schedule_saving(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> 
         if op.phase is Phase.BACKWARD and op.digest:
             for buffer in op.inputs:
                 producer = graph.buffers[buffer].producer
-                if (graph.ops[producer].phase is Phase.FORWARD and is_missing(buffer)
-                        and problem.may_replay(producer, index)):
+                if graph.ops[producer].phase is Phase.FORWARD and is_missing(buffer, index):
                     remake(buffer, index)
         schedule.append(index)
     return tuple(schedule)

@@ -34,7 +34,7 @@ from solvers.simulator import simulate, unroll
 if TYPE_CHECKING:
     from apply.recipe import ParameterKey, Recipe
     from graph_capture.capture import CapturedStep
-    from planner.compiled_planning import CompiledAccount
+    from planner.compiled_account import CompiledAccount
 
 
 _DIAGNOSIS_SECONDS = 1.0
@@ -127,7 +127,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     baseline = resident_bytes(graph, optimizer) + baseline_bytes
     problem, compiled = lower(graph), None
     if step.compiled is not None:
-        from planner.compiled_planning import CompiledAccount
+        from planner.compiled_account import CompiledAccount
 
         compiled = CompiledAccount(step.compiled, step.saved_by_default)
         problem = without_buffers(problem, step.fused)

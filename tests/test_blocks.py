@@ -145,8 +145,6 @@ def test_blocks_are_the_outermost_repeated_modules():
 
 def test_what_does_not_go_with_blocks_is_refused():
     case = language_model(layers=2)
-    with pytest.raises(ValueError, match="backend"):
-        planner.plan(case.model, case.inputs, regions="blocks", backend="inductor")
     plan = plan_within(prepared(case), None)
     with pytest.raises(ValueError, match="replan"):
         plan.apply(case.model, replan=lambda model, inputs: plan)

@@ -14,8 +14,6 @@ from torch import nn
 
 import planner
 from graph_capture.allocator import record_peak
-from graph_capture.compiled_step import check_compiler
-from graph_capture.errors import CaptureError
 from graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.compiled_planning import saved_buffers, schedule_saving, without_free
@@ -23,15 +21,10 @@ from planner.plan_file import dumps, loads
 from planner.planning import Effort, plan_within
 from solvers.simulator import unroll
 from tests import training
+from tests.compiler import needs_compiler
 from tests.models import Case
 
-try:
-    check_compiler(torch.device("cpu"))
-    missing = ""
-except CaptureError as error:
-    missing = str(error)
-
-pytestmark = pytest.mark.skipif(bool(missing), reason=missing)
+pytestmark = needs_compiler
 
 EFFORT = Effort(time_limit=4.0)
 

@@ -7,18 +7,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from graph_capture.compiled_step import check_compiler
-from graph_capture.errors import CaptureError
+from tests.compiler import needs_compiler
 
-try:
-    check_compiler(torch.device("cpu"))
-    missing = ""
-except CaptureError as error:
-    missing = str(error)
-
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=missing)]
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 SCRIPT = """
 import json, sys

@@ -11,23 +11,15 @@ import torch
 from torch import nn
 
 import planner
-from apply.inductor import InductorBackend
-from graph_capture.compiled_step import check_compiler
-from graph_capture.errors import CaptureError
 from graph_capture.training_graph import CodeMemory
 from planner.api import capture
 from planner.plan_file import dumps, loads
 from planner.planning import Effort, plan_within
+from tests.compiler import needs_compiler
 from tests.models import Case
 from tests.training import measured_peak, reference, train
 
-try:
-    check_compiler(torch.device("cpu"))
-    missing = ""
-except CaptureError as error:
-    missing = str(error)
-
-pytestmark = [pytest.mark.skipif(bool(missing), reason=missing), pytest.mark.slow]
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 PLANNED = 96
 SMALLER = (64, 95, 7)
@@ -64,8 +56,7 @@ def test_the_budget_holds_for_every_smaller_size(plan):
     peaks = set()
     for batch in SMALLER:
         small = prepare(build(batch))
-        step = small.compiled.tracer.trace(
-            InductorBackend(small.compiled.tracer.twin.model, plan.recipe))
+        step = small.compiled.trace(plan.recipe)
         assert step.peak_bytes <= plan.forward_backward_peak_bytes - plan.resident_bytes
         peaks.add(step.peak_bytes)
     assert len(peaks) == len(SMALLER)

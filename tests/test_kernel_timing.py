@@ -4,20 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from graph_capture.compiled_step import check_compiler
-from graph_capture.errors import CaptureError
 from graph_capture.torch_compat.inductor import Kernel
 from planner.api import capture
 from planner.planning import plan_within
+from tests.compiler import needs_compiler
 from tests.test_inductor import EFFORT, batch, budget_at, loss_of, make_model
 
-try:
-    check_compiler(torch.device("cpu"))
-    missing = ""
-except CaptureError as error:
-    missing = str(error)
-
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=missing)]
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 
 class Scale(nn.Module):
@@ -62,6 +55,7 @@ def test_overhead_is_the_ratio_of_timed_steps_and_kernels_are_timed_once(monkeyp
 
     monkeypatch.setattr(Kernel, "build", refuse)
     account = prepared.compiled
+    account._seconds.clear()
     recipes = [next(known for known in account._known
                     if account.with_code(known) == made.recipe) for made in (default, plan)]
     before, after = map(account.seconds, recipes)

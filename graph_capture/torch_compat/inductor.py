@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -197,13 +198,14 @@ def stub_of(compiled: Any) -> Callable[[list[Any]], Any]:
 
 
 @contextlib.contextmanager
-def stub_code(on_kernel: Callable[[KernelCall], None] | None = None) -> Iterator[None]:
+def stub_code(on_kernel: Callable[[KernelCall], None] | None = None,
+              around: Callable[[], AbstractContextManager[object]] | None = None) -> Iterator[None]:
     """Inside, Inductor generates its code as ever, but compiles no kernel: what it returns
     allocates, frees and calls as the real code does, and its own kernels do nothing.
 
     The code runs on fake tensors; calls of torch's own ops go to them.  `on_kernel` is told the
     calls of Inductor's kernels, which are then generated as for a real run; without it, kernels are
-    only sketched.
+    only sketched.  Each run of the code takes place inside of what `around` makes.
     """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
@@ -214,7 +216,10 @@ def stub_code(on_kernel: Callable[[KernelCall], None] | None = None) -> Iterator
         # The compiled graph wants a file of its source; the module is not registered under it.
         graph.cache_key, graph.cache_path = PyCodeCache.write(text)
         graph.cache_linemap = []
-        return _load_stub(text, graph.cache_path, dict(graph.constants), on_kernel)
+        module = _load_stub(text, graph.cache_path, dict(graph.constants), on_kernel)
+        if around is not None:
+            module.call = _within(around, module.call)
+        return module
 
     with (
         _without_vector_code() if on_kernel is None else contextlib.nullcontext(),
@@ -223,6 +228,15 @@ def stub_code(on_kernel: Callable[[KernelCall], None] | None = None) -> Iterator
                               cpp_wrapper=False, size_asserts=False),
     ):
         yield
+
+
+def _within(around: Callable[[], AbstractContextManager[object]],
+            function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        with around():
+            return function(args)
+
+    return call
 
 
 @contextlib.contextmanager

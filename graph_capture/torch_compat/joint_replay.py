@@ -17,6 +17,7 @@ from unittest import mock
 import torch._functorch.aot_autograd as aot
 import torch._inductor.compile_fx as inductor
 from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from graph_capture.torch_compat.compilation import copied_module
 
@@ -34,6 +35,7 @@ class JointReplay:
         self._metadata: Any = None
         self._state: tuple[Any, ...] = ()
         self._capture: Any = None
+        self._fake_mode: Any = None
         self._joint: fx.GraphModule | None = None
 
     @property
@@ -50,7 +52,7 @@ class JointReplay:
             self._metadata = copy.copy(state.fw_metadata)
             found = trace(state, function)
             if state.needs_autograd:
-                self._capture = found
+                self._capture, self._fake_mode = found, detect_fake_mode(state.flat_args)
                 # What follows changes the metadata in place.
                 self._state = (state.flat_args, state.flat_args_descs,
                                copy.copy(state.fw_metadata))
@@ -81,7 +83,9 @@ class JointReplay:
         def transform(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> fx.GraphModule:
             return graph
 
-        with (mock.patch.object(aot, "run_functionalized_fw_and_collect_metadata", metadata),
+        # Fake tensors of two modes do not mix.
+        with (tracing(TracingContext(self._fake_mode)),
+              mock.patch.object(aot, "run_functionalized_fw_and_collect_metadata", metadata),
               self._patched(capture, transform)):
             yield
 

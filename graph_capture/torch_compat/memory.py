@@ -13,16 +13,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from graph_capture.layout import is_dense
 
 # `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
 # there is no public way to trace a model without allocating its memory.
-__all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "cpu_allocations",
-           "cpu_allocations_in_stages", "fake_tensor", "next_node_number", "no_active_modes",
-           "no_subclass_functions", "running_node_number", "storage_at", "storage_key",
-           "tensor_clone"]
+__all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "active_modes",
+           "cpu_allocations", "cpu_allocations_in_stages", "fake_tensor", "next_node_number",
+           "no_active_modes", "no_subclass_functions", "running_node_number", "storage_at",
+           "storage_key", "tensor_clone"]
 
 # What a fake tensor answers to an op whose result has a shape that depends on values (2.11-2.13).
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)
@@ -47,6 +51,12 @@ def no_active_modes() -> AbstractContextManager[object]:
     (2.11-2.13), which torch uses for the same purpose.
     """
     return _disable_current_modes()
+
+
+def active_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are active, the outermost first (2.11-2.13): to be entered again
+    inside of `no_active_modes`."""
+    return _get_current_dispatch_mode_stack()
 
 
 def no_subclass_functions() -> AbstractContextManager[object]:

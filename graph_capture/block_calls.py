@@ -1,0 +1,71 @@
+"""The blocks of a twin behind functions that Dynamo compiles, each block by itself.
+
+Dynamo is to see what it will see in a real step, where no dispatch mode is active; what it makes of
+a block runs under the modes that were active where the block was called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graph_capture.torch_compat import active_modes, compile_call, no_active_modes
+
+DynamoBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class BlockCalls:
+    """Compiled calls of some submodules of a model, which is otherwise run as it is written."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], backend: DynamoBackend) -> None:
+        """Modules of one class share the code that `backend` makes where they can."""
+        self.running = ""
+        """Name of the block that is being called; empty outside of blocks."""
+        self._backend = backend
+        self._modes: list[Any] = []
+        shared: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
+        for name in names:
+            block = model.get_submodule(name)
+            if type(block) not in shared:
+                shared[type(block)] = compile_call(type(block).__name__, self._compile)
+            self._calls.append((block, self._call_of(name, block, shared[type(block)])))
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, these submodules run compiled."""
+        try:
+            for block, call in self._calls:
+                block._compiled_call_impl = call  # type: ignore[assignment]
+            yield
+        finally:
+            for block, _ in self._calls:
+                block._compiled_call_impl = None
+
+    def _call_of(self, name: str, block: nn.Module, compiled: Callable[..., Any]
+                 ) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.running, self._modes
+            self.running, self._modes = name, active_modes()
+            try:
+                with no_active_modes():
+                    return compiled(block, *args, **kwargs)
+            finally:
+                self.running, self._modes = before
+
+        return run
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled = self._backend(module, inputs)
+
+        def call(*args: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for mode in self._modes:
+                    stack.enter_context(mode)
+                return compiled(*args)
+
+        return torch.compiler.disable(call)
