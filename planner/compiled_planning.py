@@ -36,9 +36,12 @@ if TYPE_CHECKING:
 _ROUNDS = 4
 """Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
 _LEAST_ROUNDS = 2
-"""The first of these are tried even after the time limit."""
+"""The first of these are tried even after the time limit, the others where nothing fits so far or
+what fits is wasteful."""
 _CLOSE_ENOUGH = 0.02
 """Part of the budget that may be left unused."""
+_WASTEFUL = 0.1
+"""Part of the budget that may not be left unused while there are rounds."""
 _MARGIN = 0.002
 """Part of the budget by which the next proposal is to stay below it."""
 _SHARE_OF_SOLVER = 0.1
@@ -128,7 +131,8 @@ class _Search:
         # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
         best: _Candidate | None = None
         for number in range(_ROUNDS):
-            if number >= _LEAST_ROUNDS and self.seconds_left <= 0:
+            is_good = best is not None and best.step.peak_bytes >= (1 - _WASTEFUL) * net_bytes
+            if number >= _LEAST_ROUNDS and is_good and self.seconds_left <= 0:
                 break
             try:
                 candidate = self._best_of(self.propose(internal), net_bytes, strict_order)
