@@ -13,21 +13,22 @@ Blind spots: the proposals are those of the problem's costs, so a plan is not pr
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import solvers.errors
 from apply.recipe import Recipe
-from graph_capture.training_graph import Phase, TrainingGraph
 from planner.accounting import MemoryByCategory
 from planner.decisions import build_recipe
 from planner.errors import InfeasibleBudget
+from planner.fewer_decisions import with_fewer_decisions
 from planner.plan import Plan
 from planner.planning import Effort, PreparedStep, keep_plan
+from planner.saving import free_ops, saved_buffers, schedule_saving, without_free
 from planner.units import format_bytes
 from planner.variants import solve_variant
-from solvers.problem import Problem, Schedule
+from solvers.problem import Schedule
 from solvers.simulator import simulate, unroll
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ _SPREAD = 0.02
 _NO_LESS = 0.95
 """Schedules whose peaks, by the problem's account, are nearer than this are not told apart by
 it."""
+_SIMPLICITY = 0.005
+"""Part of the step's time that may be given for blocks that are treated alike."""
 _WORTH_TRYING = 1.1
 """A schedule that takes more than this times what it should, by the problem's account, is not
 compiled."""
@@ -75,7 +78,7 @@ class _Search:
         self.account = prepared.compiled
         self.graph, self.problem = prepared.graph, prepared.problem
         self.started = time.monotonic()
-        self.free = _free_ops(self.graph, self.problem, self.account.saved_by_default)
+        self.free = free_ops(self.graph, self.problem, self.account.saved_by_default)
 
     @property
     def seconds_left(self) -> float:
@@ -121,8 +124,21 @@ class _Search:
         for strict_order in (False, True):
             found = self._narrow(net_bytes, first, strict_order)
             if found is not None:
-                return found
+                return self._simplified(found, net_bytes)
         return None
+
+    def _simplified(self, found: _Candidate, net_bytes: int) -> _Candidate:
+        """A candidate that treats more blocks alike, where these are compiled one by one and it
+        fits as well."""
+        if not found.recipe.blocks:
+            return found
+        left = net_bytes - found.step.peak_bytes
+        schedule = with_fewer_decisions(
+            self.graph, self.problem, found.schedule,
+            peak_bytes=simulate(self.problem, found.schedule).peak_bytes + left,
+            cost=found.cost + _SIMPLICITY * self.problem.plain_cost)
+        simpler = self.judge(schedule, found.recipe.strict_order)
+        return simpler if simpler.step.peak_bytes <= net_bytes else found
 
     def _narrow(self, net_bytes: int, first: _Candidate, strict_order: bool) -> _Candidate | None:
         """The cheapest candidate found with one order of kernels."""
@@ -243,88 +259,3 @@ def _describe(prepared: PreparedStep, step: CompiledStep) -> str:
     parts = ", ".join(f"{category} {format_bytes(size)}"
                       for category, size in _memory(prepared, step).items() if size)
     return f"At that minimum the compiled step holds {parts}."
-
-
-def schedule_saving(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> Schedule:
-    """The schedule that keeps the buffers `saved` (and what may not be recomputed) for the backward
-    and computes what else it needs once more, just before it is needed first."""
-    schedule: list[int] = []
-    available: set[int] = set(saved)
-
-    def is_missing(buffer: int, before: int) -> bool:
-        producer = graph.buffers[buffer].producer
-        return (buffer not in available and problem.ops[producer].recomputable
-                and not graph.buffers[buffer].kept_to_end
-                and problem.may_replay(producer, before))
-
-    def remake(buffer: int, before: int) -> None:
-        pending = [buffer]
-        while pending:
-            producer = graph.buffers[pending[-1]].producer
-            if not is_missing(pending[-1], before):
-                pending.pop()
-                continue
-            missing = [b for b in graph.ops[producer].inputs if is_missing(b, before)]
-            if missing:
-                pending.extend(missing)
-                continue
-            schedule.append(producer)
-            available.update(graph.ops[producer].outputs)
-            pending.pop()
-
-    for index, op in enumerate(graph.ops):
-        if op.phase is Phase.BACKWARD and op.digest:
-            for buffer in op.inputs:
-                producer = graph.buffers[buffer].producer
-                if graph.ops[producer].phase is Phase.FORWARD and is_missing(buffer, index):
-                    remake(buffer, index)
-        schedule.append(index)
-    return tuple(schedule)
-
-
-def saved_buffers(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> frozenset[int]:
-    """Buffers of the forward whose first result the backward reads."""
-    timeline = unroll(problem, schedule)
-    seen: set[int] = set()
-    end = 0
-    for position, index in enumerate(schedule):
-        if index not in seen and graph.ops[index].phase is not Phase.BACKWARD:
-            end = position
-        seen.add(index)
-    return frozenset(
-        instance.storage for instance in timeline.instances
-        if instance.birth <= end < instance.death
-        and graph.ops[graph.buffers[instance.storage].producer].phase is Phase.FORWARD)
-
-
-def _free_ops(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> frozenset[int]:
-    """Ops that Inductor recomputes by itself: fused into the kernels that read them."""
-    schedule = schedule_saving(graph, problem, saved)
-    seen: set[int] = set()
-    again = set()
-    for index in schedule:
-        if index in seen:
-            again.add(index)
-        seen.add(index)
-    return frozenset(again)
-
-
-def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> frozenset[int]:
-    """`saved` without the buffers that free ops make from what is saved otherwise."""
-    known: dict[int, bool] = {}
-
-    def available(buffer: int) -> bool:
-        """Whether the backward can have it from buffers that no free op makes."""
-        if buffer not in known:
-            producer = graph.buffers[buffer].producer
-            if producer in free:
-                known[buffer] = all(available(b) for b in graph.ops[producer].inputs)
-            else:
-                known[buffer] = buffer in saved or graph.buffers[buffer].kept_to_end
-        return known[buffer]
-
-    for op in graph.ops:  # in order, so that the recursion is shallow
-        for buffer in op.outputs:
-            available(buffer)
-    return frozenset(buffer for buffer in saved
-                     if graph.buffers[buffer].producer not in free or not available(buffer))

@@ -16,9 +16,9 @@ import planner
 from graph_capture.allocator import record_peak
 from graph_capture.training_graph import Phase
 from planner.api import capture
-from planner.compiled_planning import saved_buffers, schedule_saving, without_free
 from planner.plan_file import dumps, loads
 from planner.planning import Effort, plan_within
+from planner.saving import saved_buffers, schedule_saving, without_free
 from solvers.simulator import unroll
 from tests import training
 from tests.compiler import needs_compiler
