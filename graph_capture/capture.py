@@ -258,10 +258,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
     `saved`: for Inductor; what its own partitioner saves in each region is added.  `lean`: see
     `CapturedStep.lean_graph`.
     """
-    if not recording.calls:
-        raise CaptureError(
-            "nothing in the model needs a gradient: no parameter or input with requires_grad "
-            "takes part in the step, so there is nothing to plan")
+    recording.check_any()
     names = {id(tensor): name for name, tensor in
              (*twin.model.named_parameters(), *twin.model.named_buffers())}
     trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}

@@ -79,6 +79,22 @@ class Recording:
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
 
+    def check_any(self) -> None:
+        """Raise `CaptureError` where there is nothing to plan, in a step that does need gradients.
+        """
+        if self.calls:
+            return
+        if self.inference_graphs:
+            raise CaptureError(
+                "nothing that was captured of the model needs a gradient: no parameter or input "
+                "with requires_grad takes part in it, so there is nothing to plan")
+        raise CaptureError(
+            "torch.compile ran the model as it is written and captured nothing of it. So it does "
+            "with code that it compiled too often before (torch._dynamo.config.recompile_limit): "
+            "call torch._dynamo.reset() and plan again; with code under torch.compiler.disable, "
+            "and with a loop in which the graph breaks: take that out of the model, or name blocks "
+            "without it in regions")
+
 
 RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
 """A step: given the compiled model and what to call before the backward, it calls the model with

@@ -225,6 +225,34 @@ def test_control_flow_on_data_is_refused_and_its_place_named():
 # --- Refusals -------------------------------------------------------------------------------------
 
 
+COMPILED_TOO_OFTEN = """
+import torch, planner
+from tests.models import BUILDERS
+case = BUILDERS["graph_break"]()
+for size in range(1, 4):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        torch.compile(case.model, backend="eager", dynamic=False)(case.args[0][:, :8 * size])
+for _ in range(2):
+    try:
+        plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn)
+        print(len(plan.recipe.regions), "regions")
+    except planner.CaptureError as refusal:
+        print(refusal)
+    torch._dynamo.reset()
+"""
+
+
+@pytest.mark.slow
+def test_what_torch_gave_up_on_is_told_and_so_is_the_remedy():
+    """In a process of its own: what torch gave up on it remembers."""
+    done = subprocess.run([sys.executable, "-c", COMPILED_TOO_OFTEN], capture_output=True,
+                          text=True, check=True, env={**os.environ, "PYTHONPATH": "."})
+    refusal, planned = done.stdout.splitlines()
+    assert "captured nothing" in refusal
+    assert "torch._dynamo.reset()" in refusal
+    assert planned == "2 regions"
+
+
 def test_nothing_to_train():
     case = models.language_model(**SMALL)
     case.model.requires_grad_(False)
