@@ -14,6 +14,9 @@ in turns.  The models return nothing but their loss.  Three tables:
   off the generated code; the smallest of these steps, and the one nearest to the middle between it
   and the default, are compiled and run.
 
+With `--regions blocks` the plans' blocks are compiled one by one, and there is no third table; the
+first one's gradients are those of `torch.compile` only for models without dropout.
+
 With `--plans FOLDER` plans are kept there, and read instead of made where they are: a second run
 finds them, and Inductor's code in its cache, and does little else than measure.
 """
@@ -247,7 +250,8 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
 
     def planner_for(suffix: str) -> Planner:
         return Planner(workload, capture(
-            workload.model, workload.inputs, loss_fn=workload.loss_fn, backend="inductor"),
+            workload.model, workload.inputs, loss_fn=workload.loss_fn, backend="inductor",
+            regions=arguments.regions),
             arguments.time_limit, arguments.plans, arguments.fractions, suffix)
 
     tables, good = arguments.tables.split(","), True
@@ -294,9 +298,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratios", type=_numbers, default=list(RATIOS),
                         help="of activation_memory_budget")
     parser.add_argument("--plans", type=Path, help="folder in which plans are kept")
+    parser.add_argument("--regions", default="model", choices=("model", "blocks"))
     parser.add_argument("--tables", default="budgets,random,torch",
                         help="of the three above: budgets, random, torch")
     arguments = parse(parser, argv)
+    if arguments.regions == "blocks" and "torch" in arguments.tables:
+        parser.error("--regions blocks goes with --tables budgets,random")
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds; "
           "times are ratios to torch.compile(model): median [quartiles]", flush=True)
     good = [run(name, arguments) for name in arguments.model]
