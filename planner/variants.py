@@ -71,7 +71,7 @@ def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
             result = solve_variant(step, net_bytes, replace(effort, time_limit=seconds), warm_start)
         except solvers.errors.InfeasibleBudget as refusal:
             refusals.append(Refused(step, refusal))
-            return step.problem.plain_cost if _may_fit(step, net_bytes) else math.inf
+            return refusal.lower_bound if _may_fit(step, net_bytes) else math.inf
         found.append((step, result))
         return result.lower_bound
 

@@ -7,16 +7,19 @@ class InfeasibleBudget(ValueError):
     """No schedule within the budget was found, or none can exist."""
 
     def __init__(self, budget_bytes: int, minimum_bytes: int, message: str | None = None,
-                 schedule: tuple[int, ...] = ()) -> None:
+                 schedule: tuple[int, ...] = (), lower_bound: float = 0.0) -> None:
         self.budget_bytes = budget_bytes
         """The budget that was asked for."""
         self.minimum_bytes = minimum_bytes
         """The smallest budget that this package can meet; solving with it succeeds."""
         self.schedule = schedule
         """A schedule that peaks at `minimum_bytes`; empty where it is not at hand."""
+        self.lower_bound = lower_bound
+        """No schedule within the budget, if there is one, costs less, in the unit of the problem."""
         super().__init__(message or (
             f"no schedule fits in {budget_bytes} bytes; the smallest budget that works is "
             f"{minimum_bytes} bytes"))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.budget_bytes, self.minimum_bytes, str(self), self.schedule))
+        return (type(self), (self.budget_bytes, self.minimum_bytes, str(self), self.schedule,
+                             self.lower_bound))

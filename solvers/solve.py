@@ -77,7 +77,7 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str = "a
         schedule = min((schedule, tuple(warm_start)), key=lambda s: _rank(problem, budget, s))
     peak, cost = simulate(problem, schedule)
     if peak > budget:
-        raise InfeasibleBudget(budget, peak, schedule=schedule)
+        raise InfeasibleBudget(budget, peak, schedule=schedule, lower_bound=bound)
     proven = cost <= bound + PROOF_TOLERANCE * problem.plain_cost and not proposal.late
     return Result(
         schedule=schedule, peak_bytes=peak, cost=cost, plain_cost=problem.plain_cost,
