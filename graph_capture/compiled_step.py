@@ -2,8 +2,9 @@
 
 The model of the world: Inductor decides which ops become one kernel, in which order kernels run,
 and which buffers they share; the code that it generates says so, line by line.  So that code is
-generated, as for a real run, and executed on fake tensors with kernels that do nothing, while the
-storages that it makes and releases are followed.  Forward, loss and backward run under the real
+generated, as for a real run, and executed on fake tensors (hollow ones, where blocks are compiled
+one by one and plain code runs between them) with kernels that do nothing, while the storages that
+it makes and releases are followed.  Forward, loss and backward run under the real
 autograd, so that what AOTAutograd and the user's loss hold counts as well.
 
 Blind spots: those of `memory_tracker`; what a generated kernel takes for itself (on a CPU from the

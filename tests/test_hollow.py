@@ -70,6 +70,17 @@ def test_what_is_overwritten_by_an_unknown_value_is_no_longer_known():
             view.item()
 
 
+def test_code_that_writes_behind_the_dispatchers_back_leaves_no_known_values():
+    mode = HollowMode()
+    with mode:
+        with mode.without_values():
+            written, taken = torch.zeros(3), torch.ones(3)
+            torch.add(taken, 1, out=written)
+        with pytest.raises(UnknownValue):
+            written.sum().item()
+        assert torch.ones(3).sum().item() == 3
+
+
 def test_no_memory_is_taken_however_large():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(40_000, 40_000) for _ in range(4)))  # 26 GB

