@@ -15,7 +15,7 @@ class InfeasibleBudget(ValueError):
         self.schedule = schedule
         """A schedule that peaks at `minimum_bytes`; empty where it is not at hand."""
         self.lower_bound = lower_bound
-        """No schedule within the budget, if there is one, costs less, in the unit of the problem."""
+        """No schedule within the budget costs less; in the unit of the problem."""
         super().__init__(message or (
             f"no schedule fits in {budget_bytes} bytes; the smallest budget that works is "
             f"{minimum_bytes} bytes"))
