@@ -16,6 +16,7 @@ import planner
 from graph_capture.allocator import record_peak
 from graph_capture.training_graph import Phase
 from planner.api import capture
+from planner.compiled_planning import smallest_plan
 from planner.plan_file import dumps, loads
 from planner.planning import Effort, plan_within
 from planner.saving import saved_buffers, schedule_saving, without_free
@@ -244,7 +245,10 @@ def test_in_half_precision_emulated_casts_keep_recomputed_values_identical():
             model, x = make_model(dropout=0.0, layers=2).bfloat16(), batch().bfloat16()
             prepared = capture(model, x, loss_fn=loss_of, backend="inductor")
             default = plan_within(prepared, None, EFFORT)
-            tight = plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
+            # How near a budget can come depends on what matrix products in bfloat16 take for
+            # themselves, and that on the number of threads.
+            tight = smallest_plan(prepared, EFFORT)
+            assert any(region.recomputations for region in tight.recipe.regions)
             gradients = []
             for plan in (default, tight):
                 model.zero_grad(set_to_none=True)
