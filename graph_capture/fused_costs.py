@@ -26,7 +26,7 @@ from torch import fx
 from graph_capture.assemble import OpCost
 from graph_capture.device_model import device_model
 from graph_capture.flops import bytes_moved, op_flops
-from graph_capture.joint import tensors_of
+from graph_capture.joint import is_view, tensors_of
 from graph_capture.lower import LoweredRegion
 from graph_capture.torch_compat import OpOverload
 
@@ -148,7 +148,7 @@ def _is_read_from_outside(node: fx.Node) -> bool:
         if user in seen or user.op == "output":
             continue
         seen.add(user)
-        if isinstance(user.target, OpOverload) and user.target.is_view:
+        if is_view(user):
             pending.extend(user.users)
         elif fusion_of(user) is Fusion.EXTERNAL:
             return True

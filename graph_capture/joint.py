@@ -123,7 +123,7 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     for node in reversed(nodes):
         if (node.op == "call_function" and node.users and node not in of_forward
                 and not node.is_impure() and early.issuperset(node.users)
-                and (_is_view(node) or all(user is output or len(user.all_input_nodes) == 1
+                and (is_view(node) or all(user is output or len(user.all_input_nodes) == 1
                                            for user in node.users))):
             early.add(node)
     rank: dict[fx.Node, float] = {}
@@ -147,7 +147,8 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
         previous = node
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether the op only names its operand's storage anew, by its schema."""
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 

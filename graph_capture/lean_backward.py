@@ -15,14 +15,12 @@ pay.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
-from graph_capture.joint import JointGraph, is_tuple_element
-from graph_capture.torch_compat import OpOverload
+from graph_capture.joint import JointGraph, is_tuple_element, is_view
 
 _LARGEST_SHARE = 0.5
 """The parts that are read late are copied if they are at most this part of the whole."""
@@ -98,9 +96,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_alias(node: fx.Node) -> bool:
     """Whether the node is a view, or one of several that an op makes at once."""
-    if node.target is operator.getitem:
-        return _is_alias(node.args[0])
-    return isinstance(node.target, OpOverload) and node.target.is_view
+    return is_view(node.args[0] if is_tuple_element(node) else node)
 
 
 def _bytes_of(node: fx.Node) -> int:

@@ -28,7 +28,7 @@ from planner.plan import Plan
 from planner.planning import Effort, PreparedStep, infeasible, plan_within
 from planner.progress import Progress, watched
 from planner.sized_steps import MakeInputs, MakeLoss, SizedSteps
-from solvers.minimum import working_set_floor
+from planner.variants import may_fit
 
 if TYPE_CHECKING:
     import torch
@@ -197,8 +197,7 @@ class _Counsel:
     def _possible(self, step: PreparedStep) -> bool:
         """Whether no bound says that a plan is impossible."""
         net_bytes = self.budget_bytes - step.resident_bytes
-        return (net_bytes >= 0 and min(working_set_floor(variant.problem)
-                                       for variant in step.variants) <= net_bytes
+        return (net_bytes >= 0 and any(may_fit(variant, net_bytes) for variant in step.variants)
                 and step.optimizer_step_bytes <= self.budget_bytes)
 
     def _accumulation(self, micro_batch: int) -> int:

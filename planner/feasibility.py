@@ -16,8 +16,8 @@ from planner.bracketing import Bracket, find_largest, secant
 from planner.planning import Effort, PreparedStep
 from planner.sized_steps import SizedSteps
 from planner.units import format_fraction
-from planner.variants import Refused, cheapest
-from solvers.minimum import minimum_peak, working_set_floor
+from planner.variants import Refused, cheapest, may_fit
+from solvers.minimum import minimum_peak
 from solvers.problem import Problem, Schedule
 from solvers.simulator import IllegalSchedule, simulate
 
@@ -67,8 +67,7 @@ class Feasibility:
             return True
         net_bytes = self._budget_bytes - step.resident_bytes
         if (net_bytes < 0 or optimizer_step_bytes(step.graph, step.optimizer) > self._budget_bytes
-                or all(working_set_floor(variant.problem) > net_bytes
-                       for variant in step.variants)):
+                or not any(may_fit(variant, net_bytes) for variant in step.variants)):
             self._proven.add(number)
             return False
         return any(self._try_known(number, variant, net_bytes) for variant in step.variants) or (
@@ -128,7 +127,7 @@ class Feasibility:
         peak, cost = simulate(step.problem, schedule)
         if peak > net_bytes:
             return False
-        plain = step.problem.plain_cost - step.copy_seconds
+        plain = step.plain_seconds
         overhead = (cost - plain) / plain if plain else 0.0
         self._overheads[number] = min(overhead, self._overheads.get(number, math.inf))
         if self._overhead_limit is not None and overhead > self._overhead_limit:
@@ -159,7 +158,7 @@ class Feasibility:
         if not self._small and len(captured) > 1:
             number = max(captured)
             self._small.append(minimum_peak(captured[number].problem,
-                                           time_limit=_BRIEF * self._effort.time_limit))
+                                            time_limit=_BRIEF * self._effort.time_limit))
         guesses = []
         for schedule in self._small:
             peaks = {number: float(_peak_bytes(variant, schedule))

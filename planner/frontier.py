@@ -25,7 +25,7 @@ from planner.planning import (
     smallest_result,
 )
 from planner.progress import Progress, watched
-from planner.variants import solve_variant
+from planner.variants import may_fit, solve_variant
 from solvers.curve import solve_all
 from solvers.errors import InfeasibleBudget
 from solvers.problem import Schedule
@@ -133,7 +133,7 @@ def trace_frontier(prepared: PreparedStep, points: int, effort: Effort, *,
         plans += _curve(variant, budgets, effort, share,
                         start=smallest.schedule if variant is step else None,
                         known={budgets[points // 2]: middle} if variant is middle_step else {})
-    return Frontier(_undominated(_cheapest_of_each(plans)))
+    return Frontier(_undominated(_cheapest_of_each(plans, prepared.variants)))
 
 
 def _curve(step: PreparedStep, budgets: Sequence[int], effort: Effort, seconds: float, *,
@@ -154,20 +154,23 @@ def _curve(step: PreparedStep, budgets: Sequence[int], effort: Effort, seconds: 
         step.problem, nets, seconds=seconds, most_seconds=effort.time_limit, solver=effort.solver,
         seed=effort.seed, start=start, progress=effort.progress,
         known={budget - step.resident_bytes: result for budget, result in known.items()})
-    plain_cost = step.problem.plain_cost - step.copy_seconds
+    plain_cost = step.plain_seconds
     return [make_plan(step, step.resident_bytes + net, replace(result, plain_cost=plain_cost))
             for net, result in zip(nets, results, strict=True)]
 
 
-def _cheapest_of_each(plans: Sequence[Plan]) -> list[Plan]:
-    """Of the plans for each budget the cheapest; what is proven holds over all of them."""
-    by_budget: dict[int | None, list[Plan]] = {}
+def _cheapest_of_each(plans: Sequence[Plan], variants: Sequence[PreparedStep]) -> list[Plan]:
+    """Of the plans for each budget the cheapest; what is proven holds over all variants."""
+    by_budget: dict[int, list[Plan]] = {}
     for plan in plans:
+        assert plan.budget_bytes is not None
         by_budget.setdefault(plan.budget_bytes, []).append(plan)
     chosen = []
-    for rivals in by_budget.values():
+    for budget, rivals in by_budget.items():
         best = min(rivals, key=lambda plan: plan.overhead)
-        bound = min(plan.overhead_bound for plan in rivals)
+        possible = sum(may_fit(step, budget - step.resident_bytes) for step in variants)
+        # Nothing is known of a variant for which no plan was found, though one may exist.
+        bound = min(plan.overhead_bound for plan in rivals) if len(rivals) >= possible else 0.0
         chosen.append(best if bound >= best.overhead_bound else replace(
             best, overhead_bound=bound, status="feasible"))
     return chosen

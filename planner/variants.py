@@ -51,7 +51,7 @@ def solve_variant(step: PreparedStep, net_bytes: int | None, effort: Effort,
     given = warm_start if warm_start and max(warm_start) + 1 == len(step.problem) else None
     result = solve(step.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
                    seed=effort.seed, progress=effort.progress, warm_start=given)
-    return replace(result, plain_cost=result.plain_cost - step.copy_seconds)
+    return replace(result, plain_cost=step.plain_seconds)
 
 
 def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
@@ -71,7 +71,7 @@ def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
             result = solve_variant(step, net_bytes, replace(effort, time_limit=seconds), warm_start)
         except solvers.errors.InfeasibleBudget as refusal:
             refusals.append(Refused(step, refusal))
-            return refusal.lower_bound if _may_fit(step, net_bytes) else math.inf
+            return refusal.lower_bound if may_fit(step, net_bytes) else math.inf
         found.append((step, result))
         return result.lower_bound
 
@@ -79,7 +79,7 @@ def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
     bounds = []
     if not rest:
         bounds.append(attempt(plain, effort.time_limit))
-    elif _may_fit(plain, net_bytes):  # else it is only asked for its minimum, if nothing else fits
+    elif may_fit(plain, net_bytes):  # else it is only asked for its minimum, if nothing else fits
         room = 1 - working_set_floor(plain.problem) / max(net_bytes, 1)
         share = min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE)
         bounds.append(attempt(plain, share * effort.time_limit))
@@ -99,5 +99,7 @@ def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
                          seconds=time.monotonic() - started)
 
 
-def _may_fit(step: PreparedStep, net_bytes: int) -> bool:
+def may_fit(step: PreparedStep, net_bytes: int) -> bool:
+    """Whether no bound says that every schedule of a variant takes more than `net_bytes` above
+    resident memory."""
     return working_set_floor(step.problem) <= net_bytes
