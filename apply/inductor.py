@@ -17,17 +17,23 @@ from typing import Any
 from torch import fx
 
 from apply.errors import GraphMismatch
+from apply.layouts import lay_out_weights
 from apply.plan_backend import Match, PlanBackend, checked_backward
 from apply.recipe import Recipe, RegionRecipe
+from apply.rewrite import RewrittenRegion
+from apply.waiting import store_what_waits
+from graph_capture.early_copy import EARLY_COPY
 from graph_capture.generated_code import memory_of_code
-from graph_capture.inductor_joint import move_to_forward, without_replayed_randomness
+from graph_capture.inductor_joint import move_to_forward, rearrange
 from graph_capture.joint import JointGraph
 from graph_capture.lower import LoweredRegion
+from graph_capture.random_ops import is_companion
 from graph_capture.torch_compat import PartitionFunction
-from graph_capture.torch_compat.inductor import KernelOrder, inductor_backend
+from graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
+from graph_capture.torch_compat.kernel_order import KernelOrder
 from graph_capture.training_graph import CodeMemory
 
-_FORMAT = "checkpoint-planner 3"
+_FORMAT = "checkpoint-planner 7"
 """To be changed whenever one recipe makes other graphs than before."""
 
 
@@ -60,20 +66,29 @@ class InductorBackend(PlanBackend):
             if found is None:  # A graph without gradients is not partitioned.
                 return run
             self._check_memory(found, inputs, run, is_backward)
-            cotangents = found.region.cotangents
-            if not is_backward or all(cotangents):
+            if not is_backward:
                 return run
+            cotangents = found.region.cotangents
             planned = inputs[len(inputs) - len(cotangents):]
             return checked_backward(run, planned, cotangents, self._mismatch)
 
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
+            inputs_as_they_are=self._recipe.strict_order,
             settings={
                 "_pre_fusion_custom_pass": KernelOrder(self._recipe.strict_order),
                 # Inductor keeps a buffer that is done with for a later one of the same size, and
                 # is held to its own estimate of the peak in that, which is higher than the peak.
                 "allow_buffer_reuse": False,
             })(module, inputs)
+
+    def _annotate(self, graphs: RewrittenRegion) -> None:
+        for node in (*graphs.forward.graph.nodes, *graphs.backward.graph.nodes):
+            if node.target is EARLY_COPY or is_companion(node.target):
+                declare_fallback(node.target)
+        if self._recipe.strict_order:
+            lay_out_weights(graphs.backward)
+            store_what_waits(graphs.backward.graph)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool
                       ) -> None:
@@ -94,8 +109,9 @@ class InductorBackend(PlanBackend):
 
     def _lower(self, joint: JointGraph, region: RegionRecipe, primal_names: Sequence[str],
                index: int) -> LoweredRegion:
+        rearrange(joint)
         move_to_forward(joint, region.early)
-        return without_replayed_randomness(super()._lower(joint, region, primal_names, index))
+        return super()._lower(joint, region, primal_names, index)
 
 
 def uuid_of(recipe: Recipe) -> str:

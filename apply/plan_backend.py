@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from apply.errors import GraphMismatch
 from apply.recipe import OpKey, Recipe, RegionRecipe
-from apply.rewrite import rewrite
+from apply.rewrite import RewrittenRegion, rewrite
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import JointGraph, clean_joint_graph, count_cotangents, primals_of
 from graph_capture.lean_backward import make_lean
@@ -82,6 +82,7 @@ class PlanBackend:
             match = self._matching_region(module, joint, num_fwd_outputs, given)
             region = match.region
             rewritten = rewrite(match.lowered, region.recomputations, region.takeovers)
+            self._annotate(rewritten)
             return rewritten.forward, rewritten.backward
 
         compiled = self._compile(module, inputs, partition, lambda: match)
@@ -119,6 +120,9 @@ class PlanBackend:
         """The clean joint graph as the plan for this region saw it."""
         return lower(joint, primal_names, index, region.block)
 
+    def _annotate(self, graphs: RewrittenRegion) -> None:
+        """Say on the graphs what their compiler has to know of the plan."""
+
     def _matching_region(
         self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
         given: Sequence[str | None],
@@ -139,7 +143,7 @@ class PlanBackend:
             if lowered is None:
                 clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
                 if self._recipe.lean_backward:
-                    make_lean(clean)
+                    make_lean(clean, compiled=self._recipe.backend == "inductor")
                 lowered = self._lower(clean, region, names, index)
             if self._lowered is not None:
                 self._lowered[module, index] = lowered

@@ -94,7 +94,8 @@ class Recipe:
     """Whether gradients are copied so that the backward holds less
     (`graph_capture.lean_backward`)."""
     strict_order: bool = False
-    """Whether Inductor may not move or fuse kernels of the backward across calls of libraries."""
+    """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
+    stores what is read behind them (`apply.waiting`)."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

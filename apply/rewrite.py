@@ -9,6 +9,7 @@ long as `solvers.simulator` says.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,10 @@ import torch
 from torch import fx
 
 from apply.recipe import Recomputation, Takeover
-from apply.rng import generator_state, replay_random, run_random
 from graph_capture.inplace import write_inplace
-from graph_capture.joint import is_cotangent, is_tuple_element
+from graph_capture.joint import is_cotangent, is_tuple_element, tensors_of
 from graph_capture.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
-from graph_capture.replay import CPU_GENERATOR_STATE_BYTES
+from graph_capture.random_ops import draw, new_state, replay
 from graph_capture.torch_compat import OpOverload, split_joint_graph
 from graph_capture.training_graph import Phase
 
@@ -150,7 +150,7 @@ class _Rewriter:
         elif run:
             new = self._emit_replay(index, op)
         elif op.replay.random and index in self.replayed:
-            new = self._emit_random(op)
+            new = self._emit_draw(index, op)
         else:
             new = self._emit_copy(op.node)
         self.env[op.node] = new
@@ -176,40 +176,41 @@ class _Rewriter:
 
     def _prepare_replays(self, index: int, op: LoweredOp) -> None:
         inputs = _ReplayInputs()
-        if op.replay.random:
-            inputs.state = self._emit_generator_state(op.node)
         for source in op.replay.copied_inputs:
             copy = self.graph.call_function(torch.ops.aten.clone.default, (self.env[source],))
             self._describe(copy, source)
             inputs.copies[source] = copy
         self.replay_inputs[index] = inputs
 
-    def _emit_generator_state(self, node: fx.Node) -> fx.Node:
-        device = _device_of(node)
-        state = self.graph.call_function(generator_state, (device.type, device.index))
-        self._describe(state, node)
-        value = node.meta["val"]
-        sample = value if isinstance(value, torch.Tensor) else next(
-            item for item in value if isinstance(item, torch.Tensor))
-        with sample.fake_mode:
-            state.meta["val"] = torch.empty(_state_size(device), dtype=torch.uint8, device="cpu")
-        return state
-
-    def _emit_random(self, op: LoweredOp) -> fx.Node:
-        new = self.graph.call_function(run_random, (op.node.target, *self._arguments(op, {})))
+    def _emit_draw(self, index: int, op: LoweredOp) -> fx.Node:
+        """The first run of a random op that runs again; what stands for its node."""
+        value = op.node.meta["val"]
+        sample = tensors_of(value)[0]
+        new = self.graph.call_function(*draw(
+            op.node.target, *self._arguments(op, {}), sample.device))
         self._describe(new, op.node)
-        return new
+        with sample.fake_mode:
+            state = new_state(sample.device)
+        results = value if isinstance(value, tuple | list) else (value,)
+        new.meta["val"] = (*results, state)
+        self.replay_inputs[index].state = self._emit_element(new, len(results), op.node)
+        return new if results is value else self._emit_element(new, 0, op.node)
+
+    def _emit_element(self, made: fx.Node, position: int, original: fx.Node) -> fx.Node:
+        element = self.graph.call_function(operator.getitem, (made, position))
+        self._describe(element, original)
+        element.meta["val"] = made.meta["val"][position]
+        return element
 
     def _emit_replay(self, index: int, op: LoweredOp) -> fx.Node:
         inputs = self.replay_inputs[index]
         args, kwargs = self._arguments(op, inputs.copies)
-        if inputs.state is None:
-            new = self.graph.call_function(op.node.target, args, kwargs)
-        else:
-            device = _device_of(op.node)
+        target = op.node.target
+        if inputs.state is not None:
             self._note_crossing(inputs.state)
-            new = self.graph.call_function(replay_random, (
-                inputs.state, device.type, device.index, op.node.target, args, kwargs))
+            device = tensors_of(op.node.meta["val"])[0].device
+            target, args, kwargs = replay(target, args, kwargs, device, inputs.state)
+        new = self.graph.call_function(target, args, kwargs)
         self._describe(new, op.node)
         return new
 
@@ -266,14 +267,3 @@ class _Rewriter:
         new.meta["partitioner_tag"] = f"must_be_in_{phase.value}"
         if self.in_forward:
             self.forward_nodes.add(new)
-
-
-def _device_of(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    first = value if isinstance(value, torch.Tensor) else next(
-        item for item in value if isinstance(item, torch.Tensor))
-    return first.device
-
-
-def _state_size(device: torch.device) -> int:
-    return CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else 16

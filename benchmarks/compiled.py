@@ -279,7 +279,7 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
             default = measure(workload, "torch.compile", Compiled(workload.model))
             print("\nfallback_random, gradients against plain PyTorch", end="")
             good &= print_budgets(workload, planner.prepared,
-                                  [default, *planner.fractions(default)],
+                                  [default, *planner.fractions(default), planner.smallest()],
                                   gradients(workload, workload.model), arguments.rounds)
     return good
 

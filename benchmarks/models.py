@@ -225,6 +225,12 @@ def unet_channels_last(**sizes: int) -> Workload:
     return replace(unet(layout=torch.channels_last, **sizes), name="unet_channels_last")
 
 
+def unet_large(*, batch: int = 8, image: int = 256) -> Workload:
+    """The U-Net in `channels_last` on images of four times the area: gradients of parameters count
+    for less."""
+    return replace(unet_channels_last(batch=batch, image=image), name="unet_large")
+
+
 def unet_full(*, batch: int = 8, image: int = 160) -> Workload:
     """The U-Net of the published width, 64, in `channels_last`."""
     return replace(unet_channels_last(batch=batch, image=image, width=64), name="unet_full")
@@ -243,6 +249,6 @@ def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     build.__name__: build for build in (
-        gpt2, bert, llama, t5, vit, resnet, unet, unet_channels_last, unet_full,
-        mlp, mobilenet)}
+        gpt2, bert, llama, t5, vit, resnet, unet, unet_channels_last, unet_large,
+        unet_full, mlp, mobilenet)}
 """Every model by name."""

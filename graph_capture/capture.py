@@ -18,30 +18,31 @@ from torch.utils import _pytree as pytree
 
 from graph_capture.assemble import LossMemory, RegionUse, assemble
 from graph_capture.blocks import WHOLE_MODEL, find_blocks
+from graph_capture.compiled_form import compiled_form
 from graph_capture.compiled_step import CompiledTracer, check_compiler
 from graph_capture.eager_step import EagerStep, trace_eager_step
 from graph_capture.errors import CaptureError
 from graph_capture.fake_twin import FakeTwin, make_twin
-from graph_capture.fused_costs import FusedCosts, fused_storages
+from graph_capture.fused_costs import FusedCosts
 from graph_capture.hollow import hollow_twin
 from graph_capture.inductor_joint import (
     backward_ops_to_save,
     move_to_forward,
+    rearrange,
     saved_by_default,
-    without_replayed_randomness,
 )
 from graph_capture.input_names import region_input_names
 from graph_capture.joint import clean_joint_graph, count_cotangents
 from graph_capture.lean_backward import late_parts, make_lean
 from graph_capture.loss import LossFootprint, objective, output_tensors
-from graph_capture.lower import RESIDENT, LoweredRegion, lower
+from graph_capture.lower import RESIDENT, lower
 from graph_capture.memory_tracker import Workspace
 from graph_capture.op_costs import OpCosts
 from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
 from graph_capture.record import MakeBackend, Recording, record_step
 from graph_capture.specification import check
 from graph_capture.torch_compat import aot_backend, quiet_fake_tensors, storage_key
-from graph_capture.training_graph import TrainingGraph
+from graph_capture.training_graph import StepForm, TrainingGraph
 
 Progress = Callable[[str], None]
 """Called with what happens next, for people."""
@@ -51,7 +52,8 @@ Progress = Callable[[str], None]
 class CapturedStep:
     """A training step, ready to be planned."""
 
-    graph: TrainingGraph
+    plain: StepForm
+    """The step as it was captured."""
     baseline: EagerStep
     """The step as plain PyTorch runs it."""
     later: EagerStep | None
@@ -63,15 +65,16 @@ class CapturedStep:
     """Whether the model was in training mode."""
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
-    lean_graph: TrainingGraph | None = None
+    lean: StepForm | None = None
     """The step whose backward holds less at the price of copies (`graph_capture.lean_backward`);
     `None` where there is nothing to copy."""
-    saved_by_default: frozenset[int] = frozenset()
-    """Buffers that Inductor's own partitioner saves for the backward."""
-    fused: frozenset[int] = frozenset()
-    """Buffers that exist only inside of the kernels that Inductor generates."""
     compiled: CompiledTracer | None = None
     """Follows the step as Inductor compiles it; `None` for the eager backend."""
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The graph of the step as it was captured."""
+        return self.plain.graph
 
 
 @quiet_fake_tensors()
@@ -114,10 +117,7 @@ def capture_step(
         traced_loss = traced.extra[-1]
     recording, output = _record(traced, traced_loss, costs.workspace_bytes, blocks,
                                 _inductor_recorder if inductor else aot_backend)
-    saved: list[frozenset[str]] = []
-    uses = _region_uses(traced, recording, output, saved if inductor else None)
-    if inductor:
-        uses = [replace(use, lowered=without_replayed_randomness(use.lowered)) for use in uses]
+    uses, saved = _region_uses(traced, recording, output, inductor=inductor)
     say("tracing the plain step")
     try:
         plain = _plain_twin(twin, kwargs or {}, forced)
@@ -132,29 +132,29 @@ def capture_step(
             f"the training step fails on fake tensors: {type(error).__name__}: {error}") from error
     say("measuring and estimating ops")
     keeper = _Keeper(keep)
-    fused = inductor and cost_model != "flops"
+    fused = None if not inductor or cost_model == "flops" else FusedCosts(
+        twin.device, costs, timed=cost_model == "measured")
 
-    def assembled(uses: Sequence[RegionUse]) -> TrainingGraph:
+    def form(uses: Sequence[RegionUse], saved: Sequence[frozenset[str]]) -> StepForm:
         graph = assemble(
             uses, loss=_loss_memory(baseline.loss, loss_fn is not None),
-            cost_of=FusedCosts(twin.device, costs) if fused else costs,
+            cost_of=fused or costs,
             pinned_by_user=keeper, resident=twin.resident, device=twin.device,
             uncaptured=recording.uncaptured)
         check(graph)
-        return replace(graph, notes=_notes(forced, recording, costs))
+        graph = replace(graph, notes=_notes(forced, recording, costs))
+        return compiled_form(graph, uses, saved, fused) if inductor else StepForm(graph)
 
-    graph, lean_graph = assembled(uses), None
+    plain_form, lean_form = form(uses, saved), None
     keeper.check_all_used()
-    if not inductor and any(late_parts(use.lowered.joint) for use in uses):
-        lean_graph = assembled(_region_uses(traced, recording, output, lean=True))
+    if any(late_parts(use.lowered.joint) for use in uses):
+        lean_form = form(*_region_uses(traced, recording, output, inductor=inductor, lean=True))
     return CapturedStep(
-        graph=graph, baseline=baseline, later=later,
+        plain=plain_form, lean=lean_form, baseline=baseline, later=later,
         optimizer=None if optimizer is None else trace_optimizer(
             optimizer, twin, with_gradient=baseline.with_gradient,
             workspace=costs.workspace_bytes),
-        training=model.training, overrides=forced, lean_graph=lean_graph,
-        saved_by_default=_buffers_made_by(graph, uses, saved),
-        fused=_fused_buffers(graph, uses) if inductor else frozenset(),
+        training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, twin))
 
@@ -167,29 +167,6 @@ def _inductor_recorder(partition: Callable[..., Any], forward: Callable[..., Any
     return inductor_backend(
         partition, "recorder", compile_graph=lambda graph, inputs, is_backward: (
             backward if is_backward else forward)(graph, inputs))
-
-
-def _buffers_made_by(graph: TrainingGraph, uses: Sequence[RegionUse],
-                     nodes: Sequence[frozenset[str]]) -> frozenset[int]:
-    """Buffers of the ops that make these nodes, named for each region."""
-    return frozenset(
-        _buffer_of(graph, use.lowered, storage)
-        for use, names in zip(uses, nodes, strict=False)
-        for node, storage in use.lowered.storage_of.items()
-        if node.name in names and storage != RESIDENT
-        and use.lowered.storages[storage].producer >= 0)
-
-
-def _fused_buffers(graph: TrainingGraph, uses: Sequence[RegionUse]) -> frozenset[int]:
-    return frozenset(_buffer_of(graph, use.lowered, storage)
-                     for use in uses for storage in fused_storages(use.lowered))
-
-
-def _buffer_of(graph: TrainingGraph, lowered: LoweredRegion, storage: int) -> int:
-    """The buffer of the graph that a storage made by an op of the region became."""
-    producer = lowered.ops[lowered.storages[storage].producer]
-    op = graph.ops[graph.index_of[producer.name]]
-    return op.outputs[producer.outputs.index(storage)]
 
 
 def _record(
@@ -250,13 +227,12 @@ def _loss_memory(footprint: LossFootprint, outside: bool) -> LossMemory:
             0, footprint.backward_peak_bytes - footprint.retained_bytes - cotangents))
 
 
-def _region_uses(twin: FakeTwin, recording: Recording, output: object,
-                 saved: list[frozenset[str]] | None = None, *, lean: bool = False
-                 ) -> list[RegionUse]:
-    """How each captured region hangs together with the model, the batch and the other regions.
-
-    `saved`: for Inductor; what its own partitioner saves in each region is added.  `lean`: see
-    `CapturedStep.lean_graph`.
+def _region_uses(
+    twin: FakeTwin, recording: Recording, output: object, *, inductor: bool, lean: bool = False
+) -> tuple[list[RegionUse], list[frozenset[str]]]:
+    """How each captured region hangs together with the model, the batch and the other regions; for
+    Inductor also the names of what its own partitioner saves in each.  `lean`: see
+    `CapturedStep.lean`.
     """
     recording.check_any()
     names = {id(tensor): name for name, tensor in
@@ -267,6 +243,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
     made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
     runs: Counter[int] = Counter()
     uses: list[RegionUse] = []
+    saved: list[frozenset[str]] = []
     for number, call in enumerate(recording.calls):
         region = call.region
         # Backwards run in the reverse order of the forwards.
@@ -276,9 +253,10 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
                       else (False,) * count_cotangents(region.joint))
         joint = clean_joint_graph(region.joint, region.num_forward_outputs, cotangents)
         if lean:
-            make_lean(joint)
+            make_lean(joint, compiled=inductor)
         early: tuple[int, ...] = ()
-        if saved is not None:
+        if inductor:
+            rearrange(joint)
             saved.append(saved_by_default(joint))
             early = backward_ops_to_save(joint, saved[-1])
             move_to_forward(joint, early)
@@ -309,7 +287,7 @@ def _region_uses(twin: FakeTwin, recording: Recording, output: object,
             linked_inputs=linked, returned=frozenset(returned), released=released,
             block=call.module, repeated=runs_by_code[id(region), call.module] > 1,
             early=early))
-    return uses
+    return uses, saved
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:

@@ -19,17 +19,17 @@ import torch
 from torch import fx
 
 _WHOLE = torch.ops.aten.convolution_backward.default
-_OUTPUT_MASK = 10
+OUTPUT_MASK = 10
 """Position of the argument that says which of the three gradients are wanted."""
 
 
 def halves(target: object, args: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
     """Arguments of the two calls that one call of an op can be split in, the half for weight and
     bias first; none where it is no backward of a convolution, or makes only one of them."""
-    if target is not _WHOLE or not (args[_OUTPUT_MASK][0] and any(args[_OUTPUT_MASK][1:])):
+    if target is not _WHOLE or not (args[OUTPUT_MASK][0] and any(args[OUTPUT_MASK][1:])):
         return ()
-    _, *of_weight = args[_OUTPUT_MASK]
-    return tuple((*args[:_OUTPUT_MASK], mask)
+    _, *of_weight = args[OUTPUT_MASK]
+    return tuple((*args[:OUTPUT_MASK], mask)
                  for mask in ([False, *of_weight], [True, False, False]))
 
 
@@ -51,5 +51,5 @@ def _half(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     half = graph.call_function(_WHOLE, args)
     half.meta = dict(node.meta)
     half.meta["val"] = tuple(value if wanted else None for value, wanted
-                             in zip(node.meta["val"], args[_OUTPUT_MASK], strict=True))
+                             in zip(node.meta["val"], args[OUTPUT_MASK], strict=True))
     return half

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 
 import torch
@@ -28,6 +29,7 @@ from graph_capture.device_model import device_model
 from graph_capture.flops import bytes_moved, op_flops
 from graph_capture.joint import is_view, tensors_of
 from graph_capture.lower import LoweredRegion
+from graph_capture.replay import is_random
 from graph_capture.torch_compat import OpOverload
 
 
@@ -44,6 +46,7 @@ _POINTWISE = frozenset({
     "full", "full_like", "scalar_tensor", "arange", "where", "clone", "constant_pad_nd",
     "embedding", "index", "gather", "slice_scatter", "select_scatter", "cat", "copy", "empty",
     "_unsafe_index", "flip", "roll", "masked_fill", "zeros", "ones", "zeros_like", "ones_like",
+    "_low_memory_max_pool_offsets_to_indices",
 })
 """Fused although torch does not tag them as pointwise."""
 
@@ -51,7 +54,7 @@ _REDUCTIONS = frozenset({
     "sum", "mean", "amax", "amin", "var_mean", "var", "std", "prod", "argmax", "argmin", "any",
     "all", "max", "min", "prepare_softmax_online", "fma_sum", "xor_sum", "nll_loss_forward",
     "_softmax", "_log_softmax", "native_layer_norm", "_softmax_backward_data",
-    "_log_softmax_backward_data", "cumsum", "cumprod",
+    "_log_softmax_backward_data", "cumsum", "cumprod", "_low_memory_max_pool_with_offsets",
 })
 
 _FLOPS_OF = {
@@ -60,7 +63,14 @@ _FLOPS_OF = {
     **dict.fromkeys(("sqrt", "rsqrt", "div", "reciprocal", "fmod", "remainder"), 5.0),
 }
 _FLOPS_OF_RANDOM = {"cpu": 800.0}
+_FLOPS_OF_DRAW = {"cpu": 500.0}
+"""By torch's generator: on a CPU 3 (`rand`) to 7 ns (dropout), on one thread however many there
+are."""
 _RANDOM = frozenset({"inductor_random", "inductor_randint"})
+_FLOPS_OF_SAVED_MASK = {"cpu": 850.0}
+"""For each boolean that is written and read again.  On a CPU vector code keeps masks as wide as the
+numbers that they are for, and turns them into bytes and back one by one: 12 ns (8 to write, 4 to
+read), where drawing the number that a mask is made of took 10, with AVX-512."""
 
 
 def fusion_of(node: fx.Node) -> Fusion:
@@ -79,22 +89,46 @@ def fusion_of(node: fx.Node) -> Fusion:
 class FusedCosts:
     """Costs of the ops of a graph that Inductor compiles for one device."""
 
-    def __init__(self, device: torch.device, alone: Callable[[fx.Node], OpCost]) -> None:
-        """`alone` gives the costs of an op that runs by itself."""
-        self._device, self._alone = device, alone
+    def __init__(self, device: torch.device, alone: Callable[[fx.Node], OpCost], *,
+                 timed: bool = False) -> None:
+        """`alone` gives the costs of an op that runs by itself; `timed`: as it measured them."""
+        self._device, self._alone, self._timed = device, alone, timed
         self._model = device_model(device)
 
     def __call__(self, node: fx.Node) -> OpCost:
         """The cost of a node, by the values that tracing left in it."""
         fusion = fusion_of(node)
         if fusion is Fusion.EXTERNAL:
-            return self._alone(node)
+            cost = self._alone(node)
+            if self._timed or not is_random(node):
+                return cost
+            return replace(cost, seconds=cost.seconds + self._seconds_of_draws(node))
         args = fx.map_arg(node.args, lambda source: source.meta.get("val"))
         kwargs = fx.map_arg(dict(node.kwargs), lambda source: source.meta.get("val"))
         out = node.meta.get("val")
         flops = op_flops(node.target, args, kwargs, out)
         moved = bytes_moved(node.target, args, kwargs, out)
         return OpCost(flops, moved, self._seconds(node, fusion), 0)
+
+    def _seconds_of_draws(self, node: fx.Node) -> float:
+        drawn = max(tensor.numel() for tensor in tensors_of(node.meta.get("val")))
+        per_element = _FLOPS_OF_DRAW.get(self._device.type, 20.0)
+        return self._model.arithmetic_seconds(math.ceil(drawn * per_element), torch.float32)
+
+    def saving_seconds(self, node: fx.Node) -> float:
+        """What it takes to write the result of an op and to read it again, if no kernel has to find
+        it in memory otherwise."""
+        if fusion_of(node) is not Fusion.POINTWISE or _is_read_from_outside(node):
+            return 0.0
+        made = tensors_of(node.meta.get("val"))
+        masks = sum(tensor.numel() for tensor in made if tensor.dtype is torch.bool)
+        per_mask = _FLOPS_OF_SAVED_MASK.get(self._device.type, 0.0)
+        return 2 * self.reading_seconds(sum(map(_bytes, made))) + self._model.arithmetic_seconds(
+            math.ceil(masks * per_mask), torch.float32)
+
+    def reading_seconds(self, size_bytes: int) -> float:
+        """What it takes to read so much from memory."""
+        return self._model.traffic_seconds(size_bytes)
 
     def _seconds(self, node: fx.Node, fusion: Fusion) -> float:
         made = tensors_of(node.meta.get("val"))
@@ -108,7 +142,7 @@ class FusedCosts:
             elements = max((tensor.numel() for tensor in read), default=0)
             traffic = max((_bytes(tensor) for tensor in read), default=0)
         else:
-            elements = sum(tensor.numel() for tensor in made)
+            elements = _elements(node)
             traffic = sum(map(_bytes, made)) if _is_read_from_outside(node) else 0
         arithmetic = self._model.arithmetic_seconds(math.ceil(elements * per_element),
                                                     torch.float32)
@@ -138,6 +172,24 @@ def fused_storages(region: LoweredRegion) -> frozenset[int]:
         if all(user < barrier and kinds[user] is not Fusion.EXTERNAL for user in users):
             found.add(storage)
     return frozenset(found)
+
+
+def stays_in_one_kernel(region: LoweredRegion) -> frozenset[int]:
+    """Storages that one op of the forward makes and one reads, for as many elements: if they are
+    not saved, the kernel of that op computes them, once, and no other."""
+    readers: dict[int, list[fx.Node]] = {}
+    for op in region.ops[:region.num_forward]:
+        for storage in op.inputs:
+            readers.setdefault(storage, []).append(op.node)
+    return frozenset(
+        storage for op in region.ops[:region.num_forward] for storage in op.outputs
+        if len(readers.get(storage, ())) == 1
+        and _elements(readers[storage][0]) <= _elements(op.node))
+
+
+def _elements(node: fx.Node) -> int:
+    """Elements of what a node makes."""
+    return sum(tensor.numel() for tensor in tensors_of(node.meta.get("val")))
 
 
 def _is_read_from_outside(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
+from graph_capture.early_copy import EARLY_COPY
 from graph_capture.joint import JointGraph, is_tuple_element, is_view
 
 _LARGEST_SHARE = 0.5
@@ -33,12 +34,14 @@ _POOL_INPUT = 1
 """Position of the argument of which only the shape is read."""
 
 
-def make_lean(joint: JointGraph) -> None:
-    """Copy late parts of gradients, and let gradients stand in for inputs of poolings."""
+def make_lean(joint: JointGraph, *, compiled: bool = False) -> None:
+    """Copy late parts of gradients, and let gradients stand in for inputs of poolings; `compiled`:
+    by Inductor."""
     graph = joint.graph
+    target = EARLY_COPY if compiled else torch.ops.aten.clone.default
     for part in late_parts(joint):
         with graph.inserting_after(part):
-            copy = graph.call_function(torch.ops.aten.clone.default, (part,))
+            copy = graph.call_function(target, (part,))
         copy.meta = dict(part.meta)
         with part.meta["val"].fake_mode:
             copy.meta["val"] = part.meta["val"].clone()

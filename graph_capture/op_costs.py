@@ -27,6 +27,7 @@ from graph_capture.device_model import device_model
 from graph_capture.flops import bytes_moved, op_flops
 from graph_capture.joint import tensors_of
 from graph_capture.op_probe import OpProbe
+from graph_capture.random_ops import original_call
 from graph_capture.torch_compat import OpOverload
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class OpCosts:
         self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> int:
         """What the op's kernel allocates for itself."""
-        return self._probe.workspace_bytes(target, args, kwargs, out)
+        target, kwargs, beyond = original_call(target, kwargs)
+        return self._probe.workspace_bytes(target, args, kwargs, out) + beyond
 
     def __call__(self, node: fx.Node) -> OpCost:
         """The cost of a node, by the values that tracing left in it."""
@@ -80,6 +82,7 @@ class OpCosts:
     def seconds(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                 out: Any) -> float:
         """Duration of one run of an op; tensors may be fake."""
+        target, kwargs, _ = original_call(target, kwargs)
         tensors = tensors_of(out) or tensors_of(args)
         dtype = tensors[0].dtype if tensors else torch.float32
         seconds = self._seconds(op_flops(target, args, kwargs, out),

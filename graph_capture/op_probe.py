@@ -54,6 +54,10 @@ _FREE_IF_CONTIGUOUS = frozenset({
 """Such kernels, but for copies of operands that are not contiguous."""
 
 
+_Measurement = Callable[[Callable[[], Any], Callable[[], None]], float]
+"""Of what its first argument does; the second one puts the operands' numbers back."""
+
+
 class OpProbe:
     """Measures ops of one device, each signature once."""
 
@@ -110,24 +114,24 @@ class OpProbe:
     def known_seconds(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                       ) -> float | None:
         """What `seconds_of_function` found for a function of this text and such arguments."""
-        return self._cache.get(f"seconds:{signature(text, args, kwargs)}")
+        return self._cache.get(_kernel_key(text, args, kwargs))
 
     def seconds_of_function(self, text: str, function: Callable[[], Callable[..., Any]],
                             args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-        """Median duration of one run of `function()`, which `text` stands for in the cache; `None`
-        where it cannot be run here.  Tensors may be fake."""
+        """Median duration of one run of `function()`, which may write to its arguments; `text` is
+        what the cache knows it by.  `None` where it cannot be run here.  Tensors may be fake."""
         known = self.known_seconds(text, args, kwargs)
         if known is not None or not self._enabled:
             return known
         measured = self._run_alone(function, args, kwargs, strided_tensors((args, kwargs)),
                                    self._duration)
         if measured is not None:
-            self._cache.put(f"seconds:{signature(text, args, kwargs)}", measured)
+            self._cache.put(_kernel_key(text, args, kwargs), measured)
         return measured
 
     def _measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  inputs: list[torch.Tensor], outputs: list[torch.Tensor],
-                 measurement: Callable[[Callable[[], Any]], float]) -> float | None:
+                 measurement: _Measurement) -> float | None:
         """`measurement` of a run of the op on throw-away tensors; `None` if it cannot be run."""
         if not self._enabled or target.namespace not in ("aten", "prims"):
             return None
@@ -137,7 +141,7 @@ class OpProbe:
 
     def _run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
                    kwargs: Mapping[str, Any], tensors: list[torch.Tensor],
-                   measurement: Callable[[Callable[[], Any]], float]) -> float | None:
+                   measurement: _Measurement) -> float | None:
         """`measurement` of a run of `function()` on throw-away tensors; `None` if that fails, or
         takes too much memory: that of `tensors`."""
         if sum(map(_extent_bytes, tensors)) > _SAFE_FRACTION * free_bytes(self.device):
@@ -147,7 +151,7 @@ class OpProbe:
                 real = _Materializer(self.device)
                 real_args, real_kwargs = real.tree(args), real.tree(dict(kwargs))
                 call = function()
-                return measurement(lambda: call(*real_args, **real_kwargs))
+                return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
             except Exception:  # an op may refuse made-up values in any way that it likes
                 return None
 
@@ -158,19 +162,21 @@ class OpProbe:
         flops = op_flops(target, args, kwargs, outputs if len(outputs) > 1 else outputs[0])
         return device_model(self.device).op_seconds(flops, 0, outputs[0].dtype)
 
-    def _workspace(self, run: Callable[[], Any]) -> float:
+    def _workspace(self, run: Callable[[], Any], renew: Callable[[], None]) -> float:
         if self.device.type != "cpu":
             run()  # library handles and their workspaces are made once per process
         held: list[Any] = []
         record = record_peak_of_op(lambda: held.append(run()), self.device)
         return record.peak_bytes - max(record.end_bytes, 0)
 
-    def _duration(self, run: Callable[[], Any]) -> float:
+    def _duration(self, run: Callable[[], Any], renew: Callable[[], None]) -> float:
         on_gpu = self.device.type == "cuda"
         wait = torch.cuda.synchronize if on_gpu else lambda: None
         durations: list[float] = []
         run()
         while len(durations) < 3 or (sum(durations) < 0.05 and len(durations) < 50):
+            # What is scaled in place again and again becomes denormal, which CPUs are slow at.
+            renew()
             wait()
             start, start_of_cpu = time.perf_counter(), time.process_time()
             run()
@@ -190,6 +196,10 @@ class OpProbe:
         if name in _MATRIX_PRODUCTS:
             return _rearranged_bytes(target, inputs)
         return 0
+
+
+def _kernel_key(text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    return f"seconds of kernel:{signature(text, args, kwargs)}"
 
 
 def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -216,7 +226,13 @@ class _Materializer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[int, torch.Tensor] = {}
+        self._numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._random = torch.Generator(device=device).manual_seed(0)
+
+    def renew(self) -> None:
+        """Put back the numbers, where they may have been overwritten."""
+        for rows, pattern in self._numbers:
+            rows.copy_(pattern)
 
     def tree(self, value: Any) -> Any:
         return pytree.tree_map(self._leaf, value)
@@ -245,6 +261,7 @@ class _Materializer:
             # A small random pattern, repeated: random numbers cost more than most ops.
             pattern = torch.rand(min(count, 4096), generator=self._random, device=self._device)
             flat = pattern.to(fake.dtype).repeat(-(-count // 4096) or 1)
+            self._numbers.append((flat.view(-1, max(len(pattern), 1)), pattern))
         else:
             flat = torch.zeros(count, dtype=fake.dtype, device=self._device)  # a valid index
         return flat.as_strided(_ints(fake.shape), _ints(_strides(fake)))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from graph_capture.random_ops import state_bytes
 from graph_capture.torch_compat import HigherOrderOperator, OpOverload
 
 _aten = torch.ops.aten
@@ -27,6 +28,12 @@ _UNINITIALISED = frozenset({
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
     "aten::new_empty_strided", "aten::empty_permuted",
 })
+
+_SEEDS = frozenset({
+    "prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_rand_eager_offset",
+    "prims::inductor_rand_eager_offsets",
+})
+"""What Inductor's own random ops, which are functions of it, start from: a few bytes."""
 
 _DROPOUT_ARGUMENT = {
     "aten::_scaled_dot_product_flash_attention": "dropout_p",
@@ -55,18 +62,12 @@ class Replay:
         """Bytes on `device` that are held from the first run to the last."""
         held = sum(n.meta["val"].numel() * n.meta["val"].element_size()
                    for n in self.copied_inputs)
-        if self.random and device.type == "cpu":
-            held += CPU_GENERATOR_STATE_BYTES
-        return held
+        return held + (state_bytes(device) if self.random else 0)
 
     def workspace_bytes(self, device: torch.device) -> int:
         """Bytes that a replay takes on top of the op's own workspace: the generator's state that it
         sets aside."""
-        return CPU_GENERATOR_STATE_BYTES if self.random and device.type == "cpu" else 0
-
-
-CPU_GENERATOR_STATE_BYTES = 5056
-"""Size of `torch.get_rng_state()`; on accelerators the state is 16 bytes of host memory."""
+        return state_bytes(device) if self.random else 0
 
 
 def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
@@ -84,6 +85,8 @@ def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
         return Replay(pinned="collective communication")
     if name in _UNINITIALISED:
         return Replay(pinned="its result is uninitialised memory")
+    if name in _SEEDS:
+        return Replay(pinned="seeds are drawn once")
     copies = tuple(source for source in node.all_input_nodes if sees_mutated(source))
     size = sum(s.meta["val"].numel() * s.meta["val"].element_size() for s in copies)
     if size > COPY_LIMIT_BYTES:

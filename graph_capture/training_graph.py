@@ -16,7 +16,8 @@ allocates between two regions or outside the model is not seen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
@@ -213,3 +214,27 @@ class TrainingGraph:
     def index_of(self) -> dict[str, int]:
         """Op name to index."""
         return {op.name: index for index, op in enumerate(self.ops)}
+
+
+@dataclass(frozen=True, slots=True)
+class SavingCosts:
+    """Seconds of memory traffic, by buffer of the forward, where ops are fused."""
+
+    to_save: Mapping[int, float] = field(default_factory=dict)
+    """To write a result for the backward and to read it there; only for buffers that no kernel has
+    to find in memory otherwise, and that no two kernels would compute."""
+    to_read: Mapping[int, float] = field(default_factory=dict)
+    """To read a result."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepForm:
+    """A training step as one graph, and what Inductor makes of its buffers."""
+
+    graph: TrainingGraph
+    saved_by_default: frozenset[int] = frozenset()
+    """Buffers that Inductor's own partitioner saves for the backward."""
+    fused: frozenset[int] = frozenset()
+    """Buffers that exist only inside of the kernels that Inductor generates."""
+    saving_costs: SavingCosts = field(default_factory=SavingCosts)
+    """What Inductor's kernels take to save results for the backward."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from apply.inductor import InductorBackend
     from graph_capture.captured_graphs import GraphCode
     from graph_capture.compiled_step import CompiledStep, CompiledTracer
+    from graph_capture.training_graph import SavingCosts
 
 
 class _Decided(NamedTuple):
@@ -39,6 +40,8 @@ class CompiledAccount:
     tracer: CompiledTracer
     saved_by_default: frozenset[int]
     """Buffers that Inductor's own partitioner saves for the backward."""
+    saving_costs: SavingCosts
+    """What Inductor's kernels take to save results for the backward."""
     _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
     _seconds: dict[Recipe, float] = field(default_factory=dict)
     _generated: dict[_Decided, _Generated] = field(default_factory=dict)

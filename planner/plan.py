@@ -42,10 +42,12 @@ class Plan:
     step_flops: int
     """FLOPs of one step without recomputation."""
     overhead: float
-    """Estimated extra step time, as a fraction of the step without recomputation."""
+    """Estimated extra step time, as a fraction of the step without recomputation.  Below 0 where
+    the kernels of a plan for Inductor were timed and are the faster ones."""
     overhead_bound: float
     """Proven lower bound on `overhead` for any schedule within the budget that keeps the graph's
-    order of first runs and recomputes forward ops, under the same cost model."""
+    order of first runs and recomputes forward ops, under the same cost model.  For Inductor nothing
+    is proven: 0, or `overhead` where that is less."""
     status: Literal["optimal", "feasible"]
     """`optimal` where `overhead` is proven to be the least possible."""
     solver: str

@@ -53,6 +53,14 @@ class Reader:
             raise self._wrong(self._at(key), "a number >= 0", value)
         return float(value)
 
+    def change(self, key: str) -> float:
+        """A difference as a fraction of what it is a difference to, which is not lost as a whole.
+        """
+        value = self.value(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= -1:
+            raise self._wrong(self._at(key), "a number > -1", value)
+        return float(value)
+
     def choice(self, key: str, choices: tuple[_Choice, ...]) -> _Choice:
         """One of `choices`."""
         value = self.value(key)

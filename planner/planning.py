@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from graph_capture.training_graph import TrainingGraph
+from graph_capture.training_graph import StepForm, TrainingGraph
 from planner.accounting import (
     OptimizerMemory,
     account,
@@ -117,34 +117,39 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     inputs, in JSON values.  With `accumulation`, any micro-step but the first is planned: the
     gradients of those before are resident.
     """
-    graph, footprint = step.graph, step.optimizer
-    baseline_bytes = step.baseline.peak_bytes
+    graph, problem, compiled = _ready(step, step.plain, accumulation)
+    baseline_bytes, footprint = step.baseline.peak_bytes, step.optimizer
     if accumulation > 1:
-        graph = _accumulating(graph, accumulation)
         baseline_bytes = max(baseline_bytes - graph.gradient_bytes, step.later.peak_bytes)
     optimizer = None if footprint is None else OptimizerMemory(
         footprint.name, footprint.state_bytes, footprint.step_peak_bytes)
     baseline = resident_bytes(graph, optimizer) + baseline_bytes
-    problem, compiled = lower(graph), None
-    if step.compiled is not None:
-        from planner.compiled_account import CompiledAccount
-
-        compiled = CompiledAccount(step.compiled, step.saved_by_default)
-        problem = without_buffers(problem, step.fused)
-        graph = replace(graph, buffers=tuple(
-            replace(buffer, size_bytes=0) if index in step.fused else buffer
-            for index, buffer in enumerate(graph.buffers)))
     prepared = PreparedStep(
         graph=graph, problem=problem, optimizer=optimizer,
         baseline_peak_bytes=max(baseline, optimizer_step_bytes(graph, optimizer)),
         tensors=tuple(tensors), inputs=as_json(inputs), training=step.training,
         overrides=tuple((name, as_json(value)) for name, value in step.overrides),
         backend=backend, cost_model=cost_model, compiled=compiled)
-    if step.lean_graph is None:
+    if step.lean is None:
         return prepared
-    lean = (step.lean_graph if accumulation == 1
-            else _accumulating(step.lean_graph, accumulation))
-    return replace(prepared, lean=_lean_variant(prepared, lean))
+    return replace(prepared, lean=_lean_variant(prepared, *_ready(step, step.lean, accumulation)))
+
+
+def _ready(step: CapturedStep, form: StepForm, accumulation: int
+           ) -> tuple[TrainingGraph, Problem, CompiledAccount | None]:
+    """One form of a step as its graph, its problem and, for Inductor, the account of what is
+    compiled."""
+    graph = form.graph if accumulation == 1 else _accumulating(form.graph, accumulation)
+    problem = lower(graph)
+    if step.compiled is None:
+        return graph, problem, None
+    from planner.compiled_account import CompiledAccount
+
+    graph = replace(graph, buffers=tuple(
+        replace(buffer, size_bytes=0) if index in form.fused else buffer
+        for index, buffer in enumerate(graph.buffers)))
+    return graph, without_buffers(problem, form.fused), CompiledAccount(
+        step.compiled, form.saved_by_default, form.saving_costs)
 
 
 def _accumulating(graph: TrainingGraph, accumulation: int) -> TrainingGraph:
@@ -156,7 +161,8 @@ def _accumulating(graph: TrainingGraph, accumulation: int) -> TrainingGraph:
                "each backward ends"))
 
 
-def _lean_variant(prepared: PreparedStep, graph: TrainingGraph) -> PreparedStep:
+def _lean_variant(prepared: PreparedStep, graph: TrainingGraph, problem: Problem,
+                  compiled: CompiledAccount | None) -> PreparedStep:
     """The lean step, with a note of what it costs."""
     plain_seconds = prepared.graph.step_seconds
     copy_seconds = graph.step_seconds - plain_seconds
@@ -164,7 +170,7 @@ def _lean_variant(prepared: PreparedStep, graph: TrainingGraph) -> PreparedStep:
     graph = replace(graph, notes=(*graph.notes, (
         "parts of gradients that are read late are copied, so that the whole can go early "
         f"(gradients of concatenations): {share} of the step, counted as extra time")))
-    return replace(prepared, graph=graph, problem=lower(graph), is_lean=True,
+    return replace(prepared, graph=graph, problem=problem, compiled=compiled, is_lean=True,
                    copy_seconds=copy_seconds)
 
 

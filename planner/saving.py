@@ -63,36 +63,3 @@ def saved_buffers(graph: TrainingGraph, problem: Problem, schedule: Schedule) ->
         instance.storage for instance in timeline.instances
         if instance.birth <= end < instance.death
         and graph.ops[graph.buffers[instance.storage].producer].phase is Phase.FORWARD)
-
-
-def free_ops(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> frozenset[int]:
-    """Ops that Inductor recomputes by itself: fused into the kernels that read them."""
-    schedule = schedule_saving(graph, problem, saved)
-    seen: set[int] = set()
-    again = set()
-    for index in schedule:
-        if index in seen:
-            again.add(index)
-        seen.add(index)
-    return frozenset(again)
-
-
-def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> frozenset[int]:
-    """`saved` without the buffers that free ops make from what is saved otherwise."""
-    known: dict[int, bool] = {}
-
-    def available(buffer: int) -> bool:
-        """Whether the backward can have it from buffers that no free op makes."""
-        if buffer not in known:
-            producer = graph.buffers[buffer].producer
-            if producer in free:
-                known[buffer] = all(available(b) for b in graph.ops[producer].inputs)
-            else:
-                known[buffer] = buffer in saved or graph.buffers[buffer].kept_to_end
-        return known[buffer]
-
-    for op in graph.ops:  # in order, so that the recursion is shallow
-        for buffer in op.outputs:
-            available(buffer)
-    return frozenset(buffer for buffer in saved
-                     if graph.buffers[buffer].producer not in free or not available(buffer))

@@ -18,6 +18,7 @@ from graph_capture.training_graph import (
     Phase,
     Region,
     ResidentMemory,
+    StepForm,
     TrainingGraph,
     TrainingOp,
 )
@@ -52,7 +53,11 @@ class HandMadeStep:
     training: bool = True
     overrides: tuple[tuple[str, object], ...] = (("use_cache", False),)
     compiled: None = None
-    lean_graph: None = None
+    lean: None = None
+
+    @property
+    def plain(self) -> StepForm:
+        return StepForm(self.graph)
 
     @property
     def baseline(self) -> Baseline:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from graph_capture.replay import CPU_GENERATOR_STATE_BYTES
+from graph_capture.random_ops import CPU_GENERATOR_STATE_BYTES
 from tests.models import CONVOLUTIONAL
 from tests.random_models import random_case
 from tests.training import (

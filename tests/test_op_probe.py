@@ -229,3 +229,17 @@ def test_seconds_grow_with_the_work(probe):
     slow = probe.seconds(aten.mm.default, (large, large), {}, large)
     assert 0 < fast < slow
     assert probe.seconds(aten.mm.default, (large, large), {}, large) == slow
+
+
+def test_a_kernel_that_writes_to_its_operands_sees_the_same_numbers_each_time(probe):
+    seen = []
+
+    def shrink(x):
+        seen.append(x.clone())
+        x.mul_(1e-3)
+
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.randn(3, 5000), static_shapes=True)
+    assert probe.seconds_of_function("shrink", lambda: shrink, (x,), {}) > 0
+    assert len(seen) > 3
+    assert all(torch.equal(numbers, seen[0]) for numbers in seen[1:])

@@ -9,13 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from apply.rng import generator_state, replay_random, run_random
+from graph_capture.random_ops import (
+    CPU_GENERATOR_STATE_BYTES,
+    draw,
+    new_state,
+    original_call,
+    replay,
+)
 from graph_capture.replay import (
     COPY_LIMIT_BYTES,
-    CPU_GENERATOR_STATE_BYTES,
     is_random,
     replay_of,
 )
+from graph_capture.torch_compat import FakeTensorMode
 from tests.models import Case
 from tests.regions import lowered
 from tests.training import apply_schedule, captured, random_schedule, reference, train
@@ -45,31 +51,74 @@ def tensors(result):
     return result if isinstance(result, tuple) else (result,)
 
 
+CPU = torch.device("cpu")
+
+
+def run(call):
+    target, args, kwargs = call
+    return target(*args, **kwargs)
+
+
 @pytest.mark.parametrize("name", RANDOM_CALLS)
 def test_a_random_op_replays_its_numbers_and_leaves_the_generator(name):
     target, args, kwargs = RANDOM_CALLS[name]
     assert is_random(call_node(target, args, kwargs))
     torch.manual_seed(1)
-    state = generator_state("cpu", None)
+    expected, after = tensors(target(*args, **kwargs)), torch.get_rng_state()
+    torch.manual_seed(1)
+    *first, state = run(draw(target, args, kwargs, CPU))
+    assert torch.equal(torch.get_rng_state(), after)
     assert state.numel() == CPU_GENERATOR_STATE_BYTES
-    first = run_random(target, args, kwargs)
     torch.rand(1000)  # other draws in between
     before = torch.get_rng_state()
-    again = replay_random(state, "cpu", None, target, args, kwargs)
+    again = tensors(run(replay(target, args, kwargs, CPU, state)))
     assert torch.equal(torch.get_rng_state(), before)
-    for one, other in zip(tensors(first), tensors(again), strict=True):
-        assert torch.equal(one, other)
+    for original, one, other in zip(expected, first, again, strict=True):
+        assert torch.equal(original, one) and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", RANDOM_CALLS)
+def test_on_fake_tensors_companions_make_what_they_make_and_draw_nothing(name):
+    target, args, kwargs = RANDOM_CALLS[name]
+    real = run(draw(target, args, kwargs, CPU))
+    before = torch.get_rng_state()
+    with FakeTensorMode() as mode:
+        operands = tuple(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)
+        *drawn, state = run(draw(target, operands, kwargs, CPU))
+        again = tensors(run(replay(target, operands, kwargs, CPU, state)))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (state.shape, state.dtype) == (real[-1].shape, real[-1].dtype)
+    for fake, other, expected in zip(drawn, again, real, strict=False):
+        assert fake.shape == other.shape == expected.shape
+        assert fake.dtype == other.dtype == expected.dtype
+        assert fake.stride() == other.stride() == expected.stride()
+
+
+def test_companions_cost_what_the_op_costs_and_a_replay_sets_a_state_aside():
+    target, args, kwargs = RANDOM_CALLS["attention with dropout"]
+    assert original_call(aten.relu.default, {}) == (aten.relu.default, {}, 0)
+    for (companion, _, given), beyond in (
+            (draw(target, args, kwargs, CPU), 0),
+            (replay(target, args, kwargs, CPU, new_state(CPU)), CPU_GENERATOR_STATE_BYTES)):
+        assert original_call(companion, given) == (target, kwargs, beyond)
+
+
+def test_to_draw_is_never_dead_code_and_to_replay_may_be():
+    target, args, kwargs = RANDOM_CALLS["native_dropout"]
+    assert call_node(*draw(target, args, kwargs, CPU)).is_impure()
+    assert not call_node(*replay(target, args, kwargs, CPU, new_state(CPU))).is_impure()
 
 
 def test_the_generator_is_put_back_after_an_error():
-    def fails():
-        torch.rand(3)
-        raise ValueError("no")
-
+    target, args, kwargs = RANDOM_CALLS["multinomial"]
     before = torch.get_rng_state()
-    with pytest.raises(ValueError):
-        replay_random(before, "cpu", None, fails, (), {})
+    with pytest.raises(RuntimeError):  # more than there are, without replacement
+        run(replay(target, (args[0], 41), kwargs, CPU, new_state_at(3)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def new_state_at(seed):
+    return torch.Generator().manual_seed(seed).get_state()
 
 
 def call_node(target, args, kwargs=None) -> fx.Node:

@@ -127,6 +127,26 @@ def test_unknown_options_are_refused():
 
 
 @pytest.mark.slow
+def test_with_inductor_an_output_may_go_without_gradient():
+    class TwoOutputs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            hidden = self.first(x).tanh()
+            return hidden, self.second(hidden)
+
+    model, x = TwoOutputs(), batch()
+    planned = torch.compile(model, backend="checkpoint_planner", options={"time_limit": 2.0})
+    model(x)[1].square().mean().backward()
+    expected = gradient(model)
+    model.zero_grad()
+    planned(x)[1].square().mean().backward()
+    assert torch.allclose(gradient(model), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.slow
 def test_with_inductor():
     model = WithLoss(make_model(dropout=0.0))
     step(model, batch())

@@ -18,10 +18,9 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._inductor import config as inductor_config
-from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, CustomPassBase
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from graph_capture.torch_compat.compilation import boxed
+from graph_capture.torch_compat.compilation import OpOverload, boxed
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
@@ -34,10 +33,13 @@ __all__ = [
     "JointPartitioner",
     "Kernel",
     "KernelCall",
-    "KernelOrder",
+    "declare_fallback",
     "default_saved_names",
     "inductor_backend",
+    "is_stored",
+    "lays_out_for_convolutions",
     "missing_compiler",
+    "store_result",
     "stub_code",
     "stub_of",
 ]
@@ -69,72 +71,18 @@ class JointPartitioner(CustomPartitionerFn):
         return JointPartitioner, (None, self._uuid)
 
 
-# Only a pass of the newer class lets Inductor cache; where torch has none, it is not looked for.
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomPassBase)
-
-
-class KernelOrder(_SchedulerPass):
-    """`torch._inductor.config._pre_fusion_custom_pass`: kernels of the backward keep to the plan.
-
-    What the backward recomputes depends on no gradient, so that Inductor may fuse it with the first
-    kernel of the backward, or run it then, and all recomputed values would be alive at once.  Here
-    it gets an ordering dependency on the last call of an external kernel that does depend on a
-    gradient and comes before it: kernels are not fused across those anyway.
-
-    `strict`: every kernel gets one on the last external kernel before it.  That takes less memory
-    still, and more time: of two kernels that could be one, each then reads its operands.
-    """
-
-    def __init__(self, strict: bool = False) -> None:
-        self._strict = strict
-        self._of_user = inductor_config._pre_fusion_custom_pass
-
-    def __call__(self, nodes: list[Any]) -> list[Any]:
-        """Add the dependencies to the scheduler's nodes, which are in the order of the graph; a
-        pass that the user had set runs first."""
-        return self._add_dependencies(self._of_user(nodes) if self._of_user else nodes)
-
-    def _add_dependencies(self, nodes: list[Any]) -> list[Any]:
-        from torch._inductor.dependencies import WeakDep
-        from torch._inductor.virtualized import V
-
-        if not V.graph.is_backward:
-            return nodes
-        dependent = {name for name in V.graph.graph_input_names if "tangents" in name}
-        barrier = ""
-        for node in nodes:
-            made = node.get_buffer_names()
-            depends = any(dep.name in dependent for dep in node.read_writes.reads)
-            if barrier and made and (self._strict or not depends):
-                # An op's name in the place of a mutated buffer: the dependency is for order alone.
-                node.add_fake_dep(WeakDep(barrier, node.get_name(), is_fake=True))
-            if depends:
-                dependent.update(made)
-            if node.is_extern() and made and (self._strict or depends):
-                barrier = next(iter(made))
-        V.graph.scheduler.compute_ancestors()
-        return nodes
-
-    def uuid(self) -> tuple[object, ...] | None:
-        """What the caches know it by; to be changed with the code above.  `None`, for no caching,
-        where the user's pass is a mere function."""
-        mine = ("checkpoint-planner: order of kernels 1", self._strict)
-        if self._of_user is None:
-            return mine
-        if not isinstance(self._of_user, CustomPassBase):
-            return None
-        return (*mine, self._of_user.uuid())
-
-
 def inductor_backend(
     partition: PartitionFunction, uuid: str, *, compile_graph: CompileGraph | None = None,
     finish: FinishGraph | None = None, settings: Mapping[str, Any] | None = None,
+    inputs_as_they_are: bool = False,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend: Inductor with another partitioner.
 
     `compile_graph` stands in for the compilation of the forward and backward graphs, whose result
     is otherwise cached by Inductor; `finish` is shown what was compiled, and may wrap it;
-    `settings` are entries of `torch._inductor.config`.
+    `settings` are entries of `torch._inductor.config`.  `inputs_as_they_are`: what a graph only
+    hands on, weights and images, it does not return in the layout that its convolutions prefer; a
+    copy of each would be held beside it from the forward to the backward.
     """
     patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
 
@@ -145,7 +93,8 @@ def inductor_backend(
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
         partitioned = _placeholder_values(gm)
-        compiled = compile_fx_inner(gm, example_inputs, **options)
+        with _own_layouts_of_inputs() if inputs_as_they_are else contextlib.nullcontext():
+            compiled = compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -155,6 +104,32 @@ def inductor_backend(
                           config_patches=patches)
 
     return backend
+
+
+@contextlib.contextmanager
+def _own_layouts_of_inputs() -> Iterator[None]:
+    """Inside, no input of a graph prefers `channels_last`."""
+    from torch._inductor.graph import GraphLowering
+
+    find = GraphLowering.find_nodes_prefer_channels_last
+
+    def without_inputs(graph: GraphLowering) -> Any:
+        found = find(graph)
+        return type(found)(node for node in found if node.op != "placeholder")
+
+    with mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", without_inputs):
+        yield
+
+
+def declare_fallback(op: OpOverload) -> None:
+    """Tell Inductor of an op that it is to call as it is, with operands in the order of strides of
+    the graph, unless the op is tagged to take any.  By itself it learns when it meets one that its
+    operands are to be in memory, and generates other code for what comes before than ever after."""
+    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
+
+    if op not in lowerings:
+        takes_any = torch.Tag.flexible_layout in op.tags
+        make_fallback(op, None if takes_any else constrain_to_fx_strides)
 
 
 def _placeholder_values(gm: fx.GraphModule) -> list[Any]:
@@ -175,6 +150,27 @@ def default_saved_names(joint: fx.GraphModule, num_forward_outputs: int,
             joint, (), compiler="inductor", num_fwd_outputs=num_forward_outputs)
     returned = forward.graph.output_node().args[0]
     return [node.name for node in returned[num_forward_outputs:] if isinstance(node, fx.Node)]
+
+
+def store_result(node: fx.Node) -> None:
+    """Ask Inductor to give the result of a node a buffer, in the layout of its trace."""
+    node.meta[_STORED] = True
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether that was asked for the node."""
+    return _STORED in node.meta
+
+
+_STORED = "inductor_realize_to_strides"
+
+
+def lays_out_for_convolutions(module: fx.GraphModule) -> bool:
+    """Whether Inductor would give the operands of a training graph's convolutions the layout
+    `channels_last`."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
 def missing_compiler(device: torch.device) -> str:

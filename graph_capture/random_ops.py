@@ -1,0 +1,158 @@
+"""Random ops that give the same numbers again, as ops of torch's dispatcher.
+
+A random op has two companions.  One draws as the op does, and returns beside its results the state
+in which the device's default generator was before.  The other runs under such a state, and puts
+back the one that it found.
+
+They are ops, and not calls around ops, so that a compiler sees each as one kernel.  The one that
+draws is tagged as random: nothing merges two draws, drops one, or swaps it with another random op.
+The one that replays is a function of its operands, and may stand wherever those are.
+
+Both take what the op takes, and keyword arguments more: the generator's device, and to replay the
+state.  Numbers are dealt out in the order of an operand's strides, which therefore must be those of
+the traced graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from graph_capture.torch_compat import OpOverload
+
+CPU_GENERATOR_STATE_BYTES = 5056
+"""Size of `torch.get_rng_state()`."""
+_ACCELERATOR_STATE_BYTES = 16
+"""Size of an accelerator's: seed and offset, in host memory."""
+
+_NAMESPACE = "checkpoint_planner"
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_STATE, _DEVICE = "generator_state", "generator_device"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRun:
+    """A random op that a companion runs."""
+
+    op: OpOverload
+    is_replay: bool
+
+
+_RUNS: dict[OpOverload, RandomRun] = {}
+
+
+def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+         ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """The call that draws as `op(*args, **kwargs)` does on `device`: it returns the op's results
+    and then the generator's state, a tensor in host memory."""
+    return _companions(op)[0], tuple(args), {**kwargs, _DEVICE: str(device)}
+
+
+def replay(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
+           state: Any) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """The call of `op(*args, **kwargs)` under a state of the generator of `device`, which is left
+    as it was found."""
+    return _companions(op)[1], tuple(args), {**kwargs, _STATE: state, _DEVICE: str(device)}
+
+
+def is_companion(op: object) -> bool:
+    """Whether an op is one of those that draw or replay."""
+    return op in _RUNS
+
+
+def original_call(op: OpOverload, kwargs: Mapping[str, Any]
+                  ) -> tuple[OpOverload, Mapping[str, Any], int]:
+    """The random op that a companion runs, its keyword arguments, and the bytes that the companion
+    allocates on top, next to its results; any other op as it is."""
+    found = _RUNS.get(op)
+    if found is None:
+        return op, kwargs, 0
+    # The state that the generator is found in is set aside.
+    beyond = state_bytes(torch.device(kwargs[_DEVICE])) if found.is_replay else 0
+    return found.op, {k: v for k, v in kwargs.items() if k not in (_STATE, _DEVICE)}, beyond
+
+
+def state_bytes(device: torch.device) -> int:
+    """Size of a generator's state as far as it takes memory of its device."""
+    return CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else 0
+
+
+def new_state(device: torch.device) -> torch.Tensor:
+    """A tensor like a state of the device's generator, not initialised."""
+    size = CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else _ACCELERATOR_STATE_BYTES
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+@cache
+def _companions(op: OpOverload) -> tuple[OpOverload, OpOverload]:
+    """The op that draws, and the one that replays; defined once in a process."""
+    schema = op._schema
+    name = f"{schema.name.replace('::', '_')}_{schema.overload_name or 'default'}"
+    takes, _, gives = str(schema).partition("(")[2].rpartition(" -> ")
+    takes = takes.removesuffix(")")
+    if not any(argument.kwarg_only for argument in schema.arguments):
+        takes = f"{takes}, *" if takes else "*"
+    results = gives.removeprefix("(").removesuffix(")")
+    strides = torch.Tag.needs_fixed_stride_order
+    return (
+        _define(f"draw_{name}", f"({takes}, str {_DEVICE}) -> ({results}, Tensor)", RandomRun(
+            op, is_replay=False), _draw, _draw_fake, (strides, torch.Tag.nondeterministic_seeded)),
+        _define(f"replay_{name}", f"({takes}, Tensor {_STATE}, str {_DEVICE}) -> {gives}",
+                RandomRun(op, is_replay=True), _replay, _replay_fake, (strides,)))
+
+
+def _define(name: str, schema: str, run: RandomRun, kernel: Callable[..., Any],
+            fake: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> OpOverload:
+    _LIBRARY.define(name + schema, tags=(*tags, torch.Tag.cudagraph_unsafe))
+    _LIBRARY.impl(name, partial(kernel, run.op), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", partial(fake, run.op), lib=_LIBRARY)
+    defined: OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    _RUNS[defined] = run
+    return defined
+
+
+def _draw(op: OpOverload, *args: Any, generator_device: str, **kwargs: Any) -> tuple[Any, ...]:
+    state = _state_of(torch.device(generator_device))
+    return _with_state(op(*args, **kwargs), state)
+
+
+def _draw_fake(op: OpOverload, *args: Any, generator_device: str, **kwargs: Any
+               ) -> tuple[Any, ...]:
+    return _with_state(op(*args, **kwargs), new_state(torch.device(generator_device)))
+
+
+def _with_state(results: Any, state: torch.Tensor) -> tuple[Any, ...]:
+    return (*results, state) if isinstance(results, tuple) else (results, state)
+
+
+def _replay(op: OpOverload, *args: Any, generator_state: torch.Tensor, generator_device: str,
+            **kwargs: Any) -> Any:
+    device = torch.device(generator_device)
+    current = _state_of(device)
+    _set_state(generator_state, device)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        _set_state(current, device)
+
+
+def _replay_fake(op: OpOverload, *args: Any, generator_state: torch.Tensor, generator_device: str,
+                 **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def _set_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
