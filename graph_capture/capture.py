@@ -132,8 +132,7 @@ def capture_step(
             f"the training step fails on fake tensors: {type(error).__name__}: {error}") from error
     say("measuring and estimating ops")
     keeper = _Keeper(keep)
-    fused = None if not inductor or cost_model == "flops" else FusedCosts(
-        twin.device, costs, timed=cost_model == "measured")
+    fused = None if not inductor or cost_model == "flops" else FusedCosts(twin.device, costs)
 
     def form(uses: Sequence[RegionUse], saved: Sequence[frozenset[str]]) -> StepForm:
         graph = assemble(

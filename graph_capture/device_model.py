@@ -3,7 +3,8 @@
 The model of the world: the roofline of Williams, Waterman and Patterson, "Roofline: an insightful
 visual performance model for multicore architectures" (CACM 2009): an op takes as long as its
 arithmetic at the device's peak rate or its memory traffic at the device's bandwidth, whichever is
-longer, plus a constant for starting it.  The figures are the manufacturers' (dense, without
+longer, plus a constant for starting it and, on a CPU, the time that its generator takes for the
+random numbers drawn.  The figures are the manufacturers' (dense, without
 sparsity), scaled by what large kernels reach in practice; they are the same on every machine, so
 that equal models give equal plans.
 
@@ -31,6 +32,8 @@ class DeviceModel:
     arithmetic_efficiency: float = 0.6
     """Part of the peak that large matrix products reach."""
     bandwidth_efficiency: float = 0.8
+    draw_seconds: float = 0.0
+    """For one random number by torch's generator; 0 where the memory traffic takes longer."""
 
     def arithmetic_seconds(self, flops: int, dtype: torch.dtype) -> float:
         """Duration of the arithmetic alone."""
@@ -41,12 +44,13 @@ class DeviceModel:
         """Duration of the memory traffic alone."""
         return bytes_moved / (self.bytes_per_second * self.bandwidth_efficiency)
 
-    def op_seconds(self, flops: int, bytes_moved: int, dtype: torch.dtype) -> float:
-        """Duration of an op with operands of `dtype`; 0 for one that does nothing (a view)."""
+    def op_seconds(self, flops: int, bytes_moved: int, dtype: torch.dtype, drawn: int = 0) -> float:
+        """Duration of an op with operands of `dtype` that draws so many random numbers; 0 for one
+        that does nothing (a view)."""
         if flops == 0 and bytes_moved == 0:
             return 0.0
-        return self.launch_seconds + max(self.arithmetic_seconds(flops, dtype),
-                                         self.traffic_seconds(bytes_moved))
+        return self.launch_seconds + drawn * self.draw_seconds + max(
+            self.arithmetic_seconds(flops, dtype), self.traffic_seconds(bytes_moved))
 
 
 def _gpu(name: str, *, float32: float, half: float, bandwidth: float, bfloat16: float | None = None,
@@ -87,7 +91,7 @@ _CPU = DeviceModel(
     name="CPU",
     flops_per_second={torch.float32: 120e9, torch.float64: 60e9,
                       torch.bfloat16: 240e9, torch.float16: 60e9},
-    bytes_per_second=10e9, launch_seconds=5e-6)
+    bytes_per_second=10e9, launch_seconds=5e-6, draw_seconds=7e-9)
 """A small CPU: two cores with AVX-512.  Only ratios matter to a plan, and they change little
 with the number of cores."""
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum
 
 import torch
@@ -29,7 +28,6 @@ from graph_capture.device_model import device_model
 from graph_capture.flops import bytes_moved, op_flops
 from graph_capture.joint import is_view, tensors_of
 from graph_capture.lower import LoweredRegion
-from graph_capture.replay import is_random
 from graph_capture.torch_compat import OpOverload
 
 
@@ -63,9 +61,6 @@ _FLOPS_OF = {
     **dict.fromkeys(("sqrt", "rsqrt", "div", "reciprocal", "fmod", "remainder"), 5.0),
 }
 _FLOPS_OF_RANDOM = {"cpu": 800.0}
-_FLOPS_OF_DRAW = {"cpu": 500.0}
-"""By torch's generator: on a CPU 3 (`rand`) to 7 ns (dropout), on one thread however many there
-are."""
 _RANDOM = frozenset({"inductor_random", "inductor_randint"})
 _FLOPS_OF_SAVED_MASK = {"cpu": 850.0}
 """For each boolean that is written and read again.  On a CPU vector code keeps masks as wide as the
@@ -89,31 +84,22 @@ def fusion_of(node: fx.Node) -> Fusion:
 class FusedCosts:
     """Costs of the ops of a graph that Inductor compiles for one device."""
 
-    def __init__(self, device: torch.device, alone: Callable[[fx.Node], OpCost], *,
-                 timed: bool = False) -> None:
-        """`alone` gives the costs of an op that runs by itself; `timed`: as it measured them."""
-        self._device, self._alone, self._timed = device, alone, timed
+    def __init__(self, device: torch.device, alone: Callable[[fx.Node], OpCost]) -> None:
+        """`alone` gives the costs of an op that runs by itself."""
+        self._device, self._alone = device, alone
         self._model = device_model(device)
 
     def __call__(self, node: fx.Node) -> OpCost:
         """The cost of a node, by the values that tracing left in it."""
         fusion = fusion_of(node)
         if fusion is Fusion.EXTERNAL:
-            cost = self._alone(node)
-            if self._timed or not is_random(node):
-                return cost
-            return replace(cost, seconds=cost.seconds + self._seconds_of_draws(node))
+            return self._alone(node)
         args = fx.map_arg(node.args, lambda source: source.meta.get("val"))
         kwargs = fx.map_arg(dict(node.kwargs), lambda source: source.meta.get("val"))
         out = node.meta.get("val")
         flops = op_flops(node.target, args, kwargs, out)
         moved = bytes_moved(node.target, args, kwargs, out)
         return OpCost(flops, moved, self._seconds(node, fusion), 0)
-
-    def _seconds_of_draws(self, node: fx.Node) -> float:
-        drawn = max(tensor.numel() for tensor in tensors_of(node.meta.get("val")))
-        per_element = _FLOPS_OF_DRAW.get(self._device.type, 20.0)
-        return self._model.arithmetic_seconds(math.ceil(drawn * per_element), torch.float32)
 
     def saving_seconds(self, node: fx.Node) -> float:
         """What it takes to write the result of an op and to read it again, if no kernel has to find

@@ -28,6 +28,7 @@ from graph_capture.flops import bytes_moved, op_flops
 from graph_capture.joint import tensors_of
 from graph_capture.op_probe import OpProbe
 from graph_capture.random_ops import original_call
+from graph_capture.replay import draws
 from graph_capture.torch_compat import OpOverload
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class OpCosts:
         tensors = tensors_of(out) or tensors_of(args)
         dtype = tensors[0].dtype if tensors else torch.float32
         seconds = self._seconds(op_flops(target, args, kwargs, out),
-                                bytes_moved(target, args, kwargs, out), dtype)
+                                bytes_moved(target, args, kwargs, out), dtype,
+                                _numbers_drawn(target, args, kwargs, out))
         if self._cost_model == "measured" and seconds > 0:
             seconds = self._measured(target, args, kwargs, out, seconds)
         return seconds
@@ -116,11 +118,19 @@ class OpCosts:
         measured = self._probe.seconds(target, args, kwargs, out)
         return estimate if measured is None else measured
 
-    def _seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
+    def _seconds(self, flops: int, moved: int, dtype: torch.dtype, drawn: int = 0) -> float:
         if self._cost_model == "flops":
             return (self._model.arithmetic_seconds(flops, torch.float32)
                     + 1e-6 * self._model.traffic_seconds(moved))
-        return self._model.op_seconds(flops, moved, dtype)
+        return self._model.op_seconds(flops, moved, dtype, drawn)
+
+
+def _numbers_drawn(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+                   ) -> int:
+    """Random numbers that an op draws: one for each element of its result."""
+    if not draws(target, args, kwargs):
+        return 0
+    return max((tensor.numel() for tensor in tensors_of(out)), default=0)
 
 
 def _bound(built: Callable[[], Any] | None, method: str) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ An op of a functional graph is a function of its inputs, except for:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -96,19 +97,22 @@ def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
 
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws from a random generator."""
-    target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
+
+
+def draws(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of an op draws from a random generator."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     argument = _DROPOUT_ARGUMENT.get(target._schema.name)
-    if argument is None:
-        return True
-    return _argument(node, argument) != 0
+    return argument is None or _argument(target, args, kwargs, argument) != 0
 
 
-def _argument(node: fx.Node, name: str) -> object:
-    if name in node.kwargs:
-        return node.kwargs[name]
-    for position, argument in enumerate(node.target._schema.arguments):
+def _argument(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+              ) -> object:
+    if name in kwargs:
+        return kwargs[name]
+    for position, argument in enumerate(target._schema.arguments):
         if argument.name == name:
-            return node.args[position] if position < len(node.args) else argument.default_value
+            return args[position] if position < len(args) else argument.default_value
     return None

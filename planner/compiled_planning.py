@@ -94,14 +94,27 @@ class _Search:
         self.graph, self.problem = prepared.graph, prepared.problem
         self.started = time.monotonic()
         self.costs = self.account.saving_costs
-        saved = self.account.saved_by_default
-        self.worth_saving = without_cheap(self.graph, self.problem, saved, self.costs)
-        self.free = free_ops(self.graph, self.problem, self.worth_saving)
-        self.to_propose = replace(prepared, problem=replace(self.problem, ops=tuple(
+        self._default_schedule = schedule_saving(
+            self.graph, self.problem, self.account.saved_by_default)
+        self._solved: dict[int, Schedule] = {}
+
+    @cached_property
+    def worth_saving(self) -> frozenset[int]:
+        """What Inductor saves by itself, less what is cheaper to compute again."""
+        return without_cheap(
+            self.graph, self.problem, self.account.saved_by_default, self.costs)
+
+    @cached_property
+    def free(self) -> frozenset[int]:
+        """Ops that are free to run again where that is saved."""
+        return free_ops(self.graph, self.problem, self.worth_saving)
+
+    @cached_property
+    def to_propose(self) -> PreparedStep:
+        """The step with the problem that the solver sees."""
+        return replace(self.prepared, problem=replace(self.problem, ops=tuple(
             replace(op, cost=_COST_OF_FREE * op.cost) if index in self.free else op
             for index, op in enumerate(self.problem.ops))))
-        self._default_schedule = schedule_saving(self.graph, self.problem, saved)
-        self._solved: dict[int, Schedule] = {}
 
     @cached_property
     def least(self) -> tuple[int, Schedule]:

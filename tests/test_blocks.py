@@ -34,7 +34,9 @@ def plan_at(step: PreparedStep, share: float) -> planner.Plan:
 
 
 @pytest.mark.parametrize(("name", "size"), [
-    ("gpt2", {"layers": 2}), ("lora", {"layers": 3}), ("autocast", {"layers": 2}),
+    ("gpt2", {"layers": 2}),
+    pytest.param("lora", {"layers": 3}, marks=pytest.mark.slow),
+    pytest.param("autocast", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("block_twice", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("t5", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("resnet", {"image": 32}, marks=pytest.mark.slow),

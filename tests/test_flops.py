@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from graph_capture.device_model import device_model
 from graph_capture.fake_twin import make_twin
 from graph_capture.flops import bytes_moved, op_flops
+from graph_capture.op_costs import OpCosts
 from tests.models import BUILDERS
 
 aten = torch.ops.aten
@@ -157,3 +158,14 @@ def test_cpu_ratio_of_product_to_pointwise_is_realistic():
     seconds = [cpu.op_seconds(op_flops(*call), bytes_moved(*call), torch.float32)
                for call in (product, pointwise)]
     assert 5 < seconds[0] / seconds[1] < 60
+
+
+def test_a_cpu_takes_its_time_to_draw_random_numbers_and_a_gpu_does_not():
+    x = torch.empty(1024, 1024)
+    out, mask = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+    dropout = (aten.native_dropout.default, (x, 0.1, True), {}, (out, mask))
+    gelu = (aten.gelu.default, (x,), {}, out)
+    for device, least, most in (("cpu", 4, 10), ("cuda", 0, 3)):
+        costs = OpCosts(torch.device(device), probe=False)
+        ratio = costs.seconds(*dropout) / costs.seconds(*gelu)
+        assert least < ratio < most

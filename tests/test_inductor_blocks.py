@@ -12,6 +12,7 @@ import planner
 from apply.blocks import shared_code
 from apply.plan_backend import PlanBackend
 from planner.api import capture
+from planner.compiled_planning import smallest_plan
 from planner.plan_file import dumps, loads
 from planner.planning import Effort, plan_within
 from tests.compiler import needs_compiler
@@ -144,8 +145,8 @@ def test_models_by_blocks(name, size):
     case = BUILDERS[name](**size)
     with inductor_config.patch(fallback_random=True):
         step = prepare(case)
-        for share in (0.8, 0.0):
-            check_step(plan_at(step, share), case)
+        for plan in (plan_at(step, 0.8), smallest_plan(step, EFFORT)):
+            check_step(plan, case)
 
 
 @pytest.mark.slow

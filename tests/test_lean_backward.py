@@ -91,7 +91,8 @@ def test_a_transformer_has_nothing_to_copy():
     assert captured(gpt2(layers=2)).lean is None
 
 
-@pytest.mark.parametrize("layout", [lambda case: case, channels_last])
+@pytest.mark.parametrize("layout", [
+    lambda case: case, pytest.param(channels_last, marks=pytest.mark.slow)])
 def test_gradients_and_peaks_of_lean_steps(layout):
     case = layout(unet(image=32))
     lean = captured(case).lean
@@ -116,6 +117,7 @@ def test_poolings_read_a_gradient_for_the_shape_of_their_input():
     assert {node.target for node in inputs} == {torch.ops.aten.clone.default}
 
 
+@pytest.mark.slow
 def test_the_lean_step_fits_where_the_other_cannot(tmp_path):
     """Held when measured, from a file, with gradients equal to the last bit."""
     case = channels_last(unet(batch=4, width=16))

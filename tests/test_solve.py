@@ -57,6 +57,7 @@ def test_optima_and_bounds_agree_with_exhaustive_search(data: st.DataObject) -> 
         assert result.cost == best
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_every_bound_is_below_every_schedule_of_any_solver(data: st.DataObject) -> None:
