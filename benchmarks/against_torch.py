@@ -39,8 +39,8 @@ from apply.plan_backend import boxed_callable
 from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error
 from benchmarks.models import WORKLOADS, Workload
-from graph_capture.device_model import device_model
-from graph_capture.flops import bytes_moved, op_flops
+from graph_capture.flops import op_flops
+from graph_capture.op_costs import OpCosts
 from graph_capture.torch_compat import aot_backend, compile_module, compile_settings
 from planner.api import capture
 from planner.errors import InfeasibleBudget
@@ -138,7 +138,7 @@ class Compiled(nn.Module):
 
 def graph_work(graph: fx.Graph) -> Work:
     """Work of all ops of a graph, by the shapes that tracing left in it."""
-    cpu = device_model("cpu")
+    costs = OpCosts(torch.device("cpu"), probe=False)
     flops, seconds = 0, 0.0
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload):
@@ -146,9 +146,8 @@ def graph_work(graph: fx.Graph) -> Work:
         args = fx.map_arg(node.args, lambda source: source.meta.get("val"))
         kwargs = fx.map_arg(dict(node.kwargs), lambda source: source.meta.get("val"))
         out = node.meta.get("val")
-        mine = op_flops(node.target, args, kwargs, out)
-        flops += mine
-        seconds += cpu.op_seconds(mine, bytes_moved(node.target, args, kwargs, out), torch.float32)
+        flops += op_flops(node.target, args, kwargs, out)
+        seconds += costs.seconds(node.target, args, kwargs, out)
     return Work(flops, seconds)
 
 
