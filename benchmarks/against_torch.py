@@ -39,7 +39,6 @@ from apply.plan_backend import boxed_callable
 from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error
 from benchmarks.models import WORKLOADS, Workload
-from graph_capture.flops import op_flops
 from graph_capture.op_costs import OpCosts
 from graph_capture.torch_compat import aot_backend, compile_module, compile_settings
 from planner.api import capture
@@ -143,11 +142,9 @@ def graph_work(graph: fx.Graph) -> Work:
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload):
             continue
-        args = fx.map_arg(node.args, lambda source: source.meta.get("val"))
-        kwargs = fx.map_arg(dict(node.kwargs), lambda source: source.meta.get("val"))
-        out = node.meta.get("val")
-        flops += op_flops(node.target, args, kwargs, out)
-        seconds += costs.seconds(node.target, args, kwargs, out)
+        cost = costs(node)
+        flops += cost.flops
+        seconds += cost.seconds
     return Work(flops, seconds)
 
 

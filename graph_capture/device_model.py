@@ -4,9 +4,9 @@ The model of the world: the roofline of Williams, Waterman and Patterson, "Roofl
 visual performance model for multicore architectures" (CACM 2009): an op takes as long as its
 arithmetic at the device's peak rate or its memory traffic at the device's bandwidth, whichever is
 longer, plus a constant for starting it and, on a CPU, the time that its generator takes for the
-random numbers drawn.  The figures are the manufacturers' (dense, without
-sparsity), scaled by what large kernels reach in practice; they are the same on every machine, so
-that equal models give equal plans.
+random numbers drawn.  The figures are the manufacturers' (dense, without sparsity), scaled by what
+large kernels reach in practice; they are the same on every machine, so that equal models give equal
+plans.
 
 Blind spots: caches, small matrices that leave units idle, overlap of ops.
 """
