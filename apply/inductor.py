@@ -19,15 +19,15 @@ from torch import fx
 from apply.errors import GraphMismatch
 from apply.layouts import lay_out_weights
 from apply.plan_backend import Match, PlanBackend, checked_backward
+from apply.realized import store_what_waits
 from apply.recipe import Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion
-from apply.waiting import store_what_waits
-from graph_capture.early_copy import EARLY_COPY
-from graph_capture.generated_code import memory_of_code
-from graph_capture.inductor_joint import move_to_forward, rearrange
-from graph_capture.joint import JointGraph
-from graph_capture.lower import LoweredRegion
-from graph_capture.random_ops import is_companion
+from graph_capture.inductor.generated_code import memory_of_code
+from graph_capture.inductor.joint_passes import move_to_forward, rearrange
+from graph_capture.joint_graph.joint import JointGraph
+from graph_capture.joint_graph.lower import LoweredRegion
+from graph_capture.joint_graph.random_ops import is_companion
+from graph_capture.joint_graph.realized_copy import EARLY_COPY
 from graph_capture.torch_compat import PartitionFunction
 from graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
 from graph_capture.torch_compat.kernel_order import KernelOrder

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_capture.convolution_backward import OUTPUT_MASK
+from graph_capture.joint_graph.convolution_backward import OUTPUT_MASK
 from graph_capture.torch_compat.inductor import lays_out_for_convolutions
 
 _CONVOLUTION = torch.ops.aten.convolution.default

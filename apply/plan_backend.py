@@ -17,11 +17,16 @@ from torch import fx, nn
 from apply.errors import GraphMismatch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
-from graph_capture.input_names import region_input_names
-from graph_capture.joint import JointGraph, clean_joint_graph, count_cotangents, primals_of
-from graph_capture.lean_backward import make_lean
-from graph_capture.lower import LoweredRegion, lower
-from graph_capture.outline import outline
+from graph_capture.joint_graph.input_names import region_input_names
+from graph_capture.joint_graph.joint import (
+    JointGraph,
+    clean_joint_graph,
+    count_cotangents,
+    primals_of,
+)
+from graph_capture.joint_graph.low_peak_backward import make_lean
+from graph_capture.joint_graph.lower import LoweredRegion, lower
+from graph_capture.joint_graph.outline import outline
 from graph_capture.torch_compat import (
     BoxedCodeGen,
     PartitionFunction,

@@ -92,10 +92,10 @@ class Recipe:
     """What runs the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""
     lean_backward: bool = False
     """Whether gradients are copied so that the backward holds less
-    (`graph_capture.lean_backward`)."""
+    (`graph_capture.joint_graph.low_peak_backward`)."""
     strict_order: bool = False
     """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
-    stores what is read behind them (`apply.waiting`)."""
+    stores what is read behind them (`apply.realized`)."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

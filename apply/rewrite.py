@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from apply.recipe import Recomputation, Takeover
-from graph_capture.inplace import write_inplace
-from graph_capture.joint import is_cotangent, is_tuple_element, tensors_of
-from graph_capture.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
-from graph_capture.random_ops import draw, new_state, replay
+from graph_capture.joint_graph.inplace import write_inplace
+from graph_capture.joint_graph.joint import is_cotangent, is_tuple_element, tensors_of
+from graph_capture.joint_graph.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
+from graph_capture.joint_graph.random_ops import draw, new_state, replay
 from graph_capture.torch_compat import OpOverload, split_joint_graph
 from graph_capture.training_graph import Phase
 

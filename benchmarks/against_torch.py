@@ -39,11 +39,11 @@ from apply.plan_backend import boxed_callable
 from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error
 from benchmarks.models import WORKLOADS, Workload
-from graph_capture.op_costs import OpCosts
+from graph_capture.op_costs.costs import OpCosts
 from graph_capture.torch_compat import aot_backend, compile_module, compile_settings
 from planner.api import capture
 from planner.errors import InfeasibleBudget
-from planner.planning import Effort, PreparedStep, plan_within
+from planner.search.planning import Effort, PreparedStep, plan_within
 
 RATIOS = tuple(tenths / 10 for tenths in range(10, -1, -1))
 """Values of `activation_memory_budget`."""

@@ -22,7 +22,7 @@ from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.models import WORKLOADS
 from benchmarks.problem_file import save_problem
 from planner.api import capture
-from planner.planning import PreparedStep
+from planner.search.planning import PreparedStep
 
 
 def _gpt2(layers: int) -> tuple[nn.Module, Mapping[str, Any]]:

@@ -21,7 +21,7 @@ import planner
 from benchmarks.measure import MEGABYTE, peak_bytes, run_step, time_in_turns
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
-from planner.planning import Effort, PreparedStep, plan_within
+from planner.search.planning import Effort, PreparedStep, plan_within
 
 HEADER = (
     f"| {'step':<30} | {'peak MB':>8} | {'less peak %':>11} | {'time, of the plain step':<23} | "

@@ -49,15 +49,15 @@ from benchmarks.measure import (
     time_in_turns,
 )
 from benchmarks.models import WORKLOADS, Workload
-from graph_capture.captured_graphs import GraphCode
+from graph_capture.inductor.captured_graphs import GraphCode
 from graph_capture.torch_compat import compile_module, compile_settings
 from graph_capture.torch_compat.inductor import inductor_backend
 from planner.api import capture
-from planner.compiled_planning import smallest_plan
 from planner.errors import InfeasibleBudget
-from planner.plan import Plan
-from planner.plan_file import load
-from planner.planning import Effort, PreparedStep, plan_within
+from planner.plans.file import load
+from planner.plans.plan import Plan
+from planner.search.compiled import smallest_plan
+from planner.search.planning import Effort, PreparedStep, plan_within
 
 FRACTIONS = (0.8, 0.6, 0.4)
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)

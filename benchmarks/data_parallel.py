@@ -39,9 +39,9 @@ import planner
 from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.measure import MEGABYTE
 from benchmarks.models import WORKLOADS, Workload
-from graph_capture.loss import objective
+from graph_capture.plain_step.loss import objective
 from graph_capture.torch_compat.process_memory import cpu_levels
-from planner.rank_layout import unit_names
+from planner.ranks.layout import unit_names
 
 RANKS = 2
 TOLERANCE = 0.03

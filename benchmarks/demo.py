@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import planner
-from graph_capture.allocator import record_peak
+from graph_capture.memory.allocator import record_peak
 from planner.units import format_bytes
 
 BATCH, SEQUENCE, VOCABULARY = 4, 192, 8192

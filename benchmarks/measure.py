@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from benchmarks.models import Workload
-from graph_capture.allocator import record_peak
-from graph_capture.loss import objective
+from graph_capture.memory.allocator import record_peak
+from graph_capture.plain_step.loss import objective
 
 MEGABYTE = 1e6
 

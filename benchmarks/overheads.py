@@ -24,10 +24,10 @@ from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import run_step, time_in_turns
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import BACKENDS, capture
-from planner.decisions import schedule_of
 from planner.errors import InfeasibleBudget
-from planner.plan import Plan
-from planner.planning import Effort, PreparedStep, overhead_of, plan_within
+from planner.plans.decisions import schedule_of
+from planner.plans.plan import Plan
+from planner.search.planning import Effort, PreparedStep, overhead_of, plan_within
 
 PRICES = ("measured", "roofline")
 

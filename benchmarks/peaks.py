@@ -19,8 +19,8 @@ from benchmarks.measure import MEGABYTE, peak_bytes
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
 from planner.errors import InfeasibleBudget
-from planner.plan import Plan
-from planner.planning import Effort, PreparedStep, plan_within
+from planner.plans.plan import Plan
+from planner.search.planning import Effort, PreparedStep, plan_within
 
 FRACTIONS = (0.8, 0.6, 0.4)
 

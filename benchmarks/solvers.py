@@ -20,10 +20,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.baselines import checkmate, moccasin
 from benchmarks.problem_file import read_problem
 from benchmarks.published import PUBLISHED
 from solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
-from solvers.baselines import checkmate, moccasin
 from solvers.lazy import cheapest_walk
 from solvers.local_search import improve, repair
 from solvers.minimum import minimum_peak, working_set_floor

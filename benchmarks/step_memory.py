@@ -24,12 +24,12 @@ from torch import nn
 
 from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.models import Workload, bert, gpt2, resnet, vit
-from graph_capture.allocator import record_stages
-from graph_capture.loss import Objective, objective
-from graph_capture.optimizer_step import OptimizerSettings
-from graph_capture.plain_loop import PlainLoop
-from planner.step_account import LoopAccount, account_of
-from planner.step_trace import StepPhase, TrainingLoop, compose
+from graph_capture.memory.allocator import record_stages
+from graph_capture.optimizer.step import OptimizerSettings
+from graph_capture.plain_step.loop import PlainLoop
+from graph_capture.plain_step.loss import Objective, objective
+from planner.training_loop.account import LoopAccount, account_of
+from planner.training_loop.trace import StepPhase, TrainingLoop, compose
 
 MEGABYTE = 1e6
 STEPS = 3

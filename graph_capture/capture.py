@@ -16,33 +16,33 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graph_capture.assemble import LossMemory, RegionUse, assemble
-from graph_capture.blocks import WHOLE_MODEL, find_blocks
-from graph_capture.compiled_form import compiled_form
-from graph_capture.compiled_step import CompiledTracer, check_compiler
-from graph_capture.eager_step import EagerStep, trace_eager_step
+from graph_capture.dynamo.blocks import WHOLE_MODEL, find_blocks
+from graph_capture.dynamo.record import MakeBackend, Recording, record_step
 from graph_capture.errors import CaptureError
-from graph_capture.fake_twin import FakeTwin, make_twin
-from graph_capture.fused_costs import FusedCosts
-from graph_capture.hollow import hollow_twin
-from graph_capture.inductor_joint import (
+from graph_capture.inductor.compiled_form import compiled_form
+from graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
+from graph_capture.inductor.fused_costs import FusedCosts
+from graph_capture.inductor.joint_passes import (
     backward_ops_to_save,
     move_to_forward,
     rearrange,
     saved_by_default,
 )
-from graph_capture.input_names import region_input_names
-from graph_capture.joint import clean_joint_graph, count_cotangents
-from graph_capture.lean_backward import late_parts, make_lean
-from graph_capture.loss import LossFootprint, objective, output_tensors
-from graph_capture.lower import RESIDENT, lower
-from graph_capture.memory_tracker import Workspace
-from graph_capture.op_costs import OpCosts
-from graph_capture.optimizer_step import OptimizerFootprint, trace_optimizer
-from graph_capture.record import MakeBackend, Recording, record_step
+from graph_capture.joint_graph.input_names import region_input_names
+from graph_capture.joint_graph.joint import clean_joint_graph, count_cotangents
+from graph_capture.joint_graph.low_peak_backward import late_parts, make_lean
+from graph_capture.joint_graph.lower import RESIDENT, lower
+from graph_capture.memory.tracker import Workspace
+from graph_capture.op_costs.costs import OpCosts
+from graph_capture.optimizer.step import OptimizerFootprint, trace_optimizer
+from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
+from graph_capture.plain_step.loss import LossFootprint, objective, output_tensors
 from graph_capture.specification import check
+from graph_capture.step.assemble import LossMemory, RegionUse, assemble
 from graph_capture.torch_compat import aot_backend, quiet_fake_tensors, storage_key
 from graph_capture.training_graph import StepForm, TrainingGraph
+from graph_capture.twins.data_less import hollow_twin
+from graph_capture.twins.fake import FakeTwin, make_twin
 
 Progress = Callable[[str], None]
 """Called with what happens next, for people."""
@@ -66,8 +66,8 @@ class CapturedStep:
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
     lean: StepForm | None = None
-    """The step whose backward holds less at the price of copies (`graph_capture.lean_backward`);
-    `None` where there is nothing to copy."""
+    """The step whose backward holds less at the price of copies
+    (`graph_capture.joint_graph.low_peak_backward`); `None` where there is nothing to copy."""
     compiled: CompiledTracer | None = None
     """Follows the step as Inductor compiles it; `None` for the eager backend."""
 
@@ -91,7 +91,7 @@ def capture_step(
     `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
     `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
     that Inductor partitions: after its decompositions and its passes over the joint graph.
-    `regions`: what is captured as one piece, see `graph_capture.blocks.find_blocks`.
+    `regions`: what is captured as one piece, see `graph_capture.dynamo.blocks.find_blocks`.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.
 

@@ -6,11 +6,7 @@
 Everything public is here; `graph_capture`, `solvers` and `apply` are how it is done.
 """
 
-from planner.advice import Advice, advise
 from planner.api import plan
-from planner.applying import apply
-from planner.batch_size import LargestSize, max_batch_size, max_sequence_length
-from planner.data_parallel import DataParallel, RankMemory, data_parallel
 from planner.errors import (
     CaptureError,
     InfeasibleBudget,
@@ -18,12 +14,16 @@ from planner.errors import (
     PlanMismatch,
     PlannerError,
 )
-from planner.frontier import Frontier, frontier
-from planner.memory import memory
-from planner.memory_report import MemoryReport
-from planner.plan import Plan
-from planner.plan_file import load
-from planner.verify import Verification, verify
+from planner.plans.file import load
+from planner.plans.plan import Plan
+from planner.ranks.data_parallel import DataParallel, RankMemory, data_parallel
+from planner.running.applying import apply
+from planner.running.verify import Verification, verify
+from planner.sizes.advice import Advice, advise
+from planner.sizes.batch_size import LargestSize, max_batch_size, max_sequence_length
+from planner.sizes.frontier import Frontier, frontier
+from planner.training_loop.memory import memory
+from planner.training_loop.report import MemoryReport
 
 __all__ = [
     "Advice",

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from planner.budget import Budget, parse_budget
+from planner.arguments.budget import Budget, parse_budget
+from planner.arguments.inputs import describe_inputs, split_inputs
 from planner.errors import CaptureError
-from planner.inputs import describe_inputs, split_inputs
-from planner.plan import Plan
-from planner.planning import Effort, PreparedStep, plan_within, prepare
+from planner.plans.plan import Plan
 from planner.progress import Progress, watched
+from planner.search.planning import Effort, PreparedStep, plan_within, prepare
 from solvers.solve import ALGORITHMS
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from planner.api import plan
 from planner.errors import PlanMismatch
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from planner.units import format_bytes
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ all such inputs are retained past tᵢ.  With several cuts, Y[i,v] ≤ Σ_{j≥i
 recomputed after tᵢ at all, and each cut's own closure over Y tightens the linear relaxation.
 On request memory is also looked at inside a stage, at the recomputation of an op.
 
-Ops of one kind (`solvers.kinds`: the same place in repeated layers) share a variable that counts
+Ops of one kind (`solvers.symmetry`: the same place in repeated layers) share a variable that counts
 how many of them are retained or recomputed, and a row that is the sum of theirs.  The model is then
 as large as if each layer between two cuts were there once, and still a relaxation.
 """
@@ -27,10 +27,10 @@ from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
 
-from solvers.kinds import Kinds, kinds
 from solvers.milp import Engine, optimise
 from solvers.problem import Problem
 from solvers.repetition import Run
+from solvers.symmetry import Kinds, kinds
 from solvers.working_set import fixed_bytes, takeover_candidates
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
+from benchmarks.baselines import checkmate, moccasin
 from solvers.auto import auto
-from solvers.baselines import checkmate, moccasin
 from solvers.dp import dp
 from solvers.errors import InfeasibleBudget
 from solvers.ilp import ilp
@@ -21,7 +21,7 @@ from solvers.task import Algorithm, Progress, Proposal, Task
 
 
 def _published(method: Callable[..., tuple[Schedule | None, float]]) -> Algorithm:
-    """A method of `solvers.baselines` with the signature of all others."""
+    """A method of `benchmarks.baselines` with the signature of all others."""
     def algorithm(task: Task) -> Proposal:
         schedule, bound = method(
             task.problem, task.budget_bytes, time_limit=max(0.01, task.seconds_left),

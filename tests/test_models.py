@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models import BUILDERS, step
+from tests.support.models import BUILDERS, step
 
 
 @pytest.mark.parametrize("name", BUILDERS)

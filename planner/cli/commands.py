@@ -40,7 +40,7 @@ def plan_command(
     """Plan one training step of TARGET under a budget and print the plan."""
     with reported():
         from planner.api import plan
-        from planner.budget import parse_budget
+        from planner.arguments.budget import parse_budget
         from planner.reporters.table import plan_report
 
         parse_budget(None, budget)
@@ -62,7 +62,7 @@ def plan_command(
 def show_command(path: PlanPath, json: Json = False) -> None:
     """Print a saved plan."""
     with reported():
-        from planner.plan_file import load
+        from planner.plans.file import load
         from planner.reporters.table import plan_report
 
         plan = load(path)
@@ -82,8 +82,8 @@ def frontier_command(
 ) -> None:
     """Print the memory/overhead curve of TARGET."""
     with reported():
-        from planner.frontier import frontier
         from planner.reporters.table import frontier_report
+        from planner.sizes.frontier import frontier
 
         arguments = planning.arguments()
         if plot is not None:
@@ -107,9 +107,9 @@ def verify_command(
 ) -> None:
     """Run one plain and one planned training step of TARGET and compare them."""
     with reported():
-        from planner.plan_file import load
+        from planner.plans.file import load
         from planner.reporters.table import verification_report
-        from planner.verify import verify
+        from planner.running.verify import verify
 
         plan = load(path)
         model, example = load_target(target.options(), device=device)

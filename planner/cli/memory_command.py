@@ -68,11 +68,11 @@ def memory_command(
 ) -> None:
     """Print what a training loop of TARGET takes, phase by phase, and whether a budget holds it."""
     with reported():
-        from planner.budget import absolute_budget
-        from planner.budget_check import check_budget
-        from planner.memory import memory
-        from planner.plan_file import load
+        from planner.arguments.budget import absolute_budget
+        from planner.plans.file import load
         from planner.reporters.memory_table import budget_report, memory_report
+        from planner.training_loop.budget_check import check_budget
+        from planner.training_loop.memory import memory
 
         limit = None if budget is None else absolute_budget(
             None, budget, "which is what this command tells")

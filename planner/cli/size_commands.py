@@ -59,9 +59,9 @@ def advise_command(
 ) -> None:
     """List the ways to run an effective batch of TARGET within a budget, the fastest first."""
     with reported():
-        from planner.advice import advise
-        from planner.budget import absolute_budget
+        from planner.arguments.budget import absolute_budget
         from planner.reporters.choices import advice_report
+        from planner.sizes.advice import advise
 
         arguments = planning.arguments()
         absolute_budget(None, budget, "which differs with the batch")
@@ -82,9 +82,9 @@ def advise_command(
 def _largest(what: str, options: TargetOptions, sizes: SizeGroup, planning: PlanningGroup,
              output: Path | None, json: bool) -> None:
     with reported():
-        from planner import batch_size
-        from planner.budget import absolute_budget
+        from planner.arguments.budget import absolute_budget
         from planner.reporters.choices import largest_report
+        from planner.sizes import batch_size
 
         arguments = planning.arguments()
         absolute_budget(None, sizes.budget, f"which differs with the {what}")

@@ -12,8 +12,8 @@ from rich.text import Text
 from planner.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
-    from planner.advice import Advice
-    from planner.batch_size import LargestSize
+    from planner.sizes.advice import Advice
+    from planner.sizes.batch_size import LargestSize
 
 
 def largest_report(found: LargestSize) -> RenderableType:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from planner.units import BYTES_PER_UNIT
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
-    from planner.timeline import MemoryTimeline
+    from planner.plans.plan import Plan
+    from planner.plans.timeline import MemoryTimeline
 
 
 def draw_frontier(plans: Iterable[Plan], path: str | PathLike[str]) -> None:

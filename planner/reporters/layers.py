@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.decisions import Decision
+from planner.plans.decisions import Decision
 
 _READABLE_ROWS = 48
 

@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.accounting import CATEGORIES
-from planner.budget_check import BudgetCheck
-from planner.memory_report import MemoryReport
-from planner.step_account import MemoryHolder, PhaseMemory
-from planner.step_trace import StepPhase
+from planner.step.accounting import CATEGORIES
+from planner.training_loop.account import MemoryHolder, PhaseMemory
+from planner.training_loop.budget_check import BudgetCheck
+from planner.training_loop.report import MemoryReport
+from planner.training_loop.trace import StepPhase
 from planner.units import format_bytes
 
 _ROWS = 12

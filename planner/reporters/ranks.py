@@ -12,7 +12,7 @@ from rich.text import Text
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.data_parallel import RankMemory
+    from planner.ranks.data_parallel import RankMemory
 
 
 def rank_report(report: RankMemory) -> RenderableType:

@@ -13,11 +13,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.accounting import CATEGORIES
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from planner.reporters.layers import layer_rows
+from planner.running.verify import Verification
+from planner.step.accounting import CATEGORIES
 from planner.units import format_bytes, format_flops, format_fraction
-from planner.verify import Verification
 
 _PLAIN_WIDTH = 100
 

@@ -1,0 +1,74 @@
+"""Results of the backward that Inductor has to store.
+
+Inductor computes a pointwise result anew in each kernel that reads it, and so holds what it is
+computed from until the last of them.  A schedule counts on something else: what is read behind a
+kernel of a library waits for that as itself, and its operands can go.  Such results are marked to
+be stored where they are made, unless what they are computed from takes less.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+from torch import fx
+
+from graph_capture.inductor.fused_costs import Fusion, fusion_of
+from graph_capture.joint_graph.joint import is_tuple_element, is_view, tensors_of
+from graph_capture.torch_compat.inductor import is_stored, store_result
+
+
+def store_what_waits(graph: fx.Graph) -> None:
+    """Mark the results, of ops that Inductor generates kernels for, that are read behind a kernel
+    of a library."""
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    external = [position for node, position in order.items() if _is_external(node)]
+    for node, position in order.items():
+        following = bisect_right(external, position)
+        if (_is_generated(node) and isinstance(node.meta.get("val"), torch.Tensor)
+                and following < len(external) and external[following] < _last_read(node, order)
+                and _bytes_of(node) <= sum(map(_bytes_of, _operands(node)))):
+            store_result(node)
+
+
+def _is_external(node: fx.Node) -> bool:
+    return _makes_values(node) and fusion_of(node) is Fusion.EXTERNAL
+
+
+def _is_generated(node: fx.Node) -> bool:
+    maker = node.args[0] if is_tuple_element(node) else node
+    return _makes_values(maker) and fusion_of(maker) is not Fusion.EXTERNAL
+
+
+def _makes_values(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_view(node) and not is_tuple_element(node)
+
+
+def _last_read(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """Position of the last op that reads the node or a view of it; -1 if none does."""
+    return max((_last_read(user, order) if is_view(user) or is_tuple_element(user)
+                else order[user] for user in node.users if user.op != "output"), default=-1)
+
+
+def _operands(node: fx.Node) -> set[fx.Node]:
+    """What has to be held until a kernel reads the node, if that is not stored: inputs of the
+    graph, results of libraries' kernels and of reductions, and what is stored."""
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    pending = [node.args[0] if is_tuple_element(node) else node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source in seen:
+                continue
+            seen.add(source)
+            if is_view(source) or (_makes_values(source) and not is_stored(source)
+                                   and fusion_of(source) is Fusion.POINTWISE):
+                pending.append(source)
+            else:
+                found.add(source)
+    return found
+
+
+def _bytes_of(node: fx.Node) -> int:
+    return sum(int(tensor.numel() * tensor.element_size())
+               for tensor in tensors_of(node.meta.get("val")))

@@ -1,0 +1,325 @@
+"""Running a fake twin through Dynamo and AOTAutograd, and keeping the joint graphs.
+
+The forward, the loss and the backward of the twin really take place, on fake (or hollow) tensors:
+that shows
+in which order the captured pieces (regions) run, and into which outputs a gradient flows.  The
+compiled pieces themselves are stand-ins that only make results of the right shapes.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from graph_capture.dynamo.block_calls import BlockCalls
+from graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
+from graph_capture.errors import CaptureError
+from graph_capture.joint_graph.joint import count_cotangents, is_cotangent, primals_of
+from graph_capture.memory.tracker import Workspace
+from graph_capture.torch_compat import (
+    BackendCompilerFailed,
+    TorchDynamoException,
+    aot_backend,
+    boxed,
+    compile_module,
+    compile_settings,
+    no_active_modes,
+    pass_absent_gradients,
+    primal_indices,
+    split_joint_graph,
+)
+from graph_capture.twins.data_less import HollowMode, hollow_storage, hollow_tensor
+from graph_capture.twins.fake import FakeTwin
+
+if TYPE_CHECKING:
+    from graph_capture.inductor.captured_graphs import CapturedGraphs
+
+
+@dataclass
+class RecordedRegion:
+    """A joint graph and how it was used."""
+
+    joint: fx.GraphModule
+    num_forward_outputs: int
+    cotangents: list[tuple[bool, ...]] = field(default_factory=list)
+    """For each run of its backward: into which outputs a gradient flowed."""
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """One run of a region's forward."""
+
+    region: RecordedRegion
+    inputs: tuple[object, ...]
+    """What each primal is: a parameter, a buffer or another tensor of the twin."""
+    outputs: tuple[object, ...]
+    """What it returned to the user's code, in order."""
+    module: str = ""
+    """The block that was called; empty where the whole model is compiled."""
+
+
+@dataclass
+class Recording:
+    """The calls of captured pieces in one step, in order."""
+
+    calls: list[RegionCall] = field(default_factory=list)
+    inference_graphs: int = 0
+    """Captured pieces that need no gradient."""
+    uncaptured: UncapturedCode | None = None
+    """What runs between the regions; `None`: the model is one region and nothing else."""
+    graphs: CapturedGraphs | None = None
+    """For other backends to compile, where they are to be kept."""
+
+    def check_any(self) -> None:
+        """Raise `CaptureError` where there is nothing to plan, in a step that does need gradients.
+        """
+        if self.calls:
+            return
+        if self.inference_graphs:
+            raise CaptureError(
+                "nothing that was captured of the model needs a gradient: no parameter or input "
+                "with requires_grad takes part in it, so there is nothing to plan")
+        raise CaptureError(
+            "torch.compile ran the model as it is written and captured nothing of it. So it does "
+            "with code that it compiled too often before (torch._dynamo.config.recompile_limit): "
+            "call torch._dynamo.reset() and plan again; with code under torch.compiler.disable, "
+            "and with a loop in which the graph breaks: take that out of the model, or name blocks "
+            "without it in regions")
+
+
+RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
+"""A step: given the compiled model and what to call before the backward, it calls the model with
+the twin's inputs, makes the loss, and runs the backward.  What it returns is held to the end."""
+
+
+MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]]
+"""`make(partition, forward_compiler, backward_compiler)` gives a Dynamo backend."""
+
+
+def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
+                blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend,
+                keep_graphs: bool = False) -> Recording:
+    """Record one step of the twin, which has no gradients before and after.
+
+    The step runs twice: the first time Dynamo compiles it, the second time what code between the
+    regions allocates is followed; `workspace` tells what its ops take for themselves.  With
+    `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written.
+    `make_backend` decides which joint graph the partitioner is given.  With `keep_graphs` it makes
+    Inductor, and the graphs can be compiled by Inductor again.
+    """
+    recording = Recording()
+    recorder = _Recorder(twin, recording, make_backend)
+    compiled, installed = _compiled(twin.model, blocks, recorder, keep_graphs)
+    with compile_settings(), twin.mode, installed:
+        try:
+            run_step(compiled, lambda: None)
+            _drop_gradients(twin)
+            recording.uncaptured = _follow_uncaptured(twin, run_step, compiled, recorder, workspace)
+        except CaptureError:
+            raise
+        except BackendCompilerFailed as error:
+            inner = error.inner_exception
+            if isinstance(inner, CaptureError):
+                raise inner from None
+            raise CaptureError(f"the model cannot be captured: {_summary(inner)}") from inner
+        except TorchDynamoException as error:
+            raise CaptureError(
+                f"torch.compile cannot capture the model: {_summary(error)}") from error
+        except Exception as error:  # whatever the user's code raises
+            raise CaptureError(_failure(error)) from error
+        finally:
+            _drop_gradients(twin)
+    return recording
+
+
+def _compiled(model: nn.Module, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
+              ) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
+    """The model that `recorder` sees running, inside of the context."""
+    if keep_graphs:
+        from graph_capture.inductor.captured_graphs import CapturedGraphs
+
+        graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
+        recorder.running_block = lambda: graphs.running
+        return graphs.call, graphs.installed()
+    if not blocks:
+        return compile_module(model, recorder), nullcontext()
+    calls = BlockCalls(model, blocks, recorder)
+    recorder.running_block = lambda: calls.running
+    return model, calls.installed()
+
+
+def _drop_gradients(twin: FakeTwin) -> None:
+    for parameter in twin.model.parameters():
+        parameter.grad = None
+
+
+def _follow_uncaptured(
+    twin: FakeTwin, run_step: RunStep, compiled: Callable[..., Any], recorder: _Recorder,
+    workspace: Workspace,
+) -> UncapturedCode | None:
+    """Run the compiled step again and follow what is allocated outside of the regions."""
+    tracker = GapTracker(twin, workspace)
+    found = len(recorder.recording.calls) > 1
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        nonlocal found
+        output = compiled(*args, **kwargs)
+        found = found or tracker.made_any
+        return output
+
+    recorder.tracker = tracker
+    with tracker:
+        held = run_step(model, tracker.start_of_backward)
+    seen = tracker.finish({name: parameter.grad for name, parameter
+                           in twin.model.named_parameters() if parameter.grad is not None})
+    del held
+    return seen if found else None
+
+
+def _summary(error: BaseException) -> str:
+    """What Dynamo says happened: the error that it quotes, or else its first line."""
+    text = str(error).strip() or type(error).__name__
+    quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
+    return f"{quoted[1]}: {quoted[3]}" if quoted else text.splitlines()[0]
+
+
+def _failure(error: Exception) -> str:
+    """What is said of an error in code that was run as it is."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not {"torch", "graph_capture"} & set(PurePath(frame.filename).parts)]
+    place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    kind = type(error).__name__
+    if kind == "DataDependentOutputException":
+        return (f"the model asks for the value of a tensor{place}, and a step that is captured "
+                "without being run has none; expected control flow and sizes that do not depend "
+                "on data: use torch.where or torch.cond, or leave that part out of the model")
+    return f"the training step fails on fake tensors{place}: {kind}: {error}"
+
+
+class _Recorder:
+    """The Dynamo backend of `record_step`."""
+
+    def __init__(self, twin: FakeTwin, recording: Recording, make_backend: MakeBackend) -> None:
+        self.mode = twin.mode
+        self.recording = recording
+        self.make_backend = make_backend
+        self.tracker: GapTracker | None = None
+        """Set while the step runs again."""
+        self.running_block: Callable[[], str] = lambda: ""
+        """Name of the block that is running; empty where the whole model is compiled."""
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        region: RecordedRegion | None = None
+        primal_positions: list[int] = []
+        open_calls: list[int] = []  # forwards, by number, whose backward is still to come
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            nonlocal region
+            primal_positions.extend(primal_indices(primals_of(joint)))
+            region = RecordedRegion(joint, num_fwd_outputs)
+            return split_joint_graph(joint, _crossing(joint, num_fwd_outputs), num_fwd_outputs)
+
+        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            return boxed(self._results_of(graph))
+
+        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            make = self._results_of(graph)
+            assert region is not None
+            count = count_cotangents(region.joint)
+
+            def run(args: list[Any]) -> list[Any]:
+                first = len(args) - count
+                if self.tracker is None:
+                    region.cotangents.append(tuple(value is not None for value in args[first:]))
+                    return make(args)
+                self.tracker.begin_backward(open_calls.pop(), args[first:])
+                try:
+                    return make(args)
+                finally:
+                    self.tracker.end_region()
+
+            return boxed(run)
+
+        compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
+
+        def call(*args: Any) -> Any:
+            if self.tracker is not None and region is not None:
+                return followed(self.tracker, args)
+            outputs = compiled(*args)
+            pass_absent_gradients(outputs)
+            if region is None:
+                self.recording.inference_graphs += self.tracker is None
+            else:
+                self.recording.calls.append(RegionCall(
+                    region, tuple(args[i] for i in primal_positions),
+                    tuple(pytree.tree_leaves(outputs)), self.running_block()))
+            return outputs
+
+        def followed(tracker: GapTracker, args: tuple[Any, ...]) -> Any:
+            number = tracker.begin_forward([args[i] for i in primal_positions])
+            open_calls.append(number)
+            try:
+                outputs = compiled(*args)
+            finally:
+                tracker.end_region()
+            pass_absent_gradients(outputs)
+            tracker.watch_outputs(number, pytree.tree_leaves(outputs))
+            return outputs
+
+        return torch.compiler.disable(call)
+
+    def _results_of(self, graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+        """A function that returns new fake tensors like the graph's outputs."""
+        returned = graph.graph.output_node().args[0]
+        values = [item.meta.get("val") if isinstance(item, fx.Node) else item
+                  for item in returned]
+
+        def make(args: list[Any]) -> list[Any]:
+            args.clear()
+            return [self._new_tensor(v) if isinstance(v, torch.Tensor) else v for v in values]
+
+        return make
+
+    def _new_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the twin's kind, with values that are not known."""
+        if isinstance(self.mode, HollowMode):
+            with no_active_modes():
+                return hollow_tensor(like, hollow_storage(like.untyped_storage().nbytes()))
+        with self.mode:
+            return torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
+    """Values of the forward that the backward of an unplanned step would save."""
+    dependent: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
+    pending = [n for n in joint.graph.output_node().args[0][:num_forward_outputs]
+               if isinstance(n, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    for node in joint.graph.nodes:
+        if (node.op == "placeholder" and is_cotangent(node)) or any(
+            source in dependent for source in node.all_input_nodes
+        ):
+            dependent.add(node)
+    return [
+        node for node in joint.graph.nodes
+        if node not in dependent and node.op != "output"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and (node in needed or node.op == "placeholder")
+    ]

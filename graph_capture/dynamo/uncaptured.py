@@ -1,0 +1,173 @@
+"""The memory of code that runs between captured regions, and of what it holds.
+
+Where torch.compile breaks a model, the pieces in between run as they are written: they make
+tensors, save some for their own backward, and keep Python variables alive.  No plan changes that,
+but the budget must hold it.  So the recorded step runs once more, its regions again as stand-ins,
+while the storages made outside of them are followed.
+
+The model of the world: the regions cut the step into *gaps*; a storage of uncaptured code lives
+from the gap in which it is made to the gap, or the region, in which it is released.  What lives
+only within one gap is that gap's workspace.
+
+Blind spots: those of `memory_tracker`; what a region's own inputs and outputs take on a detour
+through AOTAutograd's wrappers (copies of aliased outputs) counts as part of the region.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graph_capture.memory.tracker import MemoryTracker, Workspace
+from graph_capture.twins.fake import FakeTwin
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignStorage:
+    """A storage that uncaptured code made and that outlived the gap, or that a region read."""
+
+    size_bytes: int
+    made: int
+    """Number of the gap in which it was made."""
+    released: int | None
+    """Number of the last gap in which it was alive; `None`: held at the end of the step."""
+    parameter: str = ""
+    """Name of the parameter whose gradient it is; empty if it is none."""
+
+
+@dataclass(frozen=True)
+class UncapturedCode:
+    """What happens in the gaps of a step with N regions.
+
+    Gap k < N comes before the k-th forward; gap N is the rest of the forward and the loss; gap
+    N + 1 is the beginning of the backward; one more follows each region's backward.
+    """
+
+    storages: tuple[ForeignStorage, ...]
+    workspace_bytes: tuple[int, ...]
+    """For each gap, the most above what `storages` hold in it."""
+    before_backward: Mapping[int, int]
+    """Number of a call -> the gap before its backward."""
+    inputs: Mapping[tuple[int, int], int]
+    """(call, index of a primal) -> index of the storage that it is."""
+    cotangents: Mapping[tuple[int, int], int]
+    """(call, index of a cotangent) -> index of the storage that it is."""
+    outputs_released: Mapping[tuple[int, int], int | None]
+    """(call, position of an output) -> the last gap in which it was alive."""
+
+
+class GapTracker(MemoryTracker):
+    """Follows the storages made between regions, while a recorded step runs again."""
+
+    def __init__(self, twin: FakeTwin, workspace: Workspace) -> None:
+        super().__init__(workspace, device=twin.device, trace_device=twin.trace_device,
+                         resident=twin.fake_of.values())
+        self._paused = False
+        self._gap = 0
+        self._made: dict[int, int] = {}  # number of a storage -> gap
+        self._gone: dict[int, int] = {}
+        self._peaks: list[int] = []  # by gap
+        self._calls = 0
+        self._before_backward: dict[int, int] = {}
+        self._inputs: dict[tuple[int, int], int] = {}
+        self._cotangents: dict[tuple[int, int], int] = {}
+        self._outputs: dict[tuple[int, int], int | None] = {}
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo runs its compiled code under such a mode, and gives up under any other."""
+        return True
+
+    @property
+    def made_any(self) -> bool:
+        """Whether uncaptured code has made a storage so far."""
+        return bool(self._made)
+
+    def begin_forward(self, inputs: Sequence[object]) -> int:
+        """A region's forward begins; returns the number of the call."""
+        call, self._calls = self._calls, self._calls + 1
+        self._link(self._inputs, call, inputs)
+        self._paused = True
+        return call
+
+    def begin_backward(self, call: int, cotangents: Sequence[object]) -> None:
+        """The backward of a call begins."""
+        self._before_backward[call] = self._gap
+        self._link(self._cotangents, call, cotangents)
+        self._paused = True
+
+    def end_region(self) -> None:
+        """What the region released, it read: that counts as alive until just before it."""
+        self._paused = False
+        self._next_gap()
+
+    def watch_outputs(self, call: int, outputs: Sequence[object]) -> None:
+        """Note when the outputs of a call are released."""
+        for position, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor):
+                key = (call, position)
+                self._outputs[key] = None
+                self._watched.append(weakref.ref(
+                    output.untyped_storage(),
+                    lambda _, key=key: self._output_gone(key)))
+
+    def start_of_backward(self) -> int:
+        """The gap of the loss ends here."""
+        self._next_gap()
+        return super().start_of_backward()
+
+    def finish(self, gradients: Mapping[str, torch.Tensor]) -> UncapturedCode:
+        """What was seen; `gradients`: those of the parameters, by name."""
+        self.close()
+        self._next_gap()
+        labels = {self.number_of(gradient): name for name, gradient in gradients.items()}
+        read_by_regions = {*self._inputs.values(), *self._cotangents.values()}
+        lasting = [number for number, made in self._made.items()
+                   if self._gone.get(number) != made or number in read_by_regions]
+        index_of = {number: index for index, number in enumerate(lasting)}
+        storages = tuple(ForeignStorage(self._sizes[number], self._made[number],
+                                        self._gone.get(number), labels.get(number, ""))
+                         for number in lasting)
+        workspace = []
+        for gap, peak in enumerate(self._peaks):
+            held = sum(s.size_bytes for s in storages
+                       if s.made <= gap and (s.released is None or s.released >= gap))
+            workspace.append(max(0, peak - held))
+
+        def by_index(links: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+            return {key: index_of[number] for key, number in links.items()}
+
+        return UncapturedCode(storages, tuple(workspace), dict(self._before_backward),
+                              by_index(self._inputs), by_index(self._cotangents),
+                              dict(self._outputs))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _next_gap(self) -> None:
+        self._peaks.append(self.peak_bytes)
+        self._gap += 1
+        self.restart_peak()
+
+    def _link(self, links: dict[tuple[int, int], int], call: int,
+              tensors: Sequence[object]) -> None:
+        for position, tensor in enumerate(tensors):
+            number = self.number_of(tensor) if isinstance(tensor, torch.Tensor) else None
+            if number is not None:
+                links[call, position] = number
+
+    def _change(self, number: int, change: int) -> None:
+        super()._change(number, change)
+        (self._made if change > 0 else self._gone)[number] = self._gap
+
+    def _output_gone(self, key: tuple[int, int]) -> None:
+        if not self._closed:
+            self._outputs[key] = self._gap

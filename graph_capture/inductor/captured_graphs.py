@@ -1,0 +1,99 @@
+"""What Dynamo makes of a model, compiled by Inductor with one partition after the other.
+
+Dynamo is run once: it hands each graph that it captures, with inputs that have no memory, to the
+backend of the moment, and calls what that made of it.  Another backend is then given the same
+graphs, and what Inductor does before it partitions them is not done again.  Blocks that are
+compiled one by one may share a graph and still be given a backend each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graph_capture.dynamo.block_calls import BlockCalls, DynamoBackend
+from graph_capture.torch_compat import compile_module
+from graph_capture.torch_compat.joint_replay import JointReplay
+
+
+@dataclass(frozen=True, eq=False)
+class GraphCode:
+    """What one backend, which is Inductor with a partitioner of its own, makes of the graphs that
+    it is given."""
+
+    backend: DynamoBackend
+    compiled: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    """By number of the graph."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    module: fx.GraphModule
+    inputs: list[Any]
+    joint: JointReplay
+    inputs_of: dict[str, list[Any]] = field(default_factory=dict)
+    """For each block that has run it, the inputs with the parameters and buffers of that block."""
+
+
+class CapturedGraphs:
+    """The graphs of one model, or of its blocks; itself the backend that Dynamo knows."""
+
+    def __init__(self, model: nn.Module, backend: DynamoBackend, blocks: Sequence[str] = ()
+                 ) -> None:
+        """`backend`: what compiles the graphs at first; `blocks`: names of the submodules that are
+        compiled one by one, none for the whole model."""
+        first = GraphCode(backend)
+        self._code_of: Callable[[str], GraphCode] = lambda block: first
+        self._chosen: dict[tuple[int, str], Callable[..., Any]] = {}
+        self._graphs: list[_Graph] = []
+        self._fixed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._blocks = BlockCalls(model, blocks, self) if blocks else None
+        self.call = model if blocks else compile_module(model, self)
+        """The model, compiled or (inside of `installed`) with compiled blocks."""
+
+    @property
+    def running(self) -> str:
+        """Name of the block that is being called."""
+        return self._blocks.running if self._blocks else ""
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, `call` runs the graphs."""
+        with self._blocks.installed() if self._blocks else contextlib.nullcontext():
+            yield
+
+    def compile_with(self, code_of: Callable[[str], GraphCode]) -> None:
+        """From here on each block (the whole model is called "") runs what its code's backend
+        makes of the graphs; those without a backward stay as they are."""
+        self._code_of = code_of
+        for number, graph in enumerate(self._graphs):
+            if not graph.joint.is_complete:
+                continue
+            for block, inputs in graph.inputs_of.items():
+                code = code_of(block)
+                if number not in code.compiled:
+                    with graph.joint.replay():
+                        code.compiled[number] = code.backend(graph.module, inputs)
+                self._chosen[number, block] = code.compiled[number]
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        number, graph = len(self._graphs), _Graph(module, list(inputs), JointReplay())
+        self._graphs.append(graph)
+        code = self._code_of(self.running)
+        with graph.joint.record():
+            first = code.compiled[number] = code.backend(module, inputs)
+
+        def call(*args: Any) -> Any:
+            block = self.running
+            if block not in graph.inputs_of:
+                # An activation is not to be held on to.
+                graph.inputs_of[block] = [mine if id(mine) in self._fixed else like
+                                          for mine, like in zip(args, graph.inputs, strict=True)]
+            return self._chosen.get((number, block), first)(*args)
+
+        return torch.compiler.disable(call)

@@ -1,0 +1,54 @@
+"""What Inductor makes of the buffers of a captured step: which its own partitioner saves, which
+never leave a kernel, and what it costs a kernel to write one for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graph_capture.inductor.fused_costs import FusedCosts, fused_storages, stays_in_one_kernel
+from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
+from graph_capture.step.assemble import RegionUse
+from graph_capture.training_graph import SavingCosts, StepForm, TrainingGraph
+
+
+def compiled_form(graph: TrainingGraph, uses: Sequence[RegionUse],
+                  saved: Sequence[frozenset[str]], costs: FusedCosts | None) -> StepForm:
+    """The form of a step that Inductor compiles; `saved`: for each region the names of the nodes
+    that its own partitioner saves; `costs`: `None` where time does not count."""
+    fused = frozenset(_buffer_of(graph, use.lowered, storage)
+                      for use in uses for storage in fused_storages(use.lowered))
+    return StepForm(graph, _buffers_made_by(graph, uses, saved), fused,
+                    SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
+
+
+def _saving_costs(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts
+                  ) -> SavingCosts:
+    to_save, to_read = {}, {}
+    for use in uses:
+        in_one = stays_in_one_kernel(use.lowered)
+        for op in use.lowered.ops[:use.lowered.num_forward]:
+            seconds = costs.saving_seconds(op.node)
+            for storage in op.outputs:
+                buffer = _buffer_of(graph, use.lowered, storage)
+                to_read[buffer] = costs.reading_seconds(graph.buffers[buffer].size_bytes)
+                if seconds and storage in in_one:
+                    to_save[buffer] = seconds
+    return SavingCosts(to_save, to_read)
+
+
+def _buffers_made_by(graph: TrainingGraph, uses: Sequence[RegionUse],
+                     nodes: Sequence[frozenset[str]]) -> frozenset[int]:
+    """Buffers of the ops that make these nodes, named for each region."""
+    return frozenset(
+        _buffer_of(graph, use.lowered, storage)
+        for use, names in zip(uses, nodes, strict=True)
+        for node, storage in use.lowered.storage_of.items()
+        if node.name in names and storage != RESIDENT
+        and use.lowered.storages[storage].producer >= 0)
+
+
+def _buffer_of(graph: TrainingGraph, lowered: LoweredRegion, storage: int) -> int:
+    """The buffer of the graph that a storage made by an op of the region became."""
+    producer = lowered.ops[lowered.storages[storage].producer]
+    op = graph.ops[graph.index_of[producer.name]]
+    return op.outputs[producer.outputs.index(storage)]

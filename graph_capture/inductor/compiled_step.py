@@ -1,0 +1,180 @@
+"""The memory of the training step as Inductor compiles it.
+
+The model of the world: Inductor decides which ops become one kernel, in which order kernels run,
+and which buffers they share; the code that it generates says so, line by line.  So that code is
+generated, as for a real run, and executed on fake tensors (hollow ones, where blocks are compiled
+one by one and plain code runs between them) with kernels that do nothing, while the storages that
+it makes and releases are followed.  Forward, loss and backward run under the real
+autograd, so that what AOTAutograd and the user's loss hold counts as well.
+
+Blind spots: those of `memory_tracker`; what a generated kernel takes for itself (on a CPU from the
+C++ heap, which torch's allocator does not see either).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graph_capture.errors import CaptureError
+from graph_capture.memory.tracker import MemoryTracker
+from graph_capture.plain_step.loss import LossFn, objective
+from graph_capture.torch_compat import OpOverload, compile_settings
+from graph_capture.training_graph import BufferKind
+from graph_capture.twins.data_less import HollowMode
+from graph_capture.twins.fake import FakeTwin
+
+if TYPE_CHECKING:
+    from graph_capture.inductor.captured_graphs import CapturedGraphs, GraphCode
+    from graph_capture.op_costs.costs import OpCosts
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """Memory of one compiled training step, above what is resident."""
+
+    peak_bytes: int
+    by_category: Mapping[BufferKind, int]
+    """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
+
+
+@dataclass(frozen=True)
+class CompiledTracer:
+    """A twin whose step can be compiled and followed, any number of times."""
+
+    twin: FakeTwin
+    loss_fn: LossFn | None
+    costs: OpCosts
+    graphs: CapturedGraphs
+    """Of the twin's model."""
+    origin: FakeTwin
+    """What `twin` was made of; as long as it is alive, `twin` knows its tensors."""
+
+    def trace(self, code_of: Callable[[str], GraphCode]) -> CompiledStep:
+        """Compile the step, kernels aside, and follow its memory.
+
+        `code_of`: for each block (the whole model is called "") what compiles it; code that was
+        compiled in an earlier trace is used again.  The step runs twice: what compiling allocates
+        does not count.  Errors of the backends pass.
+        """
+        from graph_capture.torch_compat.inductor import stub_code
+
+        twin = self.twin
+        with (compile_settings(donated_buffers=True), stub_code(around=self._around),
+              self.graphs.installed()):
+            self.graphs.compile_with(code_of)
+            with twin.mode:
+                self._run(self.graphs.call, None)
+                copies = list(twin.fake_of.values())
+                tracker = _CompiledTracker(self.costs.workspace_bytes, device=twin.device,
+                                           trace_device=twin.trace_device, resident=copies)
+                return self._run(self.graphs.call, tracker)
+
+    def seconds(self, code_of: Callable[[str], GraphCode]) -> float:
+        """Duration of the step that is compiled so, by timing each kernel and each op that it runs
+        alone; the code is not to be used again."""
+        from graph_capture.torch_compat.inductor import KernelCall, stub_code
+
+        kernels: list[KernelCall] = []
+        ops = _OpLog()
+        with (compile_settings(donated_buffers=True), stub_code(kernels.append, self._around),
+              self.graphs.installed()):
+            self.graphs.compile_with(code_of)
+            with self.twin.mode:
+                self._run(self.graphs.call, None)
+                kernels.clear()
+                with ops:
+                    self._run(self.graphs.call, None)
+        return self.costs.seconds_of_kernels(kernels) + sum(
+            self.costs.seconds(*run) for run in ops.runs)
+
+    def _around(self) -> AbstractContextManager[object]:
+        """What generated code runs in: hollow tensors do not have the values that it would write.
+        """
+        mode = self.twin.mode
+        return mode.without_values() if isinstance(mode, HollowMode) else nullcontext()
+
+    def _run(self, compiled: Callable[..., Any], tracker: _CompiledTracker | None) -> CompiledStep:
+        twin = self.twin
+        leaves = [tensor for tensor in twin.fake_of.values() if tensor.is_leaf]
+        try:
+            if tracker is None:
+                output = compiled(*twin.args, **twin.kwargs)
+                objective(output, self.loss_fn).backward()
+                return CompiledStep(0, {})
+            with tracker:
+                output = compiled(*twin.args, **twin.kwargs)
+                goal = objective(output, self.loss_fn)
+                first_of_backward = tracker.start_of_backward()
+                goal.backward()
+            seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
+            gradients = {tracker.number_of(tensor.grad) for tensor in leaves
+                         if tensor.grad is not None}
+        finally:
+            if tracker is not None:
+                tracker.close()
+            for tensor in leaves:
+                tensor.grad = None
+        alive, transient = tracker.alive_at_peak()
+        by_category = dict.fromkeys(BufferKind, 0)
+        by_category[BufferKind.TEMPORARY] = transient
+        for number, size in alive.items():
+            kind = (BufferKind.GRADIENT if number in gradients
+                    else BufferKind.TEMPORARY if number >= first_of_backward or number in seeds
+                    else BufferKind.ACTIVATION)
+            by_category[kind] += size
+        return CompiledStep(tracker.peak_bytes, by_category)
+
+
+class _CompiledTracker(MemoryTracker):
+    """Follows storages without keeping Dynamo from running its compiled code."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Under any other mode Dynamo would run the original code."""
+        return True
+
+
+class _OpLog(TorchDispatchMode):
+    """Keeps the ops that run, but for views and mere allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[tuple[OpOverload, tuple[Any, ...], Mapping[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload) and not func.is_view and "empty" not in func.name():
+            self.runs.append((func, args, kwargs or {}, out))
+        return out
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """As for `_CompiledTracker`."""
+        return True
+
+
+def check_compiler(device: torch.device, here: torch.device | None = None) -> None:
+    """Raise `CaptureError` where Inductor cannot generate code for `device` on this machine.
+
+    `here`: the device on which the step is traced; another kind than `device` where that is not at
+    hand.
+    """
+    from graph_capture.torch_compat.inductor import missing_compiler
+
+    if here is not None and here.type != device.type:
+        raise CaptureError(
+            f"planning for Inductor on {device} needs such a device, and this machine has none: "
+            'its code is what the plan is judged by; plan there, or with backend="eager"')
+    missing = missing_compiler(device)
+    if missing:
+        raise CaptureError(
+            f"Inductor compiles for {device.type} with a C++ compiler, and finds none: {missing}; "
+            "install one (Debian, Ubuntu: apt-get install g++) or name it in the environment "
+            'variable CXX, or plan with backend="eager"')

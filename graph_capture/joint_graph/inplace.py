@@ -1,0 +1,193 @@
+"""Which op can write its result over an input that dies.
+
+Functionalization turned in-place ops into allocating ones; a kernel that reads each element before
+it writes it can be put back in place.  That holds for every pointwise op (torch tags them) and for
+the softmax backwards, which reduce a whole row before they write it.  Whether the input really dies
+depends on the schedule: `solvers.simulator` decides, by the candidates found here.
+
+Blind spots: out-variants that torch generated (functional call, then copy) would save nothing and
+are not used; where a kernel lays out a result in another way than its traced twin, what should have
+been written over it takes new memory after all (see `overwrite`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_capture.torch_compat import OpOverload
+from graph_capture.torch_compat.layout import is_dense
+
+_aten = torch.ops.aten
+
+_ROW_WISE = frozenset({
+    _aten._softmax_backward_data.default,
+    _aten._log_softmax_backward_data.default,
+})
+"""Not pointwise, but each row of the gradient is reduced before any of it is overwritten."""
+
+
+def inplace_candidates(
+    node: fx.Node, share_storage: Callable[[fx.Node, fx.Node], bool]
+) -> tuple[fx.Node, ...]:
+    """Operands of `node`, in order of preference, that its result may overwrite.
+
+    `share_storage` tells whether two operands live in one storage.  The operand's tensor must have
+    the result's shape, strides and dtype and cover its whole storage; no other operand may see that
+    storage through a different view.
+    """
+    result = node.meta.get("val")
+    if not isinstance(node.target, OpOverload) or not isinstance(result, torch.Tensor):
+        return ()
+    writer = _writer(node.target)
+    if writer is None and node.target is not _aten.clone.default:
+        return ()
+    if not _fills_its_storage(result):
+        return ()
+    found = []
+    for position, operand in enumerate(node.args):
+        if not isinstance(operand, fx.Node) or not _same_layout(operand.meta.get("val"), result):
+            continue
+        if operand.op == "placeholder" or not _fills_its_storage(operand.meta["val"]):
+            continue
+        if writer is not None and not writer.accepts(position):
+            continue
+        if operand not in found and all(
+            _same_view(operand, other) for other in node.all_input_nodes
+            if share_storage(operand, other)
+        ):
+            found.append(operand)
+    return tuple(found)
+
+
+def can_write_inplace(target: OpOverload) -> bool:
+    """Whether some operand of the op may be overwritten by its result, layouts permitting."""
+    return target is _aten.clone.default or _writer(target) is not None
+
+
+def write_inplace(
+    graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
+    operand: fx.Node,
+) -> fx.Node:
+    """Emit `target(*args, **kwargs)` such that its result is written over `operand`, one of the
+    candidates of `inplace_candidates`."""
+    if target is _aten.clone.default:
+        variant, settings = _aten.alias.default, {}
+    else:
+        writer = _writer(target)
+        if writer is None:
+            raise ValueError(f"{target} has no variant that writes into an operand")
+        variant, destination = writer.variant(args, operand)
+        settings = {**kwargs, **destination}
+    strides = tuple(arg.meta["val"].stride() for arg in args if isinstance(arg, fx.Node))
+    return graph.call_function(overwrite, (variant, settings, target, args, kwargs, strides))
+
+
+def overwrite(
+    variant: OpOverload, settings: dict[str, Any], target: OpOverload, args: tuple[Any, ...],
+    kwargs: dict[str, Any], strides: tuple[tuple[int, ...], ...],
+) -> torch.Tensor:
+    """`variant(*args, **settings)`, which writes over an operand, where the operands are laid out
+    as they were traced, else `target(*args, **kwargs)`, the functional op.
+
+    Some kernels lay their results out in another way than their traced twins say (BatchNorm of a
+    transposed input does); what is written over such a result would not have the strides that
+    later views expect.
+    """
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if all(map(_has_strides, tensors, strides)):
+        return variant(*args, **settings)
+    return target(*args, **kwargs)
+
+
+def _has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether these are the strides of `tensor`, dimensions of size 1 aside."""
+    found = tensor.stride()
+    return found == strides or all(
+        mine == wanted or size == 1
+        for mine, wanted, size in zip(found, strides, tensor.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """How to call the variant of an op that writes into one of its operands."""
+
+    inplace: OpOverload | None
+    """`op_`, which writes into the first operand."""
+    out: OpOverload | None
+    """`op.out`, which writes into the operand passed as `out_name`."""
+    out_name: str
+
+    def accepts(self, position: int) -> bool:
+        return self.out is not None or (self.inplace is not None and position == 0)
+
+    def variant(
+        self, args: tuple[Any, ...], operand: fx.Node
+    ) -> tuple[OpOverload, dict[str, Any]]:
+        """The op to call and the keyword that names the operand, if it takes one."""
+        if self.inplace is not None and args and args[0] is operand:
+            return self.inplace, {}
+        if self.out is None:
+            raise ValueError(f"{self.inplace} can write only into its first operand")
+        return self.out, {self.out_name: operand}
+
+
+@cache
+def _writer(target: OpOverload) -> _Writer | None:
+    if torch.Tag.pointwise not in target.tags and target not in _ROW_WISE:
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags or target is _aten.clone.default:
+        return None
+    inplace = _inplace_overload(target)
+    out, out_name = _out_overload(target)
+    if inplace is None and out is None:
+        return None
+    return _Writer(inplace, out, out_name)
+
+
+def _inplace_overload(target: OpOverload) -> OpOverload | None:
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name + "_", None)
+    if packet is None or target._overloadname not in packet.overloads():
+        return None
+    variant = getattr(packet, target._overloadname)
+    same = [a.name for a in variant._schema.arguments] == [
+        a.name for a in target._schema.arguments]
+    return variant if same and variant._schema.is_mutable else None
+
+
+def _out_overload(target: OpOverload) -> tuple[OpOverload | None, str]:
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        variant = getattr(packet, name)
+        outs = [a for a in variant._schema.arguments if a.is_out]
+        plain = [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out]
+        if len(outs) == 1 and plain == wanted and torch.Tag.generated not in variant.tags:
+            return variant, outs[0].name
+    return None, ""
+
+
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    return (tensor.storage_offset() == 0
+            and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            and is_dense(tensor))
+
+
+def _same_layout(value: object, result: torch.Tensor) -> bool:
+    return (isinstance(value, torch.Tensor) and value.shape == result.shape
+            and value.dtype == result.dtype and value.stride() == result.stride()
+            and value.device == result.device)
+
+
+def _same_view(operand: fx.Node, other: fx.Node) -> bool:
+    mine, theirs = operand.meta["val"], other.meta.get("val")
+    return (_same_layout(theirs, mine) and isinstance(theirs, torch.Tensor)
+            and theirs.storage_offset() == mine.storage_offset())
+
+

@@ -1,0 +1,247 @@
+"""A joint forward+backward graph, cleaned of what the planner must not see.
+
+AOTAutograd hands its partitioner one fx graph of the forward and the backward.  Here it is stripped
+of dead and duplicate ops, and of the backward through outputs that receive no gradient: those
+cotangents are known to be zero, and plain autograd would never run that part (AOTAutograd, left to
+itself, allocates the zeros and runs it).
+
+The backward of a convolution is split in two (see `convolution_backward`), and the order is changed
+in one respect: what makes a gradient that the backward returns runs as soon as it can.  Such a
+gradient is held to the end whenever it is made, while what it is made from, the activation that a
+layer saved, can go before the gradient of the layer's input is made.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graph_capture.errors import CaptureError
+from graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
+from graph_capture.torch_compat import (
+    OpOverload,
+    copied_module,
+    cotangent_sources,
+    eliminate_common_subexpressions,
+    gradient_targets,
+    mutated_inputs,
+)
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A clean joint graph and what its inputs and outputs stand for."""
+
+    graph: fx.Graph
+    owner: fx.GraphModule
+    """The module that holds the graph's attributes."""
+    primals: tuple[fx.Node, ...]
+    """Inputs of the forward: parameters, buffers, the model's inputs."""
+    cotangents: tuple[fx.Node, ...]
+    """Gradients of the differentiable outputs: inputs of the backward."""
+    forward_outputs: tuple[fx.Node | None, ...]
+    """What the forward returns: updated inputs first, then the model's outputs."""
+    mutations: dict[int, int]
+    """Position among the forward outputs -> index of the primal that it is copied into."""
+    differentiable_outputs: tuple[fx.Node | None, ...]
+    """For each cotangent, the forward output whose gradient it is (`None`: an updated input)."""
+    gradients: tuple[fx.Node | None, ...]
+    """What the backward returns, one for each primal (`None`: no gradient)."""
+
+    @property
+    def output(self) -> fx.Node:
+        """The graph's output node."""
+        return self.graph.output_node()
+
+    def copy(self) -> fx.GraphModule:
+        """A module of its own with a copy of the graph; nodes have the same names."""
+        return copied_module(self.owner, self.graph)
+
+
+def count_cotangents(module: fx.GraphModule) -> int:
+    """Number of differentiable outputs of a joint graph."""
+    return sum(is_cotangent(node) for node in module.graph.find_nodes(op="placeholder"))
+
+
+def clean_joint_graph(
+    module: fx.GraphModule, num_forward_outputs: int, cotangents: Sequence[bool]
+) -> JointGraph:
+    """The joint graph without dead code, duplicates, and the backward of outputs for which
+    `cotangents` is false.  The given module is not changed."""
+    graph = eliminate_common_subexpressions(module.graph)
+    placeholders = graph.find_nodes(op="placeholder")
+    tangents = tuple(node for node in placeholders if is_cotangent(node))
+    primals = tuple(node for node in placeholders if not is_cotangent(node))
+    if len(cotangents) != len(tangents):
+        raise CaptureError(
+            f"the graph has {len(tangents)} differentiable outputs, "
+            f"but {len(cotangents)} were described")
+    for node in primals:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise CaptureError(
+                f"input {node.name} of the graph is a {type(node.meta.get('val')).__name__}, "
+                "not a tensor: capture with static shapes")
+    _prune_backward(graph, num_forward_outputs,
+                    [t for t, used in zip(tangents, cotangents, strict=True) if not used])
+    graph.eliminate_dead_code()
+    halve_convolution_backwards(graph)
+    _hasten_gradients(graph, num_forward_outputs)
+    graph.lint()
+    output = graph.output_node()
+    returned = output.args[0]
+    forward_outputs = tuple(returned[:num_forward_outputs])
+    gradients = list(returned[num_forward_outputs:])
+    by_input: list[fx.Node | None] = [None] * len(primals)
+    for position, source in gradient_targets(output).items():
+        by_input[source] = returned[position]
+    if not gradient_targets(output):
+        by_input[:len(gradients)] = gradients
+    return JointGraph(
+        graph=graph, owner=module, primals=primals, cotangents=tangents,
+        forward_outputs=tuple(n if isinstance(n, fx.Node) else None for n in forward_outputs),
+        mutations=mutated_inputs(output),
+        differentiable_outputs=tuple(
+            source if isinstance(source, fx.Node) else None
+            for source in cotangent_sources(tangents, output, returned)),
+        gradients=tuple(n if isinstance(n, fx.Node) else None for n in by_input))
+
+
+def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
+    """Move each op of the backward that makes a returned gradient, if need be by way of views and
+    casts, to just behind the last of its operands, views of which come along; what comes behind the
+    same operand keeps its order."""
+    nodes = list(graph.nodes)
+    output = graph.output_node()
+    of_forward = {node for node in output.args[0][:num_forward_outputs]
+                  if isinstance(node, fx.Node)}
+    early = {output}
+    for node in reversed(nodes):
+        if (node.op == "call_function" and node.users and node not in of_forward
+                and not node.is_impure() and early.issuperset(node.users)
+                and (is_view(node) or all(user is output or len(user.all_input_nodes) == 1
+                                           for user in node.users))):
+            early.add(node)
+    rank: dict[fx.Node, float] = {}
+    in_backward: set[fx.Node] = set()
+    start = float("inf")  # where the backward begins
+    for position, node in enumerate(nodes):
+        rank[node] = position
+        operands = node.all_input_nodes
+        starts = node.op == "placeholder" and is_cotangent(node)
+        if starts or not in_backward.isdisjoint(operands):
+            in_backward.add(node)
+            if node.op == "call_function":
+                start = min(start, position)
+                if node in early:
+                    last = max(rank[operand] for operand in operands)
+                    rank[node] = last if last >= start else start - 0.5
+    previous = nodes[0]
+    for node in sorted(nodes, key=rank.__getitem__):  # stable: operands stay in front
+        if node is not previous:
+            previous.append(node)
+        previous = node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the op only names its operand's storage anew, by its schema."""
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def primals_of(module: fx.GraphModule) -> list[fx.Node]:
+    """The inputs of a joint graph's forward."""
+    return [node for node in module.graph.find_nodes(op="placeholder") if not is_cotangent(node)]
+
+
+def is_cotangent(node: fx.Node) -> bool:
+    """Whether an input of a joint graph belongs to its backward."""
+    return "tangents" in str(node.target)
+
+
+def _prune_backward(
+    graph: fx.Graph, num_forward_outputs: int, absent: Sequence[fx.Node]
+) -> None:
+    """Propagate the zeros of `absent` cotangents.
+
+    The backward is linear in the cotangents, so a node all of whose cotangent-dependent inputs are
+    zero is zero.  Where a zero meets a gradient, a sum passes the gradient on and any other op gets
+    the zeros it needs; a gradient that is zero altogether becomes `None`, as in plain autograd.
+    """
+    if not absent:
+        return
+    dependent: set[fx.Node] = set()
+    zero: set[fx.Node] = set(absent)
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            if is_cotangent(node):
+                dependent.add(node)
+            continue
+        if node.op == "output":
+            break
+        sources = [source for source in node.all_input_nodes if source in dependent]
+        if not sources:
+            continue
+        dependent.add(node)
+        zeros = [source for source in sources if source in zero]
+        if not zeros:
+            continue
+        if len(zeros) == len(sources):
+            zero.add(node)
+            continue
+        if survivor := _surviving_summand(node, zero):
+            node.replace_all_uses_with(survivor)
+            continue
+        for source in zeros:
+            with graph.inserting_before(node):
+                node.replace_input_with(source, _materialised_zeros(graph, source))
+    output = graph.output_node()
+    returned = list(output.args[0])
+    for position in range(num_forward_outputs, len(returned)):
+        if returned[position] in zero:
+            returned[position] = None
+    output.args = (type(output.args[0])(returned),)
+
+
+def _surviving_summand(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
+    """The other summand of a sum with a zero, where it is the sum to the last bit."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return None
+    left, right = node.args
+    survivor = right if left in zero else left
+    if not isinstance(survivor, fx.Node):
+        return None
+    mine, whole = survivor.meta["val"], node.meta["val"]
+    same = mine.shape == whole.shape and mine.dtype == whole.dtype
+    return survivor if same else None
+
+
+def _materialised_zeros(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(f"cannot make the zero gradient of {node.name}, "
+                           f"which is a {type(value).__name__}")
+    zeros = graph.call_function(
+        torch.ops.aten.zeros.default, (list(value.shape),),
+        {"dtype": value.dtype, "device": value.device})
+    zeros.meta = {key: node.meta[key] for key in _DESCRIPTIVE_META if key in node.meta}
+    with value.fake_mode:
+        zeros.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    return zeros
+
+
+_DESCRIPTIVE_META = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag",
+                     "seq_nr", "autograd_backward")
+
+
+def is_tuple_element(node: fx.Node) -> bool:
+    """Whether the node picks one result of an op with several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """The tensors in a node's value, in order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,124 @@
+"""A backward that holds less, for the price of some copies.
+
+The gradient of a concatenation is one tensor of which each operand's gradient is a view.  Where a
+part is read late (a U-Net adds the skip's half only when the backward has come down to the depth
+where the skip began), it keeps the whole alive until then.  Here such parts are copied as soon as
+the whole is made, which then goes when its other parts have been read.
+
+The backward of a max pooling reads of its input only the shape: the positions of the maxima are
+saved, and say where the gradient goes.  Where its result is added to a gradient of the same layout,
+that gradient stands in for the input, which need not be held, or computed again, for its shape.
+
+Values are the same to the last bit.  Copies take time, so that a plan uses them only where they
+pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx
+
+from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
+from graph_capture.joint_graph.realized_copy import EARLY_COPY
+
+_LARGEST_SHARE = 0.5
+"""The parts that are read late are copied if they are at most this part of the whole."""
+_LEAST_OPS = 4
+"""So many ops, at least, must run between the last read of the others and that of the late parts;
+in fewer, nothing much is made that could use the memory."""
+
+_POOL_BACKWARD = torch.ops.aten.max_pool2d_with_indices_backward.default
+_POOL_INPUT = 1
+"""Position of the argument of which only the shape is read."""
+
+
+def make_lean(joint: JointGraph, *, compiled: bool = False) -> None:
+    """Copy late parts of gradients, and let gradients stand in for inputs of poolings; `compiled`:
+    by Inductor."""
+    graph = joint.graph
+    target = EARLY_COPY if compiled else torch.ops.aten.clone.default
+    for part in late_parts(joint):
+        with graph.inserting_after(part):
+            copy = graph.call_function(target, (part,))
+        copy.meta = dict(part.meta)
+        with part.meta["val"].fake_mode:
+            copy.meta["val"] = part.meta["val"].clone()
+        part.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for pooling in graph.find_nodes(op="call_function", target=_POOL_BACKWARD):
+        other = _other_summand(pooling)
+        if other is not None and order[other] < order[pooling] and _same_layout(
+                other, pooling.args[_POOL_INPUT]):
+            pooling.update_arg(_POOL_INPUT, other)
+
+
+def late_parts(joint: JointGraph) -> list[fx.Node]:
+    """Views of a part of a gradient that would, copied, let the whole go early."""
+    output = joint.output
+    in_backward = set(joint.cotangents)
+    order = {node: position for position, node in enumerate(
+        node for node in joint.graph.nodes if not _is_alias(node) and not is_tuple_element(node))}
+    found: list[fx.Node] = []
+    for node in joint.graph.nodes:
+        if in_backward.isdisjoint(node.all_input_nodes):
+            continue
+        in_backward.add(node)
+        whole = node.meta.get("val")
+        if _is_alias(node) or not isinstance(whole, torch.Tensor) or len(node.users) < 2:
+            continue
+        readers = {user: list(_readers(user)) for user in node.users}
+        # What the backward returns is held to its end, whoever else reads it.
+        if all(nodes and output not in nodes for nodes in readers.values()):
+            found += _worth_copying(whole, {
+                user: max(map(order.__getitem__, nodes)) for user, nodes in readers.items()})
+    return found
+
+
+def _worth_copying(whole: torch.Tensor, last_read: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """The parts, of all direct users of a whole, that are read late and small enough together."""
+    users = sorted(last_read, key=last_read.__getitem__)
+    for count in range(1, len(users)):
+        late = users[count:]
+        if (all(_is_alias(user) and isinstance(user.meta["val"], torch.Tensor) for user in late)
+                and last_read[late[0]] - last_read[users[count - 1]] >= _LEAST_OPS
+                and sum(map(_bytes_of, late)) <= _LARGEST_SHARE * whole.untyped_storage().nbytes()):
+            return late
+    return []
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """`node` where it computes, else what reads it or a view of it."""
+    if not _is_alias(node):
+        yield node
+        return
+    for user in node.users:
+        yield from _readers(user)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Whether the node is a view, or one of several that an op makes at once."""
+    return is_view(node.args[0] if is_tuple_element(node) else node)
+
+
+def _bytes_of(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())
+
+
+def _other_summand(node: fx.Node) -> fx.Node | None:
+    """What the node's result is added to, where nothing else reads it."""
+    if len(node.users) != 1:
+        return None
+    total = next(iter(node.users))
+    if total.target is not torch.ops.aten.add.Tensor or len(total.args) != 2:
+        return None
+    other = total.args[1] if total.args[0] is node else total.args[0]
+    return other if isinstance(other, fx.Node) and other is not node else None
+
+
+def _same_layout(left: fx.Node, right: fx.Node) -> bool:
+    mine, theirs = left.meta["val"], right.meta["val"]
+    return (mine.shape == theirs.shape and mine.dtype == theirs.dtype
+            and mine.stride() == theirs.stride())

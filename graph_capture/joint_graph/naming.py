@@ -1,0 +1,167 @@
+"""Names and digests that are the same for the same graph in any process, on any machine.
+
+A name is module path, op and occurrence, so that a change elsewhere in the model leaves it alone.
+A digest covers what an op computes: target, arguments, where they come from, shapes and dtypes.
+A structure is the same text without sizes: two batches of different size give different digests and
+one structure, where the model does the same with both.
+Device indices are left out (a plan made for `cuda:0` serves `cuda:1`); nothing here depends on
+Python's hash seed or on fx node names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path, PurePath
+
+import torch
+from torch import fx
+
+from graph_capture.torch_compat import OpOverload
+from graph_capture.training_graph import Phase
+
+
+class Namer:
+    """Hands out stable names in the order of the ops."""
+
+    def __init__(self, region: int = 0) -> None:
+        self._prefix = f"{region}:" if region else ""
+        self._seen: Counter[tuple[Phase, str, str]] = Counter()
+
+    def name(self, phase: Phase, module: str, target: str) -> str:
+        """The name of the next op of this kind, e.g. `transformer.h.0.attn/aten.bmm#1`; regions
+        after the first carry their number in front."""
+        short = target.removesuffix(".default")
+        occurrence = self._seen[phase, module, short]
+        self._seen[phase, module, short] += 1
+        mark = "~" if phase is Phase.BACKWARD else ""
+        return f"{self._prefix}{mark}{module}/{short}#{occurrence}"
+
+
+def module_of(node: fx.Node) -> str:
+    """Qualified name of the module that called the op, or whose forward it differentiates."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = next(reversed(stack.values()))
+    return _plain_path(path)
+
+
+def within(block: str, module: str) -> str:
+    """Qualified name of a module of a block."""
+    return f"{block}.{module}" if block and module else block or module
+
+
+def _plain_path(path: str) -> str:
+    """`L['self'].h._modules['0'].attn` -> `h.0.attn`."""
+    path = re.sub(r"^L\['\w+'\]", "", path)
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
+    path = path.replace("._orig_mod", "").replace("._fsdp_wrapped_module", "")
+    return path.strip(".")
+
+
+def source_of(node: fx.Node) -> str:
+    """`file:line` of the innermost frame of the model's own code."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    here = str(Path(__file__).parents[1])
+    own = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith(here)]
+    if not own:
+        return ""
+    path, line = own[-1]
+    return f"{PurePath(path).name}:{line}"
+
+
+def target_name(node: fx.Node) -> str:
+    """The op, e.g. `aten.addmm.default`."""
+    target = node.target
+    if isinstance(target, str):
+        return target
+    return str(target) if isinstance(target, OpOverload) else getattr(
+        target, "__name__", str(target))
+
+
+def digest(*parts: str) -> str:
+    """A short hash of the parts."""
+    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:16]
+
+
+def describe_call(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
+    """A canonical text of target, arguments and result; operands by their reference."""
+    arguments = ", ".join(_canonical(argument, references) for argument in node.args)
+    keywords = ", ".join(f"{key}={_canonical(node.kwargs[key], references)}"
+                         for key in sorted(node.kwargs))
+    return f"{target_name(node)}({arguments}; {keywords}) -> {describe_value(node.meta.get('val'))}"
+
+
+def describe_structure(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
+    """As `describe_call`, without what follows from the sizes of tensors: their shapes (but for the
+    number of dimensions), and the value of a number where the op takes a size or an operand (a mean
+    divides by one)."""
+    names, sizes = _arguments(node.target) if isinstance(node.target, OpOverload) else ((), ())
+    named = [*zip(names, node.args, strict=False), *sorted(node.kwargs.items())]
+    words = [f"{name}={_canonical(argument, references, sizes=name not in sizes)}"
+             for name, argument in named]
+    words += [_canonical(argument, references) for argument in node.args[len(names):]]
+    return f"{target_name(node)}({', '.join(words)}) -> {_kind_of(node.meta.get('val'))}"
+
+
+@cache
+def _arguments(target: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of an op's arguments, and of those that are sizes or numbers that may follow from
+    sizes.  torch's schemas write `SymInt` where a size may stand, `int` for dimensions and modes;
+    an operand is a `Scalar`, or a `Tensor` in whose place a number may stand.
+    """
+    arguments = target._schema.arguments
+    sizes = re.findall(r"(?:SymInt|Scalar)(?:\[\d*\])?\??\s(\w+)", str(target._schema))
+    operands = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
+    return (tuple(argument.name for argument in arguments),
+            frozenset((*sizes, *operands)) - _SETTINGS)
+
+
+_SETTINGS = frozenset({"stride", "padding", "dilation", "output_padding", "groups", "kernel_size"})
+"""Arguments that the model fixes, although a schema lets them be computed from sizes."""
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}/{value.dim()}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(_kind_of, value)) + ")"
+    return type(value).__name__
+
+
+def describe_value(value: object) -> str:
+    """Shapes, strides and dtypes of a value."""
+    if isinstance(value, torch.Tensor):
+        return (f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+                f"/{list(value.stride())}")
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(describe_value(item) for item in value) + ")"
+    return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(
+        value).__name__
+
+
+def _canonical(
+    argument: object, references: Mapping[fx.Node, str], *, sizes: bool = True
+) -> str:
+    """A canonical text of an argument; without `sizes`, numbers are left open."""
+    if isinstance(argument, fx.Node):
+        return references[argument]
+    if isinstance(argument, (tuple, list)):
+        return "[" + ", ".join(
+            _canonical(item, references, sizes=sizes) for item in argument) + "]"
+    if isinstance(argument, dict):
+        return "{" + ", ".join(f"{key}: {_canonical(argument[key], references, sizes=sizes)}"
+                               for key in sorted(argument)) + "}"
+    if isinstance(argument, torch.device):
+        return argument.type
+    if not sizes and isinstance(argument, (int, float)) and not isinstance(argument, bool):
+        return "number"
+    if isinstance(argument, (int, float, bool, str, type(None), torch.dtype, torch.layout,
+                             torch.memory_format, complex, slice)):
+        return repr(argument)
+    return type(argument).__name__

@@ -1,0 +1,27 @@
+"""A lowered region without its sizes: whether a plan made for one batch serves another.
+
+Two regions of equal structure have ops of the same names that read, make and may write over the
+same storages; so a schedule of the one is a schedule of the other, with the same lifetimes.
+"""
+
+from __future__ import annotations
+
+from graph_capture.joint_graph.lower import LoweredRegion
+from graph_capture.joint_graph.naming import describe_value, digest
+from graph_capture.training_graph import Outline
+
+
+def outline(region: LoweredRegion) -> Outline:
+    """The structure of a region, and the sizes that it leaves open."""
+    joint = region.joint
+    parts = [f"{op.name} {op.structure} {op.inputs} {op.outputs} {op.inplace} "
+             f"{op.replay.pinned} {op.replay.random} {len(op.replay.copied_inputs)}"
+             for op in region.ops]
+    parts.append(f"{region.num_forward} {region.mutation_sources} {region.held_outputs} "
+                 f"{region.gradient_storages} {region.cotangent_storages}")
+    return Outline(
+        structure=digest(*parts),
+        storage_bytes=tuple(storage.size_bytes for storage in region.storages),
+        input_bytes=tuple(int(primal.meta["val"].untyped_storage().nbytes())
+                          for primal in joint.primals),
+        input_layout=digest(*(describe_value(primal.meta["val"]) for primal in joint.primals)))

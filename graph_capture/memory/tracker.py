@@ -1,0 +1,205 @@
+"""Which storages live when, while code runs on fake tensors under autograd.
+
+The model of the world: memory changes when an op makes a storage, and when the last reference to a
+storage goes, whoever held it: a Python variable, a saved tensor, autograd's buffers.  Storages are
+followed by weak references, as `torch.distributed._tools.MemTracker` does, and while an op runs its
+workspace counts as well.
+
+Autograd treats fake tensors differently in one place that matters: where the gradients of a tensor
+that is used twice are summed, it adds in place if the tensors are plain, and makes a third if one
+is of a subclass.  The tracker adds in place where autograd would have.
+
+Blind spots: formulas of some rare derivatives (`max` over all elements, `prod`) that autograd also
+writes differently for subclasses.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graph_capture.joint_graph.convolution_backward import halves
+from graph_capture.joint_graph.inplace import can_write_inplace
+from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.memory.sparse import strided_tensors
+from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
+from graph_capture.torch_compat import GradientSums, OpOverload, storage_key
+
+Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
+"""Bytes that an op allocates for itself: `OpProbe.workspace_bytes`, for one."""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Log of the storages made and released on one device; to be entered above the fake mode."""
+
+    def __init__(self, workspace: Workspace, *, device: torch.device, trace_device: torch.device,
+                 resident: Iterable[torch.Tensor],
+                 module_of_op: Callable[[], str] = lambda: "") -> None:
+        """`device`: the one planned for, by whose allocator sizes are counted; `trace_device`: the
+        one that its fake tensors claim to be on.  `resident`: tensors that do not count.
+        `module_of_op`: called while an op runs, the name of the module that it belongs to."""
+        super().__init__()
+        self._workspace, self._device, self._trace_device = workspace, device, trace_device
+        self._module_of_op = module_of_op
+        self._resident = {storage_key(tensor) for tensor in resident}
+        self._number_of: dict[int, int] = {}  # key of a live storage -> its number
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: list[int] = []  # by number; workspace has a number too
+        self._makers: list[tuple[str, str]] = []  # op and module, by number
+        self._workspaces: set[int] = set()
+        self._events: list[int] = []  # as in `MemoryTrace`
+        self._runs: list[OpRun] = []
+        self._running = ("", "")
+        self._sums, self._in_backward = GradientSums(), False
+        self._closed = False
+        self.live_bytes = 0
+        """Bytes of the storages alive now."""
+        self.peak_bytes = 0
+        """The most since the tracker was made or `restart_peak` was called, workspace included."""
+
+    @property
+    def event_count(self) -> int:
+        """Number of events so far: a moment of the trace."""
+        return len(self._events)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """From here on a tensor that was made out of sight counts, too."""
+        self._resident.discard(storage_key(tensor))
+        self._follow(tensor)
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = self.live_bytes
+
+    def start_of_backward(self) -> int:
+        """From here on autograd's engine runs; returns the number of the next storage."""
+        self._in_backward = True
+        return len(self._sizes)
+
+    def close(self) -> None:
+        """Take no notice of what is released from here on."""
+        self._closed = True
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Number of the tensor's storage, in the order in which storages were made."""
+        return self._number_of.get(storage_key(tensor))
+
+    def numbers_of(self, tree: Any) -> list[int]:
+        """Numbers of the storages of all tensors in a tree, those of sparse ones too."""
+        return [number for tensor in strided_tensors(tree)
+                if (number := self.number_of(tensor)) is not None]
+
+    def live_numbers(self) -> set[int]:
+        """Numbers of the storages alive now."""
+        return set(self._references)
+
+    def alive_at_peak(self) -> tuple[Mapping[int, int], int]:
+        """Bytes by storage number, and workspace, at the first moment of the highest memory."""
+        alive = self.trace(lambda number: Category.ACTIVATIONS).alive_at_peak()
+        storages = {number: self._sizes[number] for number in alive
+                    if number not in self._workspaces}
+        return storages, sum(self._sizes[number] for number in alive) - sum(storages.values())
+
+    def trace(self, category_of: Callable[[int], Category],
+              labels: Mapping[int, str] | None = None) -> MemoryTrace:
+        """All that was seen so far; workspace is temporary, the category of any other block is
+        what `category_of` says of its number."""
+        labels = labels or {}
+        return MemoryTrace(
+            tuple(Block(size, Category.TEMPORARIES if number in self._workspaces
+                        else category_of(number), op, module, labels.get(number, ""))
+                  for number, (size, (op, module))
+                  in enumerate(zip(self._sizes, self._makers, strict=True))),
+            tuple(self._events), tuple(self._runs))
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if (self._in_backward and func is torch.ops.aten.add.Tensor
+                and self._sums.in_place(args)):
+            func = torch.ops.aten.add_.Tensor
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        begun = len(self._events)
+        self._running = (str(func.overloadpacket), self._module_of_op())
+        out = func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._follow(out)  # made from Python numbers: of its storage no other op tells
+        elif not func.is_view:
+            self._follow_new(func, args, kwargs, out)
+        workspace = self._workspace(func, args, kwargs, out)
+        if not func.is_view:
+            self._note_run(begun, func, args, kwargs, out, workspace)
+        return out
+
+    def _note_run(self, begun: int, func: OpOverload, args: tuple[Any, ...],
+                  kwargs: Mapping[str, Any], out: Any, workspace_bytes: int) -> None:
+        read = {number: self._sizes[number] for number in self.numbers_of((args, kwargs))}
+        made = {number: self._sizes[number] for number in self.numbers_of(out)
+                if number not in read}
+        touched = [*read, *made]
+        if workspace_bytes:
+            touched.append(self._new_number(workspace_bytes))
+            self._workspaces.add(touched[-1])
+            self._events += (touched[-1], ~touched[-1])
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
+        spared = (next((size for size in made.values() if size in read.values()), 0)
+                  if can_write_inplace(func) else 0)
+        if parts := halves(func, args):
+            spared = sum(made.values()) + workspace_bytes - max(
+                self._made_bytes(func, part, kwargs, [
+                    leaf if wanted else None for leaf, wanted in zip(out, part[-1], strict=True)])
+                for part in parts)
+        if touched:
+            self._runs.append(OpRun(begun, *self._running, tuple(touched), spared))
+
+    def _made_bytes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                    out: Sequence[torch.Tensor | None]) -> int:
+        """What a call takes for its results and beyond them."""
+        return self._workspace(func, args, kwargs, out) + sum(
+            self._sizes[number] for number in set(self.numbers_of(list(out))))
+
+    def _follow_new(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                    out: Any) -> None:
+        # What an op writes in place is no new storage, even if it was made out of sight.
+        written = ({storage_key(tensor) for tensor in strided_tensors((args, kwargs))}
+                   if func._schema.is_mutable else ())
+        for tensor in strided_tensors(out):
+            if storage_key(tensor) not in written:
+                self._follow(tensor)
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._trace_device.type or tensor.layout is not torch.strided:
+            return
+        key = storage_key(tensor)
+        if key in self._number_of or key in self._resident:
+            return
+        storage = tensor.untyped_storage()
+        size = allocated_bytes(storage.nbytes(), self._device)
+        number = self._new_number(size)
+        self._number_of[key] = number
+        self._references[number] = weakref.ref(storage, lambda _: self._released(key, number))
+        self._events.append(number)
+        self._change(number, size)
+
+    def _new_number(self, size_bytes: int) -> int:
+        self._sizes.append(size_bytes)
+        self._makers.append(self._running)
+        return len(self._sizes) - 1
+
+    def _released(self, key: int, number: int) -> None:
+        if self._closed:
+            return
+        del self._number_of[key], self._references[number]
+        self._events.append(~number)
+        self._change(number, -self._sizes[number])
+
+    def _change(self, number: int, change: int) -> None:
+        self.live_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -1,0 +1,144 @@
+"""What one run of a captured op costs: FLOPs, traffic, seconds and workspace.
+
+Workspace comes from the probe of `graph_capture.op_costs.probe`.  Three models of seconds:
+
+- `roofline`: the estimated duration of an op, by the table of `graph_capture.op_costs.devices`;
+  equal on every machine.
+- `measured`: the median duration of the op run alone on the device, by the probe, which keeps it on
+  disk.  Ops that cannot be run there are estimated by the table.
+- `flops`: the duration of its arithmetic at one rate for every dtype, for who wants the least
+  recomputed FLOPs rather than the least time; memory traffic counts a millionth, as a tie-break
+  between ops without arithmetic.
+
+Blind spot of `measured`: an op run over and over finds its operands in the caches if they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from graph_capture.joint_graph.joint import tensors_of
+from graph_capture.joint_graph.random_ops import original_call
+from graph_capture.joint_graph.replay import draws
+from graph_capture.op_costs.devices import device_model
+from graph_capture.op_costs.flops import bytes_moved, op_flops
+from graph_capture.op_costs.probe import OpProbe
+from graph_capture.step.assemble import OpCost
+from graph_capture.torch_compat import OpOverload
+
+if TYPE_CHECKING:
+    from graph_capture.torch_compat.inductor import KernelCall
+
+
+class OpCosts:
+    """Costs of the ops on one device; workspace is measured once for each signature."""
+
+    def __init__(
+        self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """`progress` is told now and then how many ops have been timed."""
+        self._model = device_model(device)
+        self._cost_model = cost_model
+        self._probe = OpProbe(device, probe=probe)
+        self._progress = progress or (lambda message: None)
+        self._timed = 0
+
+    @property
+    def assumed(self) -> frozenset[str]:
+        """Ops whose workspace is a stated margin instead of a measurement."""
+        return frozenset(self._probe.assumed)
+
+    @property
+    def estimated(self) -> frozenset[str]:
+        """Ops that could not be timed where the cost model wants that."""
+        return frozenset(self._probe.untimed)
+
+    def workspace_bytes(
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> int:
+        """What the op's kernel allocates for itself."""
+        target, kwargs, beyond = original_call(target, kwargs)
+        return self._probe.workspace_bytes(target, args, kwargs, out) + beyond
+
+    def __call__(self, node: fx.Node) -> OpCost:
+        """The cost of a node, by the values that tracing left in it."""
+        args = fx.map_arg(node.args, _value_of)
+        kwargs = fx.map_arg(dict(node.kwargs), _value_of)
+        out = node.meta.get("val")
+        target = node.target
+        if not isinstance(target, OpOverload):
+            moved = sum(t.numel() * t.element_size() for t in tensors_of((args, kwargs, out)))
+            return OpCost(0, moved, self._seconds(0, moved, torch.float32), 0)
+        flops = op_flops(target, args, kwargs, out)
+        moved = bytes_moved(target, args, kwargs, out)
+        return OpCost(flops, moved, self.seconds(target, args, kwargs, out),
+                      self.workspace_bytes(target, args, kwargs, out))
+
+    def seconds(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                out: Any) -> float:
+        """Duration of one run of an op; tensors may be fake."""
+        target, kwargs, _ = original_call(target, kwargs)
+        tensors = tensors_of(out) or tensors_of(args)
+        dtype = tensors[0].dtype if tensors else torch.float32
+        seconds = self._seconds(op_flops(target, args, kwargs, out),
+                                bytes_moved(target, args, kwargs, out), dtype,
+                                _numbers_drawn(target, args, kwargs, out))
+        if self._cost_model == "measured" and seconds > 0:
+            seconds = self._measured(target, args, kwargs, out, seconds)
+        return seconds
+
+    def seconds_of_kernels(self, calls: Sequence[KernelCall]) -> float:
+        """Duration of calls of Inductor's kernels, each run alone on the device; where that cannot
+        be done, of the traffic of its operands.  Those that were not timed before are compiled."""
+        unknown = {call.kernel.text: call.kernel for call in calls
+                   if self._probe.known_seconds(call.kernel.text, call.args, call.kwargs) is None}
+        built = {text: kernel.build() for text, kernel in unknown.items()}
+        total = 0.0
+        for number, call in enumerate(calls, start=1):
+            self._progress(f"timing kernels, {number} of {len(calls)}")
+            text = call.kernel.text
+            measured = self._probe.seconds_of_function(
+                text, partial(_bound, built.get(text), call.method), call.args, call.kwargs)
+            total += measured if measured is not None else self._model.traffic_seconds(
+                sum(t.numel() * t.element_size() for t in tensors_of((call.args, call.kwargs))))
+        return total
+
+    def _measured(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                  out: Any, estimate: float) -> float:
+        """Duration by the probe, else the estimate."""
+        self._timed += 1
+        if self._timed % 20 == 0:
+            self._progress(f"timing ops, {self._timed} so far")
+        measured = self._probe.seconds(target, args, kwargs, out)
+        return estimate if measured is None else measured
+
+    def _seconds(self, flops: int, moved: int, dtype: torch.dtype, drawn: int = 0) -> float:
+        if self._cost_model == "flops":
+            return (self._model.arithmetic_seconds(flops, torch.float32)
+                    + 1e-6 * self._model.traffic_seconds(moved))
+        return self._model.op_seconds(flops, moved, dtype, drawn)
+
+
+def _numbers_drawn(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+                   ) -> int:
+    """Random numbers that an op draws: one for each element of its result."""
+    if not draws(target, args, kwargs):
+        return 0
+    return max((tensor.numel() for tensor in tensors_of(out)), default=0)
+
+
+def _bound(built: Callable[[], Any] | None, method: str) -> Callable[..., Any]:
+    assert built is not None, "what is not known was built"
+    return getattr(built(), method)
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+

@@ -1,0 +1,355 @@
+"""What a single op's kernel allocates for itself while it runs, and how long it takes.
+
+The model of the world: that depends on the op, the shapes, strides and dtypes of its tensors, its
+other arguments, the device, the torch version and the number of threads, and on nothing else.  So
+it is measured by running the op alone on throw-away tensors, once per such signature, and kept.
+Ops whose kernels are known to need nothing are not run.
+
+Where an op cannot be run (no such device here, too large for the memory that is free, an error,
+an op that is not torch's own) a margin stands in, and the op's name is added to `assumed`:
+a convolution counts its operands and results once more, a matrix product copies of its operands
+where the kernel may want them rearranged, any other op nothing.
+
+Blind spots: what a library takes from the operating system; workspace that depends on the values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graph_capture.memory.allocator import allocated_bytes, record_peak_of_op
+from graph_capture.memory.sparse import is_sparse, strided_tensors
+from graph_capture.op_costs.cache import OpCache, cache_directory
+from graph_capture.op_costs.devices import device_model
+from graph_capture.op_costs.flops import op_flops
+from graph_capture.op_costs.free_memory import free_bytes
+from graph_capture.torch_compat import OpOverload, no_active_modes, storage_key
+
+_SAFE_FRACTION = 0.25
+"""An op is run only if its tensors take at most this part of the memory that is free."""
+_LONGEST_RUN_SECONDS = 2.0
+"""An op is run only if it is estimated to take no longer than this."""
+
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "_convolution",
+                           "mkldnn_convolution", "cudnn_convolution"})
+_MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_FREE = frozenset({
+    "clone", "copy", "copy_", "empty", "empty_like", "empty_strided", "new_empty",
+    "new_empty_strided", "full", "full_like", "zeros", "zeros_like", "ones_like", "new_zeros",
+    "new_full", "fill_", "zero_", "arange", "scalar_tensor", "lift_fresh_copy", "slice_backward",
+    "select_backward", "_unsafe_view", "view", "_local_scalar_dense", "_foreach_zero_"})
+"""Kernels that write their result, if any, and allocate nothing else, for every layout."""
+_FREE_IF_CONTIGUOUS = frozenset({
+    "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+    "nll_loss_forward", "nll_loss_backward", "embedding"})
+"""Such kernels, but for copies of operands that are not contiguous."""
+
+
+_Measurement = Callable[[Callable[[], Any], Callable[[], None]], float]
+"""Of what its first argument does; the second one puts the operands' numbers back."""
+
+
+class OpProbe:
+    """Measures ops of one device, each signature once."""
+
+    def __init__(self, device: torch.device | str, *, probe: bool = True,
+                 directory: Path | None = None) -> None:
+        """`probe=False` measures nothing; `directory` holds the cache on disk, by default
+        `op_cache.cache_directory()`."""
+        self.device = torch.device(device)
+        self.assumed: set[str] = set()
+        """Names of the ops for which a margin was taken."""
+        self.untimed: set[str] = set()
+        """Names of the ops whose duration was asked for and could not be measured."""
+        self._enabled = probe and _at_hand(self.device)
+        self._cache = OpCache(_environment(self.device) if self._enabled else "",
+                              (directory or cache_directory()) if self._enabled else None)
+
+    def workspace_bytes(self, target: OpOverload, args: tuple[Any, ...],
+                        kwargs: Mapping[str, Any], out: Any) -> int:
+        """Peak of `target(*args, **kwargs)` beyond `out`, its result; tensors may be fake.
+
+        An in-place variant counts as what its kernel allocates beside the tensor that it writes.
+        """
+        inputs, outputs = strided_tensors((args, kwargs)), strided_tensors(out)
+        if not (_allocates(inputs, outputs) or target._schema.is_mutable):
+            return 0
+        if _known_to_be_free(target, args, inputs, self.device):
+            return 0
+        key = f"workspace:{signature(target, args, kwargs)}"
+        known = self._cache.get(key)
+        if known is not None:
+            return int(known)
+        measured = self._measure(target, args, kwargs, inputs, outputs, self._workspace)
+        if measured is None:
+            self.assumed.add(str(target))
+            return self._margin(target, inputs, outputs)
+        self._cache.put(key, measured)
+        return int(measured)
+
+    def seconds(self, target: OpOverload, args: tuple[Any, ...],
+                kwargs: Mapping[str, Any], out: Any) -> float | None:
+        """Median duration of one run; `None` where the op cannot be run here."""
+        key = f"seconds:{signature(target, args, kwargs)}"
+        known = self._cache.get(key)
+        if known is not None:
+            return known
+        measured = self._measure(target, args, kwargs, strided_tensors((args, kwargs)),
+                                 strided_tensors(out), self._duration)
+        if measured is None:
+            self.untimed.add(str(target))
+            return None
+        self._cache.put(key, measured)
+        return measured
+
+    def known_seconds(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+                      ) -> float | None:
+        """What `seconds_of_function` found for a function of this text and such arguments."""
+        return self._cache.get(_kernel_key(text, args, kwargs))
+
+    def seconds_of_function(self, text: str, function: Callable[[], Callable[..., Any]],
+                            args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+        """Median duration of one run of `function()`, which may write to its arguments; `text` is
+        what the cache knows it by.  `None` where it cannot be run here.  Tensors may be fake."""
+        known = self.known_seconds(text, args, kwargs)
+        if known is not None or not self._enabled:
+            return known
+        measured = self._run_alone(function, args, kwargs, strided_tensors((args, kwargs)),
+                                   self._duration)
+        if measured is not None:
+            self._cache.put(_kernel_key(text, args, kwargs), measured)
+        return measured
+
+    def _measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 inputs: list[torch.Tensor], outputs: list[torch.Tensor],
+                 measurement: _Measurement) -> float | None:
+        """`measurement` of a run of the op on throw-away tensors; `None` if it cannot be run."""
+        if not self._enabled or target.namespace not in ("aten", "prims"):
+            return None
+        if self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS:
+            return None
+        return self._run_alone(lambda: target, args, kwargs, [*inputs, *outputs], measurement)
+
+    def _run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
+                   kwargs: Mapping[str, Any], tensors: list[torch.Tensor],
+                   measurement: _Measurement) -> float | None:
+        """`measurement` of a run of `function()` on throw-away tensors; `None` if that fails, or
+        takes too much memory: that of `tensors`."""
+        if sum(map(_extent_bytes, tensors)) > _SAFE_FRACTION * free_bytes(self.device):
+            return None
+        with no_active_modes(), torch.no_grad(), _random_state_kept(self.device):
+            try:
+                real = _Materializer(self.device)
+                real_args, real_kwargs = real.tree(args), real.tree(dict(kwargs))
+                call = function()
+                return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
+            except Exception:  # an op may refuse made-up values in any way that it likes
+                return None
+
+    def _estimated_seconds(self, target: OpOverload, args: tuple[Any, ...],
+                           kwargs: Mapping[str, Any], outputs: list[torch.Tensor]) -> float:
+        if not outputs or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
+            return 0.0  # a sparse tensor has few rows
+        flops = op_flops(target, args, kwargs, outputs if len(outputs) > 1 else outputs[0])
+        return device_model(self.device).op_seconds(flops, 0, outputs[0].dtype)
+
+    def _workspace(self, run: Callable[[], Any], renew: Callable[[], None]) -> float:
+        if self.device.type != "cpu":
+            run()  # library handles and their workspaces are made once per process
+        held: list[Any] = []
+        record = record_peak_of_op(lambda: held.append(run()), self.device)
+        return record.peak_bytes - max(record.end_bytes, 0)
+
+    def _duration(self, run: Callable[[], Any], renew: Callable[[], None]) -> float:
+        on_gpu = self.device.type == "cuda"
+        wait = torch.cuda.synchronize if on_gpu else lambda: None
+        durations: list[float] = []
+        run()
+        while len(durations) < 3 or (sum(durations) < 0.05 and len(durations) < 50):
+            # What is scaled in place again and again becomes denormal, which CPUs are slow at.
+            renew()
+            wait()
+            start, start_of_cpu = time.perf_counter(), time.process_time()
+            run()
+            wait()
+            by_clock = time.perf_counter() - start
+            # One thread on a loaded CPU works for fewer seconds than pass; several, for more.
+            by_cpu = by_clock if on_gpu else time.process_time() - start_of_cpu
+            durations.append(min(by_clock, by_cpu))
+        return statistics.median(durations)
+
+    def _margin(self, target: OpOverload, inputs: list[torch.Tensor],
+                outputs: list[torch.Tensor]) -> int:
+        name = target._schema.name.removeprefix("aten::")
+        if name in _CONVOLUTIONS:
+            return sum(allocated_bytes(_extent_bytes(tensor), self.device)
+                       for tensor in (*inputs, *outputs))
+        if name in _MATRIX_PRODUCTS:
+            return _rearranged_bytes(target, inputs)
+        return 0
+
+
+def _kernel_key(text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    return f"seconds of kernel:{signature(text, args, kwargs)}"
+
+
+def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Hash of all that a run of the op depends on, but for values; equal in every process."""
+    leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    seen: dict[int, int] = {}
+    words = [str(target), str(structure)]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            # The same tensor twice is another case than two tensors of the same shape.
+            order = seen.setdefault(id(leaf), len(seen))
+            words.append(f"{order}:{leaf.dtype}{_ints(leaf.shape)}{_ints(_strides(leaf))}")
+            if is_sparse(leaf):
+                values, indices = strided_tensors(leaf)
+                words.append(f"{_ints(_strides(values))}{leaf.is_coalesced()}{indices.tolist()}")
+        else:
+            words.append(repr(leaf))
+    return hashlib.sha256("|".join(words).encode()).hexdigest()
+
+
+class _Materializer:
+    """Throw-away tensors in place of the fake ones; the same tensor for the same one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[int, torch.Tensor] = {}
+        self._numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._random = torch.Generator(device=device).manual_seed(0)
+
+    def renew(self) -> None:
+        """Put back the numbers, where they may have been overwritten."""
+        for rows, pattern in self._numbers:
+            rows.copy_(pattern)
+
+    def tree(self, value: Any) -> Any:
+        return pytree.tree_map(self._leaf, value)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in self._made:
+                self._made[id(leaf)] = (
+                    self._sparse(leaf) if is_sparse(leaf) else self._real(leaf))
+            return self._made[id(leaf)]
+        if isinstance(leaf, torch.device):
+            return self._device
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return leaf.node.hint
+        return leaf
+
+    def _sparse(self, known: torch.Tensor) -> torch.Tensor:
+        values, indices = strided_tensors(known)
+        made = torch.sparse_coo_tensor(indices.to(self._device, copy=True), self._real(values),
+                                       known.shape, check_invariants=False)
+        return made._coalesced_(known.is_coalesced())
+
+    def _real(self, fake: torch.Tensor) -> torch.Tensor:
+        count = _extent(fake)
+        if fake.dtype.is_floating_point or fake.dtype.is_complex:
+            # A small random pattern, repeated: random numbers cost more than most ops.
+            pattern = torch.rand(min(count, 4096), generator=self._random, device=self._device)
+            flat = pattern.to(fake.dtype).repeat(-(-count // 4096) or 1)
+            self._numbers.append((flat.view(-1, max(len(pattern), 1)), pattern))
+        else:
+            flat = torch.zeros(count, dtype=fake.dtype, device=self._device)  # a valid index
+        return flat.as_strided(_ints(fake.shape), _ints(_strides(fake)))
+
+
+def _ints(sizes: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in sizes)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last that the tensor reaches."""
+    if any(size == 0 for size in tensor.shape):
+        return 0
+    return 1 + sum((int(size) - 1) * int(stride)
+                   for size, stride in zip(tensor.shape, _strides(tensor), strict=True))
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    return _extent(tensor) * tensor.dtype.itemsize
+
+
+def _allocates(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether the op makes a storage; one that only makes views runs no kernel."""
+    of_inputs = {storage_key(tensor) for tensor in inputs}
+    return any(storage_key(tensor) not in of_inputs for tensor in outputs)
+
+
+def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[torch.Tensor],
+                      device: torch.device) -> bool:
+    name = target._schema.name.removeprefix("aten::")
+    if name in _FREE:
+        return True
+    dtypes = {tensor.dtype for tensor in inputs}
+    if device.type == "cpu" and name in _MATRIX_PRODUCTS:
+        # BLAS takes these as they are, and they are too slow to be run for nothing.
+        return (dtypes <= {torch.float32, torch.float64}
+                and _rearranged_bytes(target, inputs) == 0)
+    if not all(tensor.is_contiguous() for tensor in inputs):
+        return False
+    if torch.Tag.pointwise in target.tags:
+        # On the CPU, operands of another dtype than the common one are converted in full first,
+        # and a number in the place of a tensor becomes one.
+        return device.type == "cuda" or (len(dtypes) <= 1 and not _has_number_operand(target, args))
+    return name in _FREE_IF_CONTIGUOUS and sum(dtype.is_floating_point for dtype in dtypes) <= 1
+
+
+def _has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a number stands where the op has an operand (not a mere setting such as `alpha`)."""
+    return any(isinstance(value, (bool, int, float, complex)) and argument.name in ("self", "other")
+               for argument, value in zip(target._schema.arguments, args, strict=False))
+
+
+def _rearranged_bytes(target: OpOverload, inputs: list[torch.Tensor]) -> int:
+    """Bytes of the matrix operands that neither rows nor columns make contiguous."""
+    def readable(matrix: torch.Tensor) -> bool:
+        rows, columns = matrix.shape[-2:]
+        row, column = matrix.stride()[-2:]
+        return ((column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows)))
+
+    return sum(matrix.numel() * matrix.dtype.itemsize for matrix in inputs[-2:]
+               if not readable(matrix))
+
+
+def _at_hand(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()
+                                    and (device.index or 0) < torch.cuda.device_count())
+
+
+def _environment(device: torch.device) -> str:
+    name = (torch.cuda.get_device_name(device) if device.type == "cuda"
+            else torch.backends.cpu.get_cpu_capability())
+    return "|".join(map(str, (
+        device.type, name, torch.__version__, torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled)))
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """The global random state of the CPU and of `device` is afterwards as it was."""
+    of_cpu = torch.get_rng_state()
+    of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_cpu)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, device)

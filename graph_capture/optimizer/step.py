@@ -1,0 +1,342 @@
+"""What an optimizer holds from step to step, and what one step of it takes meanwhile.
+
+The model of the world: the state depends on the shapes and dtypes of the trainable parameters and
+on the optimizer's settings.  So the optimizer's own `step()` runs on hollow tensors, which works
+for any optimizer written in torch; the first step makes the state, the second is like all that
+follow.  Before it, gradients are unscaled and clipped as the user does.
+
+An optimizer given as an instance may update copies of its own in place of the model's parameters
+(fp32 master weights): then the user is taken to copy the model's gradients to them before each
+step.
+
+A step that takes a closure, as that of L-BFGS, evaluates the model when it likes; the trace says
+where.  Its course is that of `optimizer_course`: the first step, and the first of those before
+which the state is as large as it gets, which stands for all later ones.
+
+Blind spots: kernels of others than torch, and what their state is made of; an optimizer that does
+something else every so many steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from graph_capture.errors import CaptureError
+from graph_capture.memory.trace import Category, MemoryTrace
+from graph_capture.memory.tracker import MemoryTracker, Workspace
+from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
+from graph_capture.optimizer.trajectory import Course, needs_closure
+from graph_capture.twins.data_less import HollowCopier, HollowMode, hollow_twin
+from graph_capture.twins.fake import FakeTwin
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFootprint:
+    """Memory of an optimizer, beyond parameters and gradients."""
+
+    name: str
+    """Of its class; `none` without an optimizer."""
+    state_bytes: int
+    """Held from the first step on; where the step evaluates the model, while it does so."""
+    step_peak_bytes: int
+    """The most that a step takes beyond that."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """What the training loop does around `optimizer.step()`."""
+
+    grad_clip: float | None = None
+    """Largest norm of all gradients, by `torch.nn.utils.clip_grad_norm_`."""
+    grad_scaler: bool = False
+    """Whether a `torch.amp.GradScaler` unscales the gradients and makes the step."""
+    set_to_none: bool = True
+    """As in `optimizer.zero_grad`; it matters here for gradients of the optimizer's own copies."""
+    implementation: Literal["for-loop", "fused"] | None = None
+    """Of the step, in place of what the optimizer is set to."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTrace:
+    """An optimizer from when it is made to the end of its second step."""
+
+    name: str
+    trace: MemoryTrace
+    first_begins: int
+    """Number of events when the optimizer, with the state that it has, is there."""
+    second_begins: int
+    """Number of events when the first step is over and its gradients are reset."""
+    steady_begins: int
+    """Number of events when the last step begins, which all later ones are like."""
+    parameters: frozenset[str]
+    """Names of the model's parameters whose gradients are reset with the optimizer's."""
+    own_copies: int = 0
+    """How many tensors it updates that are no parameters of the model."""
+    evaluations: tuple[int, ...] = ()
+    """Numbers of events when the step evaluates the model, in all steps."""
+
+    def evaluations_from(self, start: int, stop: int | None = None) -> tuple[int, ...]:
+        """Those of `evaluations` that lie between two numbers of events."""
+        return tuple(event for event in self.evaluations
+                     if start <= event and (stop is None or event < stop))
+
+    @property
+    def state_bytes(self) -> int:
+        """Held from the first step on; where the step evaluates the model, while it does so."""
+        levels = self.trace.levels()
+        return max((levels[event] for event in self.evaluations),
+                   default=levels[self.second_begins])
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The most that a step takes beyond that."""
+        return max(self.trace.levels()[self.first_begins:]) - self.state_bytes
+
+
+def trace_optimizer(optimizer: object, twin: FakeTwin, *,
+                    with_gradient: Collection[str] | None = None,
+                    workspace: Workspace = lambda *call: 0) -> OptimizerFootprint:
+    """The footprint of `optimizer` on the trainable parameters of the twin's model.
+
+    Arguments and errors are those of `trace_optimizer_steps`.
+    """
+    if optimizer is None:
+        return OptimizerFootprint("none", 0, 0)
+    traced = trace_optimizer_steps(optimizer, twin, with_gradient=with_gradient,
+                                   workspace=workspace)
+    return OptimizerFootprint(traced.name, traced.state_bytes, traced.step_peak_bytes)
+
+
+def trace_optimizer_steps(
+    optimizer: object, twin: FakeTwin, *,
+    with_gradient: Collection[str] | None = None,
+    sparse: Mapping[str, torch.Tensor] | None = None, settings: OptimizerSettings | None = None,
+    workspace: Workspace = lambda *call: 0,
+) -> OptimizerTrace:
+    """Two steps of `optimizer` on the trainable parameters of the twin's model: the first, and one
+    like all later ones.
+
+    An instance, or each of several, keeps its groups, settings and state; it belongs to the model
+    that the twin was made from and is not touched.  (Where the step takes a closure, the state is
+    left out.)  A class, or its name in lower case (`"adamw"`), has its default settings.
+    `with_gradient`: names of the parameters that have a gradient; by default all that are
+    trainable.  `sparse`: gradients in coordinate form, by parameter.  `workspace`: what single ops
+    take beyond their results; by default nothing.
+
+    Raises `ValueError` for an unknown name, `TypeError` for something else, and `CaptureError` for
+    an optimizer that cannot run without the values of the gradients.
+    """
+    name = optimizer_name(optimizer)
+    try:
+        return _Steps(optimizer, twin, with_gradient, sparse or {}, settings or OptimizerSettings(),
+                      workspace).trace()
+    except Exception as error:
+        raise CaptureError(f"cannot trace a step of the optimizer {name}: {error}; plan "
+                           "without it and leave room for its state") from error
+
+
+class _Steps:
+    """Steps of optimizers on hollow parameters."""
+
+    def __init__(self, optimizer: object, twin: FakeTwin,
+                 with_gradient: Collection[str] | None, sparse: Mapping[str, torch.Tensor],
+                 settings: OptimizerSettings, workspace: Workspace) -> None:
+        self.settings = settings
+        # Some look at the norm of an update.
+        self.plain = plain = hollow_twin(twin, unknown_is_zero=True)
+        self.names = {id(tensor): name for name, tensor in reversed(plain.parameters.items())}
+        self.trainable = [p for p in plain.model.parameters() if p.requires_grad]
+        self.tracker = MemoryTracker(
+            _without_multi_tensor_ops(workspace), device=twin.device,
+            trace_device=plain.trace_device, resident=plain.fake_of.values())
+        with plain.mode:  # out of the tracker's sight: the loss is not the optimizer's
+            self.loss = torch.empty(())
+        self.evaluations: list[int] = []
+        self.begins: list[int] = []
+        self.held: set[int] = set()  # what is there between steps
+        if not self.trainable:
+            return
+        given = instances(optimizer)
+        if given is None:
+            with plain.mode, self.tracker:  # some make their state at once
+                self.steppers = make_optimizers(
+                    optimizer, self.trainable, [id(plain.parameters[name]) for name in sparse])
+        else:
+            self.steppers = _copied(given, twin, plain)
+        groups = [group for stepper in self.steppers for group in stepper.param_groups]
+        self.parameters = [p for group in groups for p in group["params"]
+                           if p.requires_grad or id(p) not in self.names]
+        self.own_copies = [p for p in self.parameters if id(p) not in self.names]
+        for group in groups:
+            _choose_implementation(group, twin.device, settings.implementation)
+        for parameter in self.parameters:
+            known = self.names.get(id(parameter))
+            if known in sparse:
+                parameter.grad = sparse[known]
+            elif known is not None and (with_gradient is None or known in with_gradient):
+                with plain.mode:  # outside of the tracker: gradients are not the optimizer's
+                    parameter.grad = torch.empty_like(parameter)
+
+    def trace(self) -> OptimizerTrace:
+        """From when the optimizers are there to the end of the last step."""
+        if not self.trainable:
+            return OptimizerTrace("none", MemoryTrace((), ()), 0, 0, 0, frozenset())
+        tracker, plain = self.tracker, self.plain
+        for stepper in self.steppers:
+            for tensor in (*self.own_copies, *_tensors(list(stepper.state.values()))):
+                tracker.follow(tensor)
+        scaler = None
+        if self.settings.grad_scaler:
+            scaler = torch.amp.GradScaler(plain.trace_device.type)
+            with plain.mode, tracker:
+                scaler.scale(torch.ones((), device=plain.trace_device))  # makes its state
+        self._mark()
+        own_gradients: set[int | None] = set()
+        for _ in self._turns(scaler):
+            with plain.mode, tracker:
+                for parameter in self.own_copies:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                own_gradients |= {tracker.number_of(p.grad) for p in self.own_copies}
+                self._step(scaler)
+            if self.settings.set_to_none:
+                for parameter in self.own_copies:
+                    parameter.grad = None
+            self._mark()
+        tracker.close()
+        labels = {number: self.names.get(id(owner), "")
+                  for stepper in self.steppers for owner, state in stepper.state.items()
+                  for tensor in _tensors(state)
+                  if (number := tracker.number_of(tensor)) is not None}
+
+        def category_of(number: int) -> Category:
+            if number in own_gradients:
+                return Category.GRADIENTS
+            return Category.OPTIMIZER if number in self.held else Category.TEMPORARIES
+
+        return OptimizerTrace(
+            optimizer_name(self.steppers), tracker.trace(category_of, labels), self.begins[0],
+            self.begins[1], self.begins[-2],
+            # Who updates copies resets the gradients of the model by the model's own `zero_grad`.
+            frozenset(self.names.values() if self.own_copies
+                      else (self.names[id(parameter)] for parameter in self.parameters)),
+            len(self.own_copies), tuple(self.evaluations))
+
+    def _turns(self, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
+        """As many turns as steps are to be traced; before each, its course is known."""
+        if not any(map(needs_closure, self.steppers)):
+            yield from (None, None)
+            return
+        if scaler is not None:
+            raise ValueError("torch's GradScaler makes no steps that take a closure")
+        if len(self.steppers) > 1:
+            raise ValueError("a step that takes a closure is traced for one optimizer alone")
+        (stepper,) = self.steppers
+        stepper.state.clear()
+        course = Course(stepper)
+        assert isinstance(self.plain.mode, HollowMode)
+        for number, answers in enumerate(course.first_and_fullest()):
+            if number:
+                stepper.state.clear()  # before the other one is there
+                with self.plain.mode, self.tracker:
+                    stepper.state = course.state_on(self.parameters)
+                self._mark()
+            self.plain.mode.answer_with(iter(answers))
+            yield
+
+    def _mark(self) -> None:
+        """Between two steps."""
+        self.held |= self.tracker.live_numbers()
+        self.begins.append(self.tracker.event_count)
+
+    def _step(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not None and self.settings.grad_clip is not None:
+            for stepper in self.steppers:
+                scaler.unscale_(stepper)
+        closures = [needs_closure(stepper) for stepper in self.steppers]
+        if not any(closures):
+            self._clip()
+        for stepper, closure in zip(self.steppers, closures, strict=True):
+            if closure:
+                stepper.step(self._evaluate)
+            elif scaler is None:
+                stepper.step()
+            else:
+                scaler.step(stepper)
+        if scaler is not None:
+            scaler.update()
+
+    def _evaluate(self) -> torch.Tensor:
+        """The closure: the model's part is traced elsewhere, and the gradients are there."""
+        self.evaluations.append(self.tracker.event_count)
+        self._clip()
+        return self.loss
+
+    def _clip(self) -> None:
+        if self.settings.grad_clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.grad_clip)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _without_multi_tensor_ops(workspace: Workspace) -> Workspace:
+    """Ops on lists of tensors take nothing beyond their results; they are too large to be run for
+    a measurement."""
+    def bytes_of(func: Any, *call: Any) -> int:
+        name = func._schema.name.removeprefix("aten::")
+        return 0 if name.startswith(("_foreach_", "_fused_", "_amp_")) else workspace(func, *call)
+
+    return bytes_of
+
+
+def _choose_implementation(group: dict[str, Any], device: torch.device,
+                           wanted: str | None) -> None:
+    """What is wanted, else what torch chooses on a GPU when the user left the choice to it; the
+    trace is on the CPU, where it would choose the loop over single tensors."""
+    if wanted is not None:
+        if "foreach" not in group or (wanted == "fused" and "fused" not in group):
+            raise ValueError(f"the optimizer has no variant {wanted}")
+        group["foreach"] = False
+        if "fused" in group:
+            group["fused"] = wanted == "fused"
+    elif (device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused")
+            and not group.get("differentiable")):
+        group["foreach"] = True
+
+
+def _copied(optimizers: Sequence[Optimizer], twin: FakeTwin, plain: FakeTwin) -> list[Optimizer]:
+    """Hollow copies of the optimizers on the hollow parameters."""
+    copier = HollowCopier({})
+    for original, fake in twin.fake_of.items():
+        copier.fake_of[original] = copier.memo[id(original)] = plain.fake_of[fake]
+    return [_copy(optimizer, copier) for optimizer in optimizers]
+
+
+def _copy(optimizer: Optimizer, copier: HollowCopier) -> Optimizer:
+    def copied(key: str, value: Any) -> Any:
+        return copier.tree(value, f"the optimizer's `{key}`")
+
+    copy = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        if key.endswith("_hooks"):  # the user's own code, which the step does not need
+            vars(copy)[key] = OrderedDict()
+        elif key not in ("param_groups", "state", "step"):  # a scheduler replaces `step`
+            vars(copy)[key] = copied(key, value)
+    copy.param_groups = [
+        {key: [copier.tensor(parameter) for parameter in value] if key == "params"
+         else copied(key, value) for key, value in group.items()}
+        for group in optimizer.param_groups]
+    copy.state = defaultdict(dict)
+    for key, value in optimizer.state.items():
+        owner = copier.tensor(key) if isinstance(key, torch.Tensor) else key
+        copy.state[owner] = copied("state", value)
+    return copy

@@ -1,0 +1,157 @@
+"""The course of an optimizer that evaluates the model within its step, as L-BFGS does.
+
+Such a step takes a closure (`optimizer.step(closure)`) and decides by values how often to call it
+and what to remember.  The model of the world: the course is that of the same optimizer, with the
+same settings, on a convex quadratic so badly conditioned that it does not converge: no iteration
+ends early, every line search succeeds, the history fills.  That is a small real run; what its code
+was told of values, a step on tensors without values is told again.
+
+Blind spots: a real run may stop a step early, and takes less then.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graph_capture.torch_compat import no_active_modes
+from graph_capture.twins.data_less import VALUE_OPS
+
+_VARIABLES = 512
+"""Of the quadratic, at least; L-BFGS without rounding would need as many iterations."""
+_CONDITION = 1e8
+_SCALE = 1e6
+"""Of the quadratic's values: none of them looks small to a stopping rule."""
+
+
+_MOST_EVALUATIONS = 2000
+"""Of the function, until the state has stopped to grow."""
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class Course:
+    """The small real run; mutable, since it goes on."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """`optimizer`: whose groups and settings count; it is not touched."""
+        groups = optimizer.param_groups
+        count = sum(len(group["params"]) for group in groups)
+        each = -(-_VARIABLES // max(count, 1))
+        source = torch.Generator().manual_seed(0)
+
+        def variable(parameter: torch.Tensor) -> torch.Tensor:
+            shape = (each,) + (1,) * (parameter.dim() - 1) if parameter.dim() else ()
+            return torch.randn(shape, generator=source, dtype=torch.float64)
+
+        with no_active_modes():
+            copies = [{**group, "params": [variable(p) for p in group["params"]]}
+                      for group in groups]
+            self._parameters = [p for group in copies for p in group["params"]]
+            self._optimizer = type(optimizer)(copies)
+            total = sum(p.numel() for p in self._parameters)
+            # Neighbours differ in curvature as much as any two.
+            order = torch.randperm(total, generator=source)
+            self._curvature = _SCALE * torch.logspace(
+                0, -torch.log10(torch.tensor(_CONDITION)), total, dtype=torch.float64)[order]
+        self.evaluations = 0
+        """How often the function was evaluated so far."""
+
+    def first_and_fullest(self) -> Iterator[list[Any]]:
+        """For the first step, and for the first of those before which the state is as large as it
+        gets: the values that the optimizer's code asks for, in order.
+
+        Before the second, `state_on` gives the state that it starts from.  Raises `ValueError`
+        where the state grows without end.
+        """
+        yield self.step()
+        while True:
+            before = self._state_bytes()
+            self._before = copy.deepcopy(self._optimizer.state)
+            answers = self.step()
+            if self._state_bytes() == before:
+                yield answers
+                return
+            if self.evaluations > _MOST_EVALUATIONS:
+                raise ValueError("its state still grows after "
+                                 f"{self.evaluations} evaluations of the model")
+
+    def state_on(self, parameters: Sequence[torch.Tensor]) -> defaultdict[Any, Any]:
+        """The state before the last step, for these parameters in place of the small ones; values
+        are not set.
+
+        Tensors of all elements in a row, of one element, and of a parameter's shape are known;
+        raises `ValueError` for others.
+        """
+        elements = sum(p.numel() for p in self._parameters)
+        shapes = {tuple(small.shape): p.shape
+                  for small, p in zip(self._parameters, parameters, strict=True)}
+        whole = torch.Size([sum(p.numel() for p in parameters)])
+        made: dict[int, torch.Tensor] = {}
+
+        def on_parameters(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in made:
+                shape = (torch.Size(leaf.shape) if leaf.numel() == 1 else
+                         whole if leaf.shape == (elements,) else shapes.get(tuple(leaf.shape)))
+                if shape is None:
+                    raise ValueError(f"its state has a tensor of the shape {tuple(leaf.shape)}, "
+                                     "neither that of a parameter nor of all in a row")
+                made[id(leaf)] = parameters[0].new_empty(shape)
+            return made[id(leaf)]
+
+        large = dict(zip(self._parameters, parameters, strict=True))
+        return defaultdict(dict, {
+            large[key]: pytree.tree_map(on_parameters, state)
+            for key, state in zip(self._optimizer.state, self._before.values(), strict=True)})
+
+    def _state_bytes(self) -> int:
+        leaves = pytree.tree_leaves(list(self._optimizer.state.values()))
+        storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+                    for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return sum(storages.values())
+
+    def step(self) -> list[Any]:
+        """One step; the values that the optimizer's code asked for, in order."""
+        answers = _Answers()
+        with no_active_modes(), answers:
+            self._optimizer.step(self._evaluate)
+        return answers.given
+
+    def _evaluate(self) -> torch.Tensor:
+        self.evaluations += 1
+        with no_active_modes(), torch.no_grad():
+            point = torch.cat([p.flatten() for p in self._parameters])
+            slope = self._curvature * point
+            for parameter, part in zip(self._parameters, slope.split(
+                    [p.numel() for p in self._parameters]), strict=True):
+                parameter.grad = part.view_as(parameter)
+            return point.dot(slope) / 2
+
+
+class _Answers(TorchDispatchMode):
+    """Notes the values of tensors that code asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in VALUE_OPS:
+            self.given.append(out)
+        return out

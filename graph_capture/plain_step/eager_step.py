@@ -1,0 +1,67 @@
+"""The memory of the training step as plain PyTorch runs it: what the user has today.
+
+The figures of one traced forward, loss and backward (`graph_capture.plain_step.micro_step`) from
+gradients that are `None`, as after `zero_grad()`, with the output held to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from graph_capture.memory.tracker import Workspace
+from graph_capture.plain_step.loss import LossFn, LossFootprint, trace_loss
+from graph_capture.plain_step.micro_step import ForwardContext, trace_micro_step
+from graph_capture.training_graph import BufferKind
+from graph_capture.twins.fake import FakeTwin
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """Memory of one plain training step, above what is resident."""
+
+    peak_bytes: int
+    by_category: Mapping[BufferKind, int]
+    """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
+    forward_peak_bytes: int
+    """The most before the backward begins, the loss included."""
+    end_bytes: int
+    """What is left when the step ends and its output is released: the gradients."""
+    with_gradient: frozenset[str]
+    """Names of the parameters that get a gradient."""
+    loss: LossFootprint
+    plain: bool
+    """Whether the code ran on what it takes for plain tensors; else on fake ones, which some
+    libraries treat in another way."""
+
+
+def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
+                     forward_context: ForwardContext = nullcontext,
+                     with_gradient: Collection[str] = ()) -> EagerStep:
+    """Trace forward, loss and backward of the twin; it has no gradients before and after, but for
+    the parameters named in `with_gradient`, whose gradients are resident.
+
+    `forward_context` makes what the user wraps around the forward and the loss, e.g.
+    `lambda: torch.autocast("cpu", torch.bfloat16)`; an autocast that is active at the time of the
+    call counts too.
+
+    Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
+    """
+    footprint: list[LossFootprint] = []
+
+    def look(running: FakeTwin, output: Any, loss: LossFn | None) -> None:
+        footprint[:] = [trace_loss(loss, output, running, workspace)]
+
+    step = trace_micro_step(twin, loss_fn, workspace=workspace, forward_context=forward_context,
+                            with_gradient=with_gradient, look=look)
+    trace = step.trace
+    at_peak = trace.by_category(trace.alive_at_peak())
+    return EagerStep(
+        peak_bytes=trace.peak_bytes,
+        by_category={kind: at_peak[kind.value] for kind in BufferKind},
+        forward_peak_bytes=trace.until(step.backward_begins).peak_bytes,
+        end_bytes=sum(trace.blocks[block].size_bytes
+                      for block in (*step.gradients, *step.left_blocks)),
+        with_gradient=frozenset(step.gradients.values()), loss=footprint[0], plain=step.plain)

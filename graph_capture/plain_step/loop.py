@@ -1,0 +1,173 @@
+"""The parts of a training loop as plain PyTorch runs it, each traced once, when it is asked for.
+
+Nothing of the model is executed or changed; see `graph_capture.twins.fake`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from graph_capture.errors import CaptureError
+from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.memory.module_location import ModuleLocator
+from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep
+from graph_capture.memory.tracker import MemoryTracker
+from graph_capture.op_costs.probe import OpProbe
+from graph_capture.optimizer.step import (
+    OptimizerSettings,
+    OptimizerTrace,
+    trace_optimizer_steps,
+)
+from graph_capture.plain_step.loss import LossFn
+from graph_capture.plain_step.micro_step import run_plainly, trace_micro_step
+from graph_capture.torch_compat import quiet_fake_tensors, storage_key
+from graph_capture.twins.fake import FakeTwin, make_twin
+
+
+class PlainLoop:
+    """Model, batch and loss of a loop, and what each of its parts takes."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...] = (),
+                 kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFn | None = None,
+                 device: torch.device | str | None = None, probe: bool = True,
+                 autocast: torch.dtype | None = None, grad_scaler: bool = False) -> None:
+        """`autocast`: forward and loss run within `torch.autocast` to this dtype.  The other
+        arguments are those of `make_twin` and `OpProbe`.
+
+        Raises `CaptureError` where the model has no twin.
+        """
+        self.twin = make_twin(model, args, kwargs, device=device,
+                              extra=() if loss_fn is None else (loss_fn,))
+        self._loss_fn = None if loss_fn is None else self.twin.extra[0]
+        self._probe = OpProbe(self.twin.device, probe=probe)
+        self._autocast, self._scaled = autocast, grad_scaler
+        self._micro_steps: dict[frozenset[str], MicroStep] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about the traces made so far."""
+        notes = []
+        if any(not step.plain for step in self._micro_steps.values()):
+            notes.append("the model's code does not run on plain tensors without values; it was "
+                         "traced on fake ones, which some libraries treat in another way")
+        here, planned = self.twin.trace_device.type, self.twin.device.type
+        if here != planned:
+            notes.append(f"there is no {planned} device here: the step was traced with what torch "
+                         f"does on {here}, its choice of attention kernels and the ops that "
+                         "autocast concerns among it")
+        if self._probe.assumed:
+            notes.append("workspace is a stated margin, not a measurement, for: "
+                         + ", ".join(sorted(self._probe.assumed)))
+        return tuple(notes)
+
+    def resident(self) -> tuple[Block, ...]:
+        """Parameters, buffers and inputs, a block for each storage."""
+        twin = self.twin
+        seen: set[int] = set()
+        blocks = [*_blocks(twin, Category.PARAMETERS, twin.parameters.items(), seen),
+                  *_blocks(twin, Category.BUFFERS, twin.buffers.items(), seen)]
+        inputs = [(f"input {number}", leaf) for number, leaf
+                  in enumerate(pytree.tree_leaves((twin.args, twin.kwargs)))
+                  if isinstance(leaf, torch.Tensor)]
+        blocks += _blocks(twin, Category.INPUTS, inputs, seen)
+        resident = twin.resident
+        for category, total in ((Category.BUFFERS, resident.buffers_bytes),
+                                (Category.INPUTS, resident.inputs_bytes)):
+            rest = total - sum(b.size_bytes for b in blocks if b.category is category)
+            if rest > 0:
+                blocks.append(Block(rest, category, label="other tensors"))
+        return tuple(blocks)
+
+    @quiet_fake_tensors()
+    def micro_step(self, with_gradient: frozenset[str] = frozenset()) -> MicroStep:
+        """Forward, loss and backward where the parameters of these names have a gradient before.
+
+        Raises `CaptureError` where the step cannot be traced.
+        """
+        growing = with_gradient and self.micro_step().sparse_gradients.keys() & with_gradient
+        if growing:
+            raise CaptureError(
+                f"the gradient of {min(growing)} is sparse, and grows with each micro-step: it is "
+                "followed with accumulation=1 and set_to_none=True only")
+        if with_gradient not in self._micro_steps:
+            with _explained("the training step"):
+                self._micro_steps[with_gradient] = trace_micro_step(
+                    self.twin, self._loss_fn, workspace=self._probe.workspace_bytes,
+                    forward_context=self._context, with_gradient=with_gradient,
+                    scaled=self._scaled)
+        return self._micro_steps[with_gradient]
+
+    @quiet_fake_tensors()
+    def inference(self) -> MemoryTrace:
+        """The forward in `eval()` mode without gradients, to where its output is there."""
+        with _explained("the forward without gradients"):
+            return run_plainly(self.twin, None, self._trace_inference)
+
+    @quiet_fake_tensors()
+    def optimizer(self, optimizer: Optimizer | type[Optimizer] | str,
+                  settings: OptimizerSettings | None = None) -> OptimizerTrace:
+        """Two steps of the optimizer; the parameters that a micro-step reaches have gradients."""
+        return trace_optimizer_steps(
+            optimizer, self.twin, with_gradient=frozenset(self.micro_step().gradients.values()),
+            sparse=self.micro_step().sparse_gradients, settings=settings,
+            workspace=self._probe.workspace_bytes)
+
+    def _context(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.twin.trace_device.type, self._autocast)
+
+    def _trace_inference(self, twin: FakeTwin, _: LossFn | None, plain: bool) -> MemoryTrace:
+        locate = ModuleLocator(twin.model)
+        tracker = MemoryTracker(self._probe.workspace_bytes, device=twin.device,
+                                trace_device=twin.trace_device, resident=twin.fake_of.values(),
+                                module_of_op=locate)
+        with _evaluating(twin.model), torch.no_grad(), self._context(), locate:
+            with twin.mode, tracker:
+                output = twin.model(*twin.args, **twin.kwargs)
+            tracker.close()
+            del output
+        torch.clear_autocast_cache()
+        return tracker.trace(lambda number: Category.ACTIVATIONS)
+
+
+def _blocks(twin: FakeTwin, category: Category, named: Iterable[tuple[str, torch.Tensor]],
+            seen: set[int]) -> list[Block]:
+    blocks = []
+    for name, tensor in named:
+        key = storage_key(tensor)
+        if key not in seen:
+            seen.add(key)
+            size = allocated_bytes(tensor.untyped_storage().nbytes(), twin.device)
+            blocks.append(Block(size, category, label=name))
+    return blocks
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In `eval()` mode; afterwards each module is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{what} fails on fake tensors: {type(error).__name__}: {error}"
+                           ) from error

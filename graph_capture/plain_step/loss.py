@@ -1,0 +1,154 @@
+"""What a training step differentiates, and what the user's loss holds outside the model.
+
+The rule, the same wherever a step is traced, captured or measured: `loss_fn(output)` where one is
+given; else `output.loss` or `output["loss"]`; else the output itself if it is a scalar; else each
+differentiable tensor of the output gets a cotangent of its own size, which counts as memory and is
+held by the caller to the end of the backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graph_capture.errors import CaptureError
+from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.memory.tracker import MemoryTracker, Workspace
+from graph_capture.twins.fake import FakeTwin
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What `torch.autograd.backward` is called on."""
+
+    roots: tuple[torch.Tensor, ...]
+    seeds: tuple[torch.Tensor | None, ...]
+    """The cotangent of each root; `None` stands for the 1 that autograd makes for a scalar."""
+
+    def backward(self) -> None:
+        """Accumulate the gradients."""
+        torch.autograd.backward(self.roots, self.seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGradient:
+    """Whether the loss reaches a tensor of the output."""
+
+    flows: bool
+    size_bytes: int
+    """Of the cotangent; 0 if none flows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossFootprint:
+    """Memory of the loss outside the model, above what is held when the model returns."""
+
+    retained_bytes: int
+    """Held from its forward to its backward: saved tensors, the loss itself."""
+    forward_peak_bytes: int
+    """The most during its forward; at least `retained_bytes`."""
+    backward_peak_bytes: int
+    """The most during its backward, what is retained and the cotangents included."""
+    outputs: tuple[OutputGradient, ...]
+    """For each tensor of the output, in the order of `output_tensors`."""
+
+
+def objective(output: Any, loss_fn: LossFn | None) -> Objective:
+    """The roots and cotangents of the step's backward; see the module's rule.
+
+    Raises `CaptureError` where nothing can be differentiated, or a given loss is no scalar.
+    """
+    if loss_fn is not None:
+        return _of_scalar(loss_fn(output), "the loss that `loss_fn` returned")
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return _of_scalar(named, "the output's `loss`")
+    if isinstance(output, torch.Tensor) and output.numel() == 1 and output.requires_grad:
+        return Objective((output,), (None,))
+    roots = tuple(tensor for tensor in output_tensors(output) if tensor.requires_grad)
+    if not roots:
+        raise CaptureError("no tensor of the model's output needs a gradient; expected a loss to "
+                           "differentiate: give `loss_fn`, labels, or trainable parameters")
+    return Objective(roots, tuple(torch.ones_like(root) for root in roots))
+
+
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """Every tensor of a model's output, in order: through containers and dataclasses."""
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                found.extend(output_tensors(getattr(leaf, field.name)))
+    return found
+
+
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """`output` with each of `output_tensors` changed; containers and dataclasses are copied."""
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            changed = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(changed, field.name,
+                                   _map_tensors(change, getattr(value, field.name)))
+            return changed
+        return value
+
+    return pytree.tree_map(leaf, output)
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
+               workspace: Workspace) -> LossFootprint:
+    """The footprint of the loss of `output`, an output of the twin's model under its mode.
+
+    The tensors of the output count as independent, whatever the model made of what, and the
+    model's own graph is not touched.
+    """
+    with twin.mode:
+        output = _map_tensors(_as_leaf, output)
+    tensors = output_tensors(output)
+    tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
+                            resident=(*tensors, *twin.fake_of.values()))
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    with twin.mode, tracker:
+        goal = objective(output, loss_fn)
+        forward_peak, retained = tracker.peak_bytes, tracker.live_bytes
+        tracker.restart_peak()
+        tracker.start_of_backward()
+        gradients = torch.autograd.grad(goal.roots, wanted, goal.seeds, allow_unused=True)
+    tracker.close()
+    gradient_of = dict(zip(map(id, wanted), gradients, strict=True))
+
+    def gradient(tensor: torch.Tensor) -> OutputGradient:
+        found = gradient_of.get(id(tensor))
+        return OutputGradient(found is not None, 0 if found is None else allocated_bytes(
+            found.untyped_storage().nbytes(), twin.device))
+
+    return LossFootprint(retained, forward_peak, tracker.peak_bytes,
+                         tuple(gradient(tensor) for tensor in tensors))
+
+
+def _of_scalar(loss: Any, what: str) -> Objective:
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"{what} is a {type(loss).__name__}; expected a tensor with one element")
+    if loss.numel() != 1:
+        raise CaptureError(f"{what} has the shape {tuple(loss.shape)}; expected one element: "
+                           "reduce it, e.g. with .mean()")
+    if not loss.requires_grad:
+        raise CaptureError(f"{what} needs no gradient: it depends on no trainable parameter")
+    return Objective((loss,), (None,))

@@ -1,0 +1,156 @@
+"""One forward, loss and backward as plain PyTorch runs it: every block that it takes, in order.
+
+The model of the world: the code runs on tensors without memory under the real autograd, and
+storages live as long as somebody refers to them.  The caller is taken to be
+`output = model(...); loss = loss_fn(output); loss.backward()` and holds the output and the loss to
+the end of the backward and beyond; the result says which blocks those are.  Under autocast,
+forward and loss run inside and the backward outside, as torch's documentation has it: the casts of
+the weights are cached until then.
+
+Gradients that a parameter has before the step are added to in place.
+
+Blind spots: those of `memory_tracker`; memory held by reference cycles goes when the garbage
+collector runs, at some other time than in the real step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from graph_capture.errors import CaptureError
+from graph_capture.memory.module_location import ModuleLocator
+from graph_capture.memory.sparse import is_sparse
+from graph_capture.memory.trace import Category, MicroStep
+from graph_capture.memory.tracker import MemoryTracker, Workspace
+from graph_capture.plain_step.loss import LossFn, Objective, objective
+from graph_capture.torch_compat import NoStaticShape
+from graph_capture.twins.data_less import hollow_twin
+from graph_capture.twins.fake import FakeTwin
+
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+"""Makes what the user wraps around the forward and the loss, e.g.
+`lambda: torch.autocast("cpu", torch.bfloat16)`."""
+
+_Made = TypeVar("_Made")
+
+
+def trace_micro_step(
+    twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
+    forward_context: ForwardContext = nullcontext, with_gradient: Collection[str] = (),
+    scaled: bool = False, look: Callable[[FakeTwin, Any, LossFn | None], None] | None = None,
+) -> MicroStep:
+    """Trace forward, loss and backward of the twin, whose tensors are as before afterwards.
+
+    `with_gradient`: names of the parameters that have a gradient before.  `scaled`: the loss is
+    scaled by a `GradScaler`.  `look` sees the twin that runs, the output of its model and its loss
+    before the loss is made.  An autocast that is active at the time of the call counts as well as
+    `forward_context`.
+
+    Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
+    """
+    return run_plainly(twin, loss_fn, lambda running, loss, plain: _trace(
+        running, loss, workspace, forward_context, with_gradient, scaled, look, plain=plain))
+
+
+def run_plainly(twin: FakeTwin, loss_fn: LossFn | None,
+                run: Callable[[FakeTwin, LossFn | None, bool], _Made]) -> _Made:
+    """`run(twin, loss, True)` on a copy of the twin that looks like plain tensors, where that
+    works; else `run(twin, loss, False)` on the fake one."""
+    if twin.trace_device.type == "cpu":
+        try:
+            plain = hollow_twin(twin, extra=(loss_fn,))
+            return run(plain, plain.extra[-1], True)
+        except Exception:  # whatever a plain tensor without values cannot do, a fake one may
+            pass
+    try:
+        return run(twin, loss_fn, False)
+    except NoStaticShape as error:
+        raise CaptureError(
+            f"the model's code depends on a value of a tensor (it asked for {error}), and a plan "
+            "is made without values; decide by shapes or by arguments instead") from error
+
+
+def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
+           forward_context: ForwardContext, with_gradient: Collection[str], scaled: bool,
+           look: Callable[[FakeTwin, Any, LossFn | None], None] | None, *,
+           plain: bool) -> MicroStep:
+    copies = list(twin.fake_of.values())
+    parameters = {id(tensor): name for name, tensor in reversed(twin.parameters.items())}
+    with twin.mode:
+        for name in with_gradient:
+            twin.parameters[name].grad = torch.empty_like(twin.parameters[name])
+    before = [tensor.grad for tensor in copies if tensor.is_leaf and tensor.grad is not None]
+    locate = ModuleLocator(twin.model)
+    tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
+                            resident=(*copies, *before), module_of_op=locate)
+    try:
+        with locate:
+            with forward_context():
+                with twin.mode, tracker:
+                    output = twin.model(*twin.args, **twin.kwargs)
+                if look is not None:
+                    look(twin, output, loss_fn)
+                loss_begins = tracker.event_count
+                with twin.mode, tracker:
+                    goal = objective(output, loss_fn)
+                if scaled:
+                    goal = _scaled(goal, twin, tracker)
+            # What leaving a user's outermost autocast does: casts of parameters are not kept.
+            torch.clear_autocast_cache()
+            backward_begins = tracker.event_count
+            first_of_backward = tracker.start_of_backward()
+            with twin.mode, _no_autocast(twin.trace_device), tracker:
+                goal.backward()
+        seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
+        gradients: dict[int, str] = {}  # of inputs, too
+        sparse: dict[str, torch.Tensor] = {}
+        for tensor in copies:
+            if tensor.is_leaf and tensor.grad is not None:
+                name = parameters.get(id(tensor), "")
+                gradients |= dict.fromkeys(tracker.numbers_of(tensor.grad), name)
+                if is_sparse(tensor.grad):
+                    sparse[name] = tensor.grad
+        end, alive = tracker.event_count, tracker.live_numbers()
+        del output
+        without_output = tracker.live_numbers()
+        del goal
+        without_loss = tracker.live_numbers()
+    finally:
+        tracker.close()
+        for tensor in copies:
+            if tensor.is_leaf:
+                tensor.grad = None
+
+    def category_of(number: int) -> Category:
+        if number in gradients:
+            return Category.GRADIENTS
+        return (Category.TEMPORARIES if number >= first_of_backward or number in seeds
+                else Category.ACTIVATIONS)
+
+    kept = {number: name for number, name in gradients.items() if name}
+    loss_blocks = without_output - without_loss
+    return MicroStep(
+        trace=tracker.trace(category_of, gradients).until(end), loss_begins=loss_begins,
+        backward_begins=backward_begins, gradients=kept,
+        output_blocks=frozenset(alive - without_output), loss_blocks=frozenset(loss_blocks),
+        left_blocks=frozenset(without_loss - kept.keys()), plain=plain,
+        sparse_gradients=sparse)
+
+
+def _scaled(goal: Objective, twin: FakeTwin, tracker: MemoryTracker) -> Objective:
+    """The same with its roots multiplied by the scale of a `GradScaler`."""
+    scaler = torch.amp.GradScaler(twin.trace_device.type)
+    with twin.mode:
+        scaler.scale(torch.ones((), device=twin.trace_device))  # makes its state, out of sight
+        with tracker:
+            return Objective(tuple(scaler.scale(root) for root in goal.roots), goal.seeds)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

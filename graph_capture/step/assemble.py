@@ -1,0 +1,354 @@
+"""Lowered regions, the loss between them, and costs -> one `TrainingGraph`.
+
+Besides the captured ops a step has moments at which memory appears or must still be there, although
+nothing of the model computes: mutated inputs are updated after a forward, autograd makes the
+cotangent of the loss, a gradient in another layout than its parameter is copied, code between two
+regions hands over tensors.  Each is an op without cost (and without a digest: it is nothing that a
+plan can recompute).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from graph_capture.dynamo.uncaptured import UncapturedCode
+from graph_capture.joint_graph.lower import LoweredOp, LoweredRegion, epilogue_name
+from graph_capture.joint_graph.outline import outline
+from graph_capture.training_graph import (
+    LOSS_BACKWARD,
+    Buffer,
+    BufferKind,
+    Phase,
+    Region,
+    ResidentMemory,
+    TrainingGraph,
+    TrainingOp,
+)
+
+SCALAR_BYTES = 4
+"""Size of a loss, and of the cotangent that its backward starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one run of an op costs."""
+
+    flops: int
+    bytes_moved: int
+    seconds: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossMemory:
+    """What the user's loss holds outside the model."""
+
+    retained_bytes: int = 0
+    """Saved from its forward to its backward."""
+    forward_workspace_bytes: int = 0
+    """Beyond that, while it runs."""
+    backward_workspace_bytes: int = 0
+    """While its backward runs, beyond the cotangents that it makes."""
+    cotangents_held: bool = False
+    """Autograd's caller holds the cotangents to the end: they start the backward."""
+
+
+@dataclass(frozen=True)
+class RegionUse:
+    """A lowered region and how its inputs and outputs hang together with the rest of the step."""
+
+    lowered: LoweredRegion
+    cotangents: tuple[bool, ...]
+    parameter_names: Mapping[int, str]
+    """Index of a primal -> name, for those whose gradient the user gets."""
+    linked_inputs: Mapping[int, tuple[int, int]]
+    """Index of a primal -> (region, storage of that region) that it is."""
+    returned: frozenset[int]
+    """Storages of its outputs that the user holds to the end of the step."""
+    released: Mapping[int, int]
+    """Storage of an output -> the last gap in which uncaptured code holds it."""
+    block: str = ""
+    """The submodule that it is the graph of; empty for the whole model."""
+    repeated: bool = False
+    """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
+    early: tuple[int, ...] = ()
+    """See `Region.early`."""
+
+
+def assemble(
+    uses: Sequence[RegionUse], *, loss: LossMemory, cost_of: Callable[[fx.Node], OpCost],
+    pinned_by_user: Callable[[str, str], bool], resident: ResidentMemory, device: torch.device,
+    uncaptured: UncapturedCode | None = None,
+) -> TrainingGraph:
+    """The graph of the whole step: forwards in order, the loss, backwards in reverse.
+
+    `pinned_by_user(module, target)` tells which ops the user wants kept.  Where code runs between
+    the regions, `uncaptured` accounts for the loss too, and `loss` is not used.
+    """
+    return _Assembly(uses, LossMemory() if uncaptured else loss, uncaptured, cost_of,
+                     pinned_by_user, device).run(resident)
+
+
+class _Assembly:
+    def __init__(
+        self, uses: Sequence[RegionUse], loss: LossMemory, uncaptured: UncapturedCode | None,
+        cost_of: Callable[[fx.Node], OpCost], pinned_by_user: Callable[[str, str], bool],
+        device: torch.device,
+    ) -> None:
+        self.uses, self.loss, self.cost_of = uses, loss, cost_of
+        self.uncaptured = uncaptured
+        self.pinned_by_user, self.device = pinned_by_user, device
+        self.ops: list[TrainingOp] = []
+        self.buffers: list[Buffer] = []
+        self.index: dict[tuple[int, int], int] = {}  # (region, storage) -> buffer
+        self.foreign: dict[int, int] = {}  # storage of uncaptured code -> buffer
+        self.handed_over: list[tuple[int, int]] = []
+        # gradients that uncaptured code reads, and the region whose own it waits for
+        self.done = len(uses)  # the last region whose backward has run
+        self.input_gradients: dict[tuple[int, int], list[int]] = {}
+        # (region, storage of an output) -> buffers of its gradients from later regions
+
+    def run(self, resident: ResidentMemory) -> TrainingGraph:
+        last = len(self.uses)
+        forwards = []
+        for number in range(last):
+            self._gap(number, Phase.FORWARD)
+            forwards.append(self._forward(number))
+        self._gap(last, Phase.LOSS)
+        self._loss()
+        backwards: dict[int, range] = {}
+        for number in reversed(range(last)):
+            if self.uncaptured and number in self.uncaptured.before_backward:
+                self._gap(self.uncaptured.before_backward[number], Phase.BACKWARD, number)
+            backwards[number] = self._backward(number)
+            self.done = number
+        if self.uncaptured:
+            self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
+        regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
+                               outline(use.lowered), use.block, use.early)
+                        for number, use in enumerate(self.uses))
+        return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
+                             str(self.device))
+
+    def _forward(self, number: int) -> range:
+        use = self.uses[number]
+        start = len(self.ops)
+        lowered = use.lowered
+        for op in lowered.ops[:lowered.num_forward]:
+            self._op(number, op)
+        if lowered.mutation_sources:
+            sources = tuple(self.index[number, s] for s in lowered.mutation_sources)
+            self._moment(epilogue_name(number), Phase.FORWARD, number, sources, ())
+        return range(start, len(self.ops))
+
+    def _loss(self) -> None:
+        loss = self.loss
+        reads: tuple[int, ...] = ()
+        made = []
+        if loss.retained_bytes or loss.forward_workspace_bytes:
+            # The caller holds the loss, and autograd's caller the 1 that the backward starts from.
+            value = min(SCALAR_BYTES, loss.retained_bytes)
+            kept = self._buffer(loss.retained_bytes - value, BufferKind.ACTIVATION)
+            scalar = self._buffer(value, BufferKind.ACTIVATION, kept_to_end=True)
+            self._moment("loss/forward#0", Phase.LOSS, -1, (), (kept, scalar),
+                         loss.forward_workspace_bytes)
+            reads = (kept,)
+            made.append(self._buffer(value, BufferKind.TEMPORARY, kept_to_end=True))
+        for number, use in enumerate(self.uses):
+            for position, storage in enumerate(use.lowered.cotangent_storages):
+                if (storage is None or self._fed_by_later_region(number, position)
+                        or self._foreign_cotangent(number, position) is not None):
+                    continue
+                size = use.lowered.storages[storage].size_bytes
+                self.index[number, storage] = self._buffer(
+                    size, BufferKind.TEMPORARY, kept_to_end=loss.cotangents_held)
+                made.append(self.index[number, storage])
+        self._moment(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made),
+                     max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
+
+    def _gap(self, gap: int, phase: Phase, next_backward: int | None = None) -> None:
+        """What uncaptured code makes, and reads for the last time, between two regions.
+
+        Before the backward of region `next_backward` it sums that region's cotangents.
+        """
+        code = self.uncaptured
+        if code is None:
+            return
+        last_read = [self.foreign[index] for index, storage in enumerate(code.storages)
+                     if storage.released == gap and storage.made < gap]
+        for number, use in enumerate(self.uses):
+            last_read += [self.index[number, storage] for storage, released
+                          in use.released.items() if released == gap]
+        for (number, _), gradients in self.input_gradients.items():
+            if number == next_backward:
+                last_read += gradients
+        last_read += [buffer for buffer, awaited in self.handed_over if awaited >= self.done]
+        self.handed_over = [wait for wait in self.handed_over if wait[1] < self.done]
+        made = []
+        for index, storage in enumerate(code.storages):
+            if storage.made == gap:
+                kind = (BufferKind.ACTIVATION if phase is not Phase.BACKWARD else
+                        BufferKind.GRADIENT if storage.parameter else BufferKind.TEMPORARY)
+                self.foreign[index] = self._buffer(
+                    storage.size_bytes, kind, kept_to_end=storage.released is None,
+                    label=storage.parameter if kind is BufferKind.GRADIENT else "")
+                made.append(self.foreign[index])
+        if made or last_read or code.workspace_bytes[gap]:
+            self._moment(f"/uncaptured code#{gap}", phase, -1, tuple(dict.fromkeys(last_read)),
+                         tuple(made), code.workspace_bytes[gap])
+
+    def _foreign_cotangent(self, number: int, position: int) -> int | None:
+        """The storage of uncaptured code that is a cotangent of a region."""
+        return None if self.uncaptured is None else (
+            self.uncaptured.cotangents.get((number, position)))
+
+    def _fed_by_later_region(self, number: int, position: int) -> bool:
+        output = self._output_of_cotangent(number, position)
+        return output is not None and output not in self.uses[number].returned and any(
+            link == (number, output)
+            for use in self.uses[number + 1:] for link in use.linked_inputs.values())
+
+    def _output_of_cotangent(self, number: int, position: int) -> int | None:
+        """The storage of the differentiable output that a cotangent belongs to."""
+        lowered = self.uses[number].lowered
+        source = lowered.joint.differentiable_outputs[position]
+        return None if source is None else lowered.storage_of.get(source)
+
+    def _backward(self, number: int) -> range:
+        use = self.uses[number]
+        lowered = use.lowered
+        for position, storage in enumerate(lowered.cotangent_storages):
+            foreign = self._foreign_cotangent(number, position)
+            if storage is None:
+                continue
+            if foreign is not None:
+                self.index[number, storage] = self.foreign[foreign]
+            elif (number, storage) not in self.index:
+                self._receive_gradient(number, position, storage)
+        start = len(self.ops)
+        for op in lowered.ops[lowered.num_forward:]:
+            self._op(number, op)
+        for storage, primal in lowered.gradient_storages:
+            self._hand_over_gradient(number, storage, primal)
+        return range(start, len(self.ops))
+
+    def _receive_gradient(self, number: int, position: int, storage: int) -> None:
+        """The gradient of an output that only later regions read: theirs, summed by autograd."""
+        output = self._output_of_cotangent(number, position)
+        found = self.input_gradients.get((number, output if output is not None else -1), [])
+        if len(found) == 1:
+            self.index[number, storage] = found[0]
+            return
+        size = self.uses[number].lowered.storages[storage].size_bytes
+        total = self._buffer(size, BufferKind.TEMPORARY)
+        self.index[number, storage] = total
+        self._moment(f"{number}:/sum of gradients#{position}", Phase.BACKWARD, -1,
+                     tuple(dict.fromkeys(found)), (total,))
+
+    def _hand_over_gradient(self, number: int, storage: int, primal: int) -> None:
+        use = self.uses[number]
+        buffer = self.index.get((number, storage))
+        if buffer is None:
+            return
+        if primal in use.linked_inputs:
+            self.input_gradients.setdefault(use.linked_inputs[primal], []).append(buffer)
+            return
+        if self.uncaptured and (number, primal) in self.uncaptured.inputs:
+            self.handed_over.append((buffer, self._last_with_gradient(
+                self.uncaptured.inputs[number, primal])))
+            return
+        name = use.parameter_names.get(primal, "")
+        gradient = use.lowered.joint.gradients[primal]
+        parameter = use.lowered.joint.primals[primal].meta["val"]
+        if gradient is not None and not _same_layout(gradient.meta["val"], parameter):
+            # Autograd copies a gradient whose layout is not the parameter's.
+            copied = self._buffer(parameter.numel() * parameter.element_size(),
+                                  BufferKind.GRADIENT, kept_to_end=True, label=name)
+            self._moment(f"~/layout of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
+                         (buffer,), (copied,))
+            return
+        kind = self.buffers[buffer].kind
+        if kind is BufferKind.TEMPORARY:
+            kind = BufferKind.GRADIENT
+        self.buffers[buffer] = replace(
+            self.buffers[buffer], kind=kind, kept_to_end=True, label=name)
+
+    def _last_with_gradient(self, foreign: int) -> int:
+        """The region that is the last, in the backward, to make a gradient of this storage: until
+        then autograd holds those of the others, to sum them."""
+        assert self.uncaptured is not None
+        return min(number for (number, primal), storage in self.uncaptured.inputs.items()
+                   if storage == foreign
+                   and self.uses[number].lowered.joint.gradients[primal] is not None)
+
+    def _op(self, number: int, op: LoweredOp) -> None:
+        use = self.uses[number]
+        index = len(self.ops)
+        kind = BufferKind.ACTIVATION if op.phase is Phase.FORWARD else BufferKind.TEMPORARY
+        outputs = []
+        for storage in op.outputs:
+            buffer = self._buffer(
+                use.lowered.storages[storage].size_bytes, kind, producer=index,
+                kept_to_end=op.phase is Phase.FORWARD and storage in use.returned)
+            self.index[number, storage] = buffer
+            outputs.append(buffer)
+        inputs = [self.index[number, storage] for storage in op.inputs]
+        inputs += self._inputs_from_elsewhere(number, op.node)
+        cost = self.cost_of(op.node)
+        pinned = op.replay.pinned or ("runs several times in a step" if use.repeated else "")
+        if op.phase is Phase.FORWARD and not pinned and self.pinned_by_user(op.module, op.target):
+            pinned = "kept by the user"
+        self.ops.append(TrainingOp(
+            name=op.name, target=op.target, module=op.module, source=op.source, phase=op.phase,
+            region=number, inputs=tuple(dict.fromkeys(inputs)), outputs=tuple(outputs),
+            flops=cost.flops, bytes_moved=cost.bytes_moved, seconds=cost.seconds,
+            workspace_bytes=cost.workspace_bytes + op.replay.workspace_bytes(self.device),
+            pinned=pinned,
+            inplace=() if use.repeated else tuple(
+                self.index[number, storage] for storage in op.inplace),
+            replay_state_bytes=op.replay.state_bytes(self.device), digest=op.digest,
+            result=op.result))
+
+    def _inputs_from_elsewhere(self, number: int, node: fx.Node) -> list[int]:
+        """Buffers of other regions, or of uncaptured code, that the op reads."""
+        use = self.uses[number]
+        foreign = {} if self.uncaptured is None else self.uncaptured.inputs
+        if not use.linked_inputs and not foreign:
+            return []
+        found = []
+        for primal in use.lowered.primals_read_by(node):
+            if primal in use.linked_inputs:
+                found.append(self.index[use.linked_inputs[primal]])
+            elif (number, primal) in foreign:
+                found.append(self.foreign[foreign[number, primal]])
+        return found
+
+    def _buffer(
+        self, size_bytes: int, kind: BufferKind, *, producer: int | None = None,
+        kept_to_end: bool = False, label: str = "",
+    ) -> int:
+        """A new buffer; without a producer it belongs to the op that comes next."""
+        self.buffers.append(Buffer(
+            size_bytes, len(self.ops) if producer is None else producer, kind, kept_to_end, label))
+        return len(self.buffers) - 1
+
+    def _moment(
+        self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
+        outputs: tuple[int, ...], workspace_bytes: int = 0,
+    ) -> None:
+        target = name.partition("/")[2].partition("#")[0]
+        self.ops.append(TrainingOp(
+            name=name, target=target, module="", source="", phase=phase, region=region,
+            inputs=inputs, outputs=outputs, workspace_bytes=workspace_bytes,
+            pinned="no op of the model"))
+
+
+def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd keeps this gradient as it is (dimensions of size 1 do not count)."""
+    return gradient.shape == parameter.shape and all(
+        mine == theirs or size == 1 for mine, theirs, size in
+        zip(gradient.stride(), parameter.stride(), parameter.shape, strict=True))

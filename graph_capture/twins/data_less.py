@@ -1,0 +1,320 @@
+"""Plain tensors without memory: for code, and autograd, that treat fake tensors differently.
+
+The model of the world: to the model's Python code and to autograd a hollow tensor is a plain
+`torch.Tensor`; only its storage points to a page of zeros that all of them share, and a dispatch
+mode answers each op with another hollow tensor of the shape that a fake tensor would have.  Small
+integer tensors of the inputs keep their values, and ops on known values run, so that code may look
+at masks and positions as it does in a real step.  (transformers, for one, drops a mask of ones
+unless it sees a fake tensor.)
+
+Blind spots: a value that depends on the weights is not known, and asking for it is an error; code
+that reads memory behind the dispatcher's back reads zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graph_capture.errors import CaptureError
+from graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
+from graph_capture.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    NoStaticShape,
+    OpOverload,
+    fake_tensor,
+    storage_at,
+    storage_key,
+)
+from graph_capture.twins.fake import FakeTwin, TwinCopier, twin_by
+
+_KNOWN_BYTES = 1 << 24
+"""Known values are followed through tensors of at most this size."""
+
+VALUE_OPS = frozenset({
+    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default})
+"""Ops that give code the value of a tensor."""
+
+
+class UnknownValue(CaptureError):
+    """Code asked for a value that depends on values which a trace without memory lacks."""
+
+
+def hollow_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
+                unknown_is_zero: bool = False) -> FakeTwin:
+    """The twin of a twin, with hollow tensors on the CPU in place of the fake ones.
+
+    `extra`: further objects that refer to the twin's tensors; the copies come last in the result's
+    `extra`.  Integer inputs and buffers have the values of the originals that `twin` was made from,
+    as far as those are still alive.  `unknown_is_zero`: code that asks for a value which is not
+    known gets 0 instead of an error.
+    """
+    copier = HollowCopier({id(fake): original for original, fake in twin.fake_of.items()},
+                          unknown_is_zero=unknown_is_zero)
+    return twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
+                   twin.device)
+
+
+class HollowMode(TorchDispatchMode):
+    """Runs ops of known values, and answers all others with hollow tensors."""
+
+    def __init__(self, *, unknown_is_zero: bool = False) -> None:
+        super().__init__()
+        self._unknown_is_zero = unknown_is_zero
+        self._answers: Iterator[Any] | None = None
+        self._nothing_is_known = False
+        self._fakes = FakeTensorMode()
+        self._results: dict[object, Any] = {}  # fake ones, by signature of the op
+        # Real storages into which an unknown value was written; a key may be given out anew.
+        self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def answer_with(self, answers: Iterator[Any]) -> None:
+        """From here on, each value that code asks for, known or not, is the next of these.
+
+        Where they run out, asking raises `UnknownValue`.
+        """
+        self._answers = answers
+
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Inside, no op runs, whether its operands are known or not: for code that writes into its
+        tensors behind the dispatcher's back."""
+        before, self._nothing_is_known = self._nothing_is_known, True
+        try:
+            yield
+        finally:
+            self._nothing_is_known = before
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            raise CaptureError(f"cannot trace the higher-order op {func} in plain mode")
+        if func.is_view or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)  # touches no data
+        if func is MAKE_SPARSE or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
+            return run_sparse(func, args, dict(kwargs), self._known, _hollow)
+        known = not self._nothing_is_known and all(
+            self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor))
+        if func in VALUE_OPS:
+            if self._answers is not None:
+                return self._next_answer()
+            if not (known or self._unknown_is_zero):
+                raise UnknownValue("the model's code looks at the value of a tensor that depends "
+                                   "on the weights or on values that are not given")
+            return func(*args, **kwargs)
+        if known and torch.Tag.nondeterministic_seeded not in func.tags:
+            return self._run_if_small(func, args, kwargs)
+        self._note_overwritten(func, args, kwargs)
+        return self._answer(func, args, kwargs)
+
+    def _next_answer(self) -> Any:
+        assert self._answers is not None
+        for answer in self._answers:
+            return answer
+        raise UnknownValue("code asked for more values than are known")
+
+    def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],
+                          kwargs: Mapping[str, Any]) -> None:
+        if not func._schema.is_mutable:
+            return
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and self._known(tensor):
+                    self._overwritten[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
+
+    def _run_if_small(self, func: OpOverload, args: tuple[Any, ...],
+                      kwargs: Mapping[str, Any]) -> Any:
+        try:
+            answer = self._answer(func, args, kwargs)
+        except NoStaticShape:
+            return func(*args, **kwargs)
+        size = sum(leaf.untyped_storage().nbytes() for leaf in pytree.tree_leaves(answer)
+                   if isinstance(leaf, torch.Tensor))
+        if size <= _KNOWN_BYTES:
+            return func(*args, **kwargs)
+        self._note_overwritten(func, args, kwargs)
+        return answer
+
+    def _answer(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the op returns, without values."""
+        written = _returned_operand(func)
+        if written is not None and len(args) > written:
+            return args[written]
+        key = _signature(func, args, kwargs)
+        known = self._results.get(key)
+        if known is not None:
+            return pytree.tree_map(_hollow, known)
+        return self._run_on_fakes(func, args, kwargs, key)
+
+    def _run_on_fakes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                      key: object) -> Any:
+        originals: dict[int, torch.Tensor] = {}  # by identity of the fake tensor
+        storages: dict[int, torch.UntypedStorage] = {}  # meta storage, by key of the original
+        owners: dict[int, torch.Tensor] = {}  # a tensor of each storage, by key of the meta one
+        of_operands = False
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = storage_key(leaf)
+            if key not in storages:
+                storages[key] = torch.UntypedStorage(leaf.untyped_storage().nbytes(), device="meta")
+            meta = torch.empty(0, dtype=leaf.dtype, device="meta").set_(
+                storages[key], leaf.storage_offset(), leaf.size(), leaf.stride())
+            made = fake_tensor(self._fakes, meta, leaf.device)
+            originals[id(made)] = leaf
+            owners[storage_key(made)] = leaf
+            return made
+
+        def answer(leaf: Any) -> Any:
+            nonlocal of_operands
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            owner = owners.get(storage_key(leaf))
+            of_operands = of_operands or owner is not None
+            if id(leaf) in originals:
+                return originals[id(leaf)]
+            if owner is not None:  # an alias, though the op is no view by its schema
+                return owner.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+            return _hollow(leaf)
+
+        fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
+        with self._fakes:
+            out = func(*fake_args, **fake_kwargs)
+        result = pytree.tree_map(answer, out)
+        if key is not None and not of_operands:
+            self._results[key] = out
+        return result
+
+    def _known(self, tensor: torch.Tensor) -> bool:
+        overwritten = self._overwritten.get(storage_key(tensor))
+        return not (_ZEROS.holds(tensor)
+                    or (overwritten is not None and overwritten() is not None))
+
+
+def _returned_operand(func: OpOverload) -> int | None:
+    """Position of the operand that an op writes and returns, where that is all it does."""
+    schema = func._schema
+    if not schema.name.endswith("_") or len(schema.returns) != 1:
+        return None
+    returned = schema.returns[0].alias_info
+    written = [position for position, argument in enumerate(schema.arguments)
+               if argument.alias_info is not None and argument.alias_info.is_write]
+    if returned is None or written != [0] or not isinstance(schema.returns[0].type,
+                                                            torch.TensorType):
+        return None
+    return 0
+
+
+def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """What the layout of the results of an op depends on; `None` where they may be operands."""
+    if func._schema.is_mutable:
+        return None
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    words: list[object] = [func, structure]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            words += (leaf.dtype, leaf.device, leaf.size(), leaf.stride(), leaf.storage_offset())
+        else:
+            words += (type(leaf), leaf)
+    try:
+        hash(key := tuple(words))
+    except TypeError:  # an argument that cannot be compared
+        return None
+    return key
+
+
+def _hollow(leaf: Any) -> Any:
+    """A hollow tensor in the place of a fake one, in a storage of its own."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return hollow_tensor(leaf, hollow_storage(leaf.untyped_storage().nbytes()))
+
+
+def hollow_storage(size_bytes: int) -> torch.UntypedStorage:
+    """A storage of its own identity whose content is zeros that cost nothing."""
+    return storage_at(_ZEROS.address(size_bytes), size_bytes)
+
+
+def hollow_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A plain tensor in `storage` with the layout of `like`."""
+    return torch.empty(0, dtype=like.dtype).set_(
+        storage, like.storage_offset(), like.size(), like.stride())
+
+
+class HollowCopier(TwinCopier):
+    """Deep copies in which each tensor becomes hollow, but for small known values."""
+
+    def __init__(self, original_of: Mapping[int, torch.Tensor], *,
+                 unknown_is_zero: bool = False) -> None:
+        """`original_of`: by identity of a fake tensor, the one that has its value."""
+        self._original_of, self._unknown_is_zero = original_of, unknown_is_zero
+        super().__init__(torch.device("cpu"))
+
+    def new_mode(self) -> HollowMode:
+        return HollowMode(unknown_is_zero=self._unknown_is_zero)
+
+    def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
+        return hollow_storage(size_bytes)
+
+    def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        return hollow_tensor(like, storage)
+
+    def tensor(self, real: torch.Tensor) -> torch.Tensor:
+        original = self._original_of.get(id(real), real)
+        if real not in self.fake_of and _worth_knowing(original):
+            known = original.detach().clone()
+            self.fake_of[real] = self.memo[id(real)] = known
+            self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
+        return super().tensor(real)
+
+
+def _worth_knowing(tensor: torch.Tensor) -> bool:
+    return (tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor | nn.Parameter)
+            and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
+            and tensor.numel() * tensor.dtype.itemsize <= _KNOWN_BYTES)
+
+
+class _Zeros:
+    """Pages of zeros that cost nothing, each large enough for the storages that point to it."""
+
+    def __init__(self) -> None:
+        self._pages: list[tuple[int, int, object]] = []  # size, address, owner
+
+    def address(self, size_bytes: int) -> int:
+        """Address of at least `size_bytes` zeros."""
+        for size, address, _ in self._pages:
+            if size >= size_bytes:
+                return address
+        size = max(1 << 30, 2 * size_bytes)
+        # A private, read-only mapping of nothing: the system shares one page of zeros.
+        owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                          prot=mmap.PROT_READ)
+        address = np.frombuffer(owner, dtype=np.uint8).ctypes.data
+        self._pages.append((size, address, owner))
+        return address
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor points to these zeros."""
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(address == pointer for _, address, _ in self._pages)
+
+
+_ZEROS = _Zeros()
+"""Never released: a storage that points there may outlive everything else."""

@@ -1,0 +1,100 @@
+"""The plan: what to keep and what to recompute in one training step, and what that costs.
+
+A plan is plain data.  It holds names, numbers and digests, no tensor and no graph; so it can be
+compared, saved, sent to another machine and applied to any model whose step has the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
+
+from apply.recipe import Recipe
+from planner.plans.decisions import Decision
+from planner.step.accounting import MemoryByCategory, OptimizerMemory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An immutable plan of one training step.  Equal plans give equal files, byte for byte."""
+
+    budget_bytes: int | None
+    """The limit on `peak_bytes`; `None`: no limit."""
+    peak_bytes: int
+    """Predicted peak of the whole step under the plan."""
+    baseline_peak_bytes: int
+    """Predicted peak of the step as it runs today: the plain eager model, no plan."""
+    resident_bytes: int
+    """Held before the step begins: parameters, buffers, inputs, optimizer state."""
+    memory: MemoryByCategory
+    """Bytes at the peak by category; sums to `peak_bytes`."""
+    forward_backward_peak_bytes: int
+    """Predicted peak of forward, loss and backward, resident memory included."""
+    optimizer_step_peak_bytes: int
+    """Predicted peak of the optimizer's step, resident memory included; 0 without an optimizer."""
+    recompute_flops: int
+    """FLOPs that the plan computes again in one step."""
+    step_flops: int
+    """FLOPs of one step without recomputation."""
+    overhead: float
+    """Estimated extra step time, as a fraction of the step without recomputation.  Below 0 where
+    the kernels of a plan for Inductor were timed and are the faster ones."""
+    overhead_bound: float
+    """Proven lower bound on `overhead` for any schedule within the budget that keeps the graph's
+    order of first runs and recomputes forward ops, under the same cost model.  For Inductor nothing
+    is proven: 0, or `overhead` where that is less."""
+    status: Literal["optimal", "feasible"]
+    """`optimal` where `overhead` is proven to be the least possible."""
+    solver: str
+    """Name of the solver that was asked for."""
+    optimizer: OptimizerMemory | None
+    """What was counted for the optimizer; `None`: nothing was."""
+    device: str
+    """The device planned for."""
+    backend: str
+    cost_model: str
+    decisions: tuple[Decision, ...]
+    """What happens to each op of the forward, in the order of execution."""
+    recipe: Recipe
+    """What `planner.apply` needs."""
+    inputs: Any = field(hash=False)
+    """Shapes and dtypes of the inputs planned for, as JSON values."""
+    notes: tuple[str, ...]
+    """What to know about the capture: a cache that was switched off, a graph break."""
+    created_with: tuple[tuple[str, str], ...]
+    """Versions of this package and of torch, by name."""
+    solve_seconds: float | None = field(default=None, compare=False)
+    """Wall time of the solver.  Not part of a plan's identity and not in its file: `None` where
+    the plan was loaded."""
+
+    def apply(self, model: nn.Module, *,
+              replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:
+        """As `planner.apply(model, plan)`."""
+        from planner.running.applying import apply
+
+        return apply(model, self, replan=replan)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to `path` as JSON, all of it or nothing; an existing file is replaced.
+
+        Raises `OSError` where the path cannot be written.
+        """
+        from planner.plans.file import save
+
+        save(self, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the file holds, as JSON values; see `plan.schema.json`."""
+        from planner.plans.file import to_dict
+
+        return to_dict(self)
+
+    def __str__(self) -> str:
+        from planner.reporters.table import render_plan
+
+        return render_plan(self)

@@ -1,0 +1,188 @@
+"""What stays where on a rank: parameters, buckets, shards, and the optimizer's part."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graph_capture.data_parallel.fully_sharded import make_units, padded_shard_bytes
+from graph_capture.data_parallel.rank_step import IntoBuckets, Sharded, Wrapper
+from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.optimizer.named import instances
+from graph_capture.optimizer.step import OptimizerFootprint, trace_optimizer
+from graph_capture.twins.fake import FakeTwin, make_twin
+
+if TYPE_CHECKING:
+    from planner.ranks.data_parallel import DataParallel
+
+_FIRST_BUCKET_BYTES = 2 ** 20
+_BUCKET_BYTES = 25 * 2 ** 20
+_MIB = 2 ** 20
+
+
+class RankLayout(Protocol):
+    """How one rank holds the model, whatever the step does."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    """Resident ones: in buckets that are views."""
+    communication_bytes: int
+    """Resident buffers: buckets beside the gradients."""
+    bucket_bytes: tuple[int, ...]
+    units: tuple[tuple[str, int], ...]
+
+    def wrapper(self) -> Wrapper:
+        """What runs along with the traced step."""
+
+    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerFootprint:
+        """What the optimizer of `model` takes on the rank that holds most of its state."""
+
+
+class Replicated:
+    """Each rank holds the whole model, and buckets for its gradients (`ddp`, `zero1`)."""
+
+    def __init__(self, twin: FakeTwin, parallel: DataParallel) -> None:
+        self._twin, self._parallel = twin, parallel
+        self.parameters_bytes = twin.resident.parameters_bytes
+        self.bucket_bytes = tuple(
+            allocated_bytes(size, twin.device) for size in assign_buckets(
+                [p for p in twin.model.parameters() if p.requires_grad], parallel.bucket_cap_mb))
+        whole = sum(self.bucket_bytes)
+        self.gradients_bytes = whole if parallel.gradient_as_bucket_view else 0
+        self.communication_bytes = whole - self.gradients_bytes
+        self.units: tuple[tuple[str, int], ...] = ()
+
+    def wrapper(self) -> Wrapper:
+        return IntoBuckets() if self._parallel.gradient_as_bucket_view else Wrapper()
+
+    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerFootprint:
+        if self._parallel.kind == "ddp":
+            return trace_optimizer(optimizer, self._twin)
+        parts = partition([p for p in model.parameters() if p.requires_grad],
+                          self._parallel.ranks)
+        most = max(parts, key=lambda part: sum(p.numel() for p in part))
+        return _trace_on({p: p.shape for p in most}, optimizer, self._twin.device)
+
+
+class FullyShardedLayout:
+    """Each rank holds a shard of each parameter (`zero2`, `zero3`, `fsdp2`)."""
+
+    def __init__(self, twin: FakeTwin, parallel: DataParallel) -> None:
+        self._twin, self._parallel = twin, parallel
+        self._reshard = {"zero2": False, "zero3": True}.get(
+            parallel.kind, parallel.reshard_after_forward)
+        self._names = unit_names(twin.model, parallel.units)
+        units = make_units(twin.model, self._names, self._reshard)
+        self.parameters_bytes = sum(
+            allocated_bytes(padded_shard_bytes(p, parallel.ranks), twin.device)
+            for unit in units for p in unit.parameters)
+        self.gradients_bytes = self.communication_bytes = 0
+        self.bucket_bytes: tuple[int, ...] = ()
+        self.units = tuple((unit.name, unit.whole_bytes(parallel.ranks))
+                           for unit in (*units[1:], units[0]))
+
+    def wrapper(self) -> Wrapper:
+        return Sharded(self._names, self._parallel.ranks, reshard_after_forward=self._reshard)
+
+    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerFootprint:
+        ranks = self._parallel.ranks
+        shards = {p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
+                  for p in model.parameters() if p.requires_grad}
+        return _trace_on(shards, optimizer, self._twin.device)
+
+
+def assign_buckets(parameters: Sequence[torch.Tensor], cap_mb: float | None) -> list[int]:
+    """Sizes of the buckets into which DDP's reducer puts the gradients of these parameters: in the
+    reverse order, a bucket is closed when it has reached its limit.
+
+    Blind spot: after its first step the reducer orders by when gradients were ready; that changes
+    which is in which bucket, not what all of them take.
+    """
+    first = _FIRST_BUCKET_BYTES if cap_mb is None else int(cap_mb * _MIB)
+    limit = _BUCKET_BYTES if cap_mb is None else first
+    closed: list[int] = []
+    filling: dict[tuple[torch.dtype, torch.device], int] = {}
+    seen: set[tuple[torch.dtype, torch.device]] = set()
+    for parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        size = filling.pop(kind, 0) + parameter.numel() * parameter.element_size()
+        if size >= (limit if kind in seen else first):
+            seen.add(kind)
+            closed.append(size)
+        else:
+            filling[kind] = size
+    return closed + list(filling.values())
+
+
+def partition(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
+    """Whole parameters for each rank, as ZeroRedundancyOptimizer deals them out: the largest first,
+    each to the rank that has the least."""
+    parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
+    for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
+        rank = sizes.index(min(sizes))
+        parts[rank].append(parameter)
+        sizes[rank] += parameter.numel()
+    return parts
+
+
+def unit_names(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the modules that are wrapped one by one.
+
+    Raises `ValueError` for a pattern that names no module with parameters.
+    """
+    having = {name: module for name, module in model.named_modules()
+              if name and any(True for _ in module.parameters())}
+    if patterns is None:
+        lists = [name for name, module in having.items() if isinstance(module, nn.ModuleList)]
+        outermost = [name for name in lists
+                     if not any(name.startswith(f"{other}.") for other in lists)]
+        return tuple(name for name in having
+                     if name.rpartition(".")[0] in outermost and name.rpartition(".")[0])
+    chosen: list[str] = []
+    for pattern in patterns:
+        found = [name for name in having if fnmatch.fnmatchcase(name, pattern)
+                 and name.count(".") == pattern.count(".")]
+        if not found:
+            raise ValueError(f"units: {pattern!r} names no module with parameters; the model has "
+                             f"{', '.join(list(having)[:5])}, ...")
+        chosen += [name for name in found if name not in chosen]
+    return tuple(chosen)
+
+
+class _StandIn(nn.Module):
+    """Parameters of given shapes, and nothing else."""
+
+    def __init__(self, shapes: Mapping[torch.Tensor, torch.Size]) -> None:
+        super().__init__()
+        self.of = {id(p): nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
+                   for p, shape in shapes.items()}
+        self.parts = nn.ParameterList(self.of.values())
+
+
+def _trace_on(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object,
+              device: torch.device) -> OptimizerFootprint:
+    """The footprint of the optimizer on parts of its parameters."""
+    stand_in = _StandIn(shapes)
+    if (given := instances(optimizer)) is not None:
+        optimizer = [_moved(each, stand_in.of) for each in given]
+    stand_in.of = {}
+    return trace_optimizer(optimizer, make_twin(stand_in, device=device))
+
+
+def _moved(optimizer: Optimizer, part_of: Mapping[int, nn.Parameter]) -> Optimizer:
+    """An optimizer of the same groups and settings on the parts, without state."""
+    moved = object.__new__(type(optimizer))
+    vars(moved).update(vars(optimizer))
+    moved.param_groups = [
+        {**group, "params": [part_of[id(p)] for p in group["params"] if id(p) in part_of]}
+        for group in optimizer.param_groups]
+    moved.state = defaultdict(dict)
+    return moved

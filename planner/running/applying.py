@@ -1,0 +1,72 @@
+"""Applying a plan to a model; the work itself is done by the package `apply`.
+
+Whether the graph is the plan's shows partly at once (parameters, buffers) and partly when the first
+step captures it; both raise `PlanMismatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import PlanMismatch
+from planner.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from apply.recipe import Recipe
+
+
+def apply(model: nn.Module, plan: Plan, *,
+          replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:
+    """A model that trains as `plan` says.
+
+    It takes and returns what `model` does, shares its parameters and buffers, has the same
+    `state_dict` keys and follows `train()`, `eval()` and `no_grad`.  Gradients, buffers and the
+    state of the random generators after a step are those of `model`.
+
+    A plan serves the inputs that it was made with, and others whose step is the same graph with no
+    tensor larger: a smaller batch, a shorter sequence.  Any other step raises `PlanMismatch`, which
+    names the first difference, or, where `replan` is given, runs the plan that it makes:
+
+        plan.apply(model, replan=lambda model, inputs: planner.plan(model, inputs, budget="8GB"))
+
+    `replan` is called once for inputs of the same shapes, with the model and the inputs as `plan`
+    takes them, and returns a plan.
+
+    Raises `PlanMismatch` where the plan was made for another graph (possibly only at the first
+    step, when the graph is seen), and `TypeError` where the arguments are no model and no plan.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_plan("plan", plan)
+    if replan is not None and not callable(replan):
+        raise TypeError("replan must be a function of a model and its inputs that returns a "
+                        f"planner.Plan, got {type(replan).__name__}")
+    from apply.runtime import apply_recipe
+
+    return apply_recipe(model, plan.recipe, mismatch=PlanMismatch,
+                        replan=None if replan is None else _recipes(replan))
+
+
+def _recipes(
+    replan: Callable[[nn.Module, Any], Plan],
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]:
+    """The user's function as the applier calls it."""
+    from planner.arguments.inputs import join_inputs
+
+    def make(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+        plan = replan(model, join_inputs(model, args, kwargs))
+        _check_plan("the result of replan", plan)
+        return plan.recipe
+
+    return make
+
+
+def _check_plan(what: str, plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{what} must be a planner.Plan, got {type(plan).__name__}; "
+                        "planner.load(path) reads one from a file")

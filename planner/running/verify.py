@@ -1,0 +1,289 @@
+"""Does the plan hold?  One plain and one planned training step for real, compared.
+
+Both steps run on the user's model with the same inputs, buffers and random state.  Afterwards
+everything is as it was: gradients, buffers, random state.  The peak is what the allocator handed
+out during a planned step, after one that compiles; resident memory and the optimizer, which do not
+run here, are added as predicted.
+
+Blind spots: a step whose kernels are not deterministic differs from itself; state outside
+parameters, buffers and torch's random generators is neither compared nor restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from planner.arguments.inputs import split_inputs
+from planner.errors import CaptureError, PlanMismatch
+from planner.plans.plan import Plan
+from planner.running.applying import apply
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+GRADIENT_TOLERANCE = 1e-6
+"""Largest relative L2 distance between the two gradients that still counts as equal: the order in
+which a captured graph accumulates differs from that of plain autograd."""
+
+COMPILED_GRADIENT_TOLERANCE = 1e-5
+"""The same for a plan that Inductor compiles: what it fuses, it rounds differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What two real steps, one plain and one planned, showed."""
+
+    budget_bytes: int | None
+    """The plan's budget; `None`: no limit."""
+    predicted_peak_bytes: int
+    """The plan's `peak_bytes`."""
+    peak_bytes: int
+    """Measured peak of forward, loss and backward of the planned step, above the resident bytes,
+    plus these; the optimizer's step, where it is fuller, as predicted."""
+    max_gradient_error: float
+    """Relative L2 distance of the whole gradient from that of the plain step; infinite where one
+    step made a gradient and the other none."""
+    loss_error: float
+    """Relative L2 distance of the loss."""
+    buffers_equal: bool
+    """Whether every buffer is the same after both steps: integers exactly, others up to
+    `tolerance` (a kernel may sum in another order where the captured graph lays tensors out
+    differently)."""
+    rng_equal: bool
+    """Whether every random generator is in the same state after both steps."""
+    tolerance: float = GRADIENT_TOLERANCE
+    """What the errors may be: for float32, and more for coarser dtypes, in proportion to their
+    rounding."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the planned step does what the plain one does, within the budget."""
+        return (self.within_budget and self.buffers_equal and self.rng_equal
+                and self.max_gradient_error <= self.tolerance
+                and self.loss_error <= self.tolerance)
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verification as JSON values; an infinite error is `null`."""
+        return {
+            "ok": self.ok,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "max_gradient_error": _finite(self.max_gradient_error),
+            "loss_error": _finite(self.loss_error),
+            "buffers_equal": self.buffers_equal,
+            "rng_equal": self.rng_equal,
+        }
+
+    def __str__(self) -> str:
+        from planner.reporters.table import plain_text, verification_report
+
+        return plain_text(verification_report(self))
+
+
+def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
+           loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Verification:
+    """Run one plain and one planned training step of `model` and compare them.
+
+    `inputs` and `loss_fn` are those that the plan was made with, with real values on the model's
+    device.  The model is left as it was.  For a plan that Inductor compiles the plain step is that
+    of `torch.compile(model)`, which draws the same random numbers.
+
+    Raises `PlanMismatch` where the plan was made for another graph, `CaptureError` where nothing
+    can be differentiated, and `ValueError` for a model without values (on `meta`).
+    """
+    from graph_capture.errors import CaptureError as Refusal
+    from graph_capture.memory.allocator import record_peak
+    from graph_capture.plain_step.loss import objective
+
+    args, kwargs = split_inputs(model, inputs)
+    device = _device_of(model)
+    planned = apply(model, plan)
+    if model.training != plan.recipe.training:
+        mode, now = ("train", "eval") if plan.recipe.training else ("eval", "train")
+        raise PlanMismatch(f"the plan was made in {mode} mode and the model is in {now} mode: "
+                           f"call model.{mode}() first")
+
+    def step(module: nn.Module) -> tuple[torch.Tensor, ...]:
+        output = module(*args, **kwargs)  # held to the end of the step, as a training loop does
+        try:
+            goal = objective(output, loss_fn)
+        except Refusal as refusal:
+            raise CaptureError(str(refusal)) from refusal
+        goal.backward()
+        return goal.roots
+
+    with _state_kept(model, args, kwargs) as restart:
+        unplanned = model if plan.backend == "eager" else _compiled(model)
+        plain = _outcome(model, lambda: step(unplanned))
+        restart()
+        ours = _outcome(model, lambda: step(planned))
+        restart()
+        measured = record_peak(lambda: step(planned), device).peak_bytes
+    tolerance = (GRADIENT_TOLERANCE if plan.backend == "eager" else COMPILED_GRADIENT_TOLERANCE
+                 ) * _coarseness(model)
+    return Verification(
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        peak_bytes=max(plan.resident_bytes + measured, plan.optimizer_step_peak_bytes),
+        max_gradient_error=_relative_distance(plain.gradients, ours.gradients),
+        loss_error=_relative_distance(plain.losses, ours.losses),
+        buffers_equal=_all_close(plain.buffers, ours.buffers, tolerance),
+        rng_equal=_all_equal(plain.random_states, ours.random_states),
+        tolerance=tolerance,
+    )
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    """The model as Inductor compiles it without a plan."""
+    import copy
+
+    import torch
+
+    unplanned = copy.copy(model)
+    unplanned.compile(backend="inductor", dynamic=False)
+    assert isinstance(unplanned, torch.nn.Module)
+    return unplanned
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a step leaves behind."""
+
+    losses: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    random_states: dict[str, torch.Tensor]
+
+
+def _outcome(model: nn.Module, step: Callable[[], tuple[torch.Tensor, ...]]) -> _Outcome:
+    losses = step()
+    return _Outcome(
+        losses={str(number): loss.detach().clone() for number, loss in enumerate(losses)},
+        gradients={name: parameter.grad for name, parameter in model.named_parameters()
+                   if parameter.grad is not None},
+        buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+        random_states=_random_states())
+
+
+@contextmanager
+def _state_kept(model: nn.Module, args: tuple[Any, ...],
+                kwargs: dict[str, Any]) -> Iterator[Callable[[], None]]:
+    """Yields a function that starts over: no gradients, the buffers and random state of now.  At
+    the end the gradients of now are back too."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs))
+              if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    with_gradients = [*model.parameters(), *leaves]
+    gradients = [tensor.grad for tensor in with_gradients]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    states = _random_states()
+
+    def restart() -> None:
+        for tensor in with_gradients:
+            tensor.grad = None
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if not torch.equal(buffer, buffers[name]):
+                    buffer.copy_(buffers[name])
+        _set_random_states(states)
+
+    restart()
+    try:
+        yield restart
+    finally:
+        restart()
+        for tensor, gradient in zip(with_gradients, gradients, strict=True):
+            tensor.grad = gradient
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """State of every random generator of torch, by device."""
+    import torch
+
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.update({f"cuda:{number}": state
+                       for number, state in enumerate(torch.cuda.get_rng_state_all())})
+    return states
+
+
+def _set_random_states(states: dict[str, torch.Tensor]) -> None:
+    import torch
+
+    for device, state in states.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+
+
+def _relative_distance(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+    import torch
+
+    if expected.keys() != found.keys():
+        return float("inf")
+    distance = size = 0.0
+    for name, reference in expected.items():
+        other = found[name]
+        if reference.shape != other.shape:
+            return float("inf")
+        size += reference.double().square().sum().item()
+        if not torch.equal(reference, other):
+            distance += (reference.double() - other.double()).square().sum().item()
+    if distance == 0.0:
+        return 0.0
+    return (distance / size) ** 0.5 if size else float("inf")
+
+
+def _all_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
+    import torch
+
+    return expected.keys() == found.keys() and all(
+        torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def _all_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor],
+               tolerance: float) -> bool:
+    if expected.keys() != found.keys():
+        return False
+    return all(
+        _relative_distance({name: tensor}, {name: found[name]}) <= (
+            tolerance if tensor.is_floating_point() else 0.0)
+        for name, tensor in expected.items())
+
+
+def _coarseness(model: nn.Module) -> float:
+    """Rounding of the coarsest floating-point dtype of the model, in that of float32."""
+    import torch
+
+    dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())
+              if tensor.is_floating_point()}
+    single = torch.finfo(torch.float32).eps
+    return max([1.0, *(torch.finfo(dtype).eps / single for dtype in dtypes)])
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    import torch
+
+    tensor = next(iter(model.parameters()), next(iter(model.buffers()), None))
+    device = torch.device("cpu") if tensor is None else tensor.device
+    if device.type == "meta":
+        raise ValueError("verify runs real steps, and this model is on meta, without values: "
+                         'build it on the device itself, or call model.to_empty(device="cpu")')
+    return device
+
+
+def _finite(value: float) -> float | None:
+    return value if value < float("inf") else None

@@ -1,0 +1,134 @@
+"""Which results a compiled step had better not save, though there is memory for them.
+
+The model of the world: Inductor computes a pointwise result in the kernel that reads it.  To save
+one, a kernel has to write it and another has to read it; to compute it again costs arithmetic, and
+memory traffic only where what it is made from is not read in any case.  On a CPU the mask of a
+dropout takes longer to write and to read than to draw again.
+
+Blind spots: those of `graph_capture.inductor.fused_costs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from graph_capture.training_graph import Phase, SavingCosts, TrainingGraph
+from planner.search.saving import saved_buffers, schedule_saving
+from solvers.problem import Problem, Schedule
+
+
+def free_ops(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> frozenset[int]:
+    """Ops that Inductor recomputes by itself: fused into the kernels that read them."""
+    schedule = schedule_saving(graph, problem, saved)
+    seen: set[int] = set()
+    again = set()
+    for index in schedule:
+        if index in seen:
+            again.add(index)
+        seen.add(index)
+    return frozenset(again)
+
+
+def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> frozenset[int]:
+    """`saved` without the buffers that free ops make from what is saved otherwise."""
+    known: dict[int, bool] = {}
+
+    def available(buffer: int) -> bool:
+        """Whether the backward can have it from buffers that no free op makes."""
+        if buffer not in known:
+            producer = graph.buffers[buffer].producer
+            if producer in free:
+                known[buffer] = all(available(b) for b in graph.ops[producer].inputs)
+            else:
+                known[buffer] = buffer in saved or graph.buffers[buffer].kept_to_end
+        return known[buffer]
+
+    for op in graph.ops:  # in order, so that the recursion is shallow
+        for buffer in op.outputs:
+            available(buffer)
+    return frozenset(buffer for buffer in saved
+                     if graph.buffers[buffer].producer not in free or not available(buffer))
+
+
+def saving_seconds(graph: TrainingGraph, problem: Problem, schedule: Schedule, costs: SavingCosts
+                   ) -> float:
+    """What it takes to write and to read what a schedule saves."""
+    return sum(costs.to_save.get(buffer, 0.0)
+               for buffer in saved_buffers(graph, problem, schedule))
+
+
+def without_cheap(graph: TrainingGraph, problem: Problem, saved: Set[int], costs: SavingCosts
+                  ) -> frozenset[int]:
+    """`saved` without the buffers that are made again from the others in less time than they are
+    written and read; the one that gains the most is given up first."""
+    kept = set(saved)
+    while True:
+        remakes = _Remakes(graph, problem, kept, costs)
+        gains = []
+        for buffer in kept & costs.to_save.keys():
+            seconds = remakes.seconds(buffer, costs.to_save[buffer])
+            if seconds < costs.to_save[buffer]:
+                gains.append((seconds - costs.to_save[buffer], buffer))
+        given_up: set[int] = set()
+        for _, buffer in sorted(gains):
+            # What is given up before may have been what this one was to be made from.
+            if given_up.isdisjoint(remakes.sources(buffer)):
+                given_up.add(buffer)
+        if not given_up:
+            return frozenset(kept)
+        kept -= given_up
+
+
+class _Remakes:
+    """What it takes to make one more buffer again, where `kept` is saved for the backward."""
+
+    def __init__(self, graph: TrainingGraph, problem: Problem, kept: Set[int], costs: SavingCosts
+                 ) -> None:
+        self._graph, self._problem, self._kept, self._costs = graph, problem, kept, costs
+        self._again = free_ops(graph, problem, kept)
+        self._readers: dict[int, list[int]] = {}
+        for index, op in enumerate(graph.ops):
+            if (op.phase is Phase.BACKWARD and op.digest) or index in self._again:
+                for buffer in op.inputs:
+                    self._readers.setdefault(buffer, []).append(index)
+
+    def seconds(self, buffer: int, limit: float) -> float:
+        """Seconds of the ops, and of reading what they are made from if its readers do not read
+        that too; at least `limit` where it cannot be had for less."""
+        graph, problem, costs = self._graph, self._problem, self._costs
+        readers = self._readers.get(buffer, [])
+        first = next((index for index in readers if graph.ops[index].phase is Phase.BACKWARD), None)
+        if first is None:
+            return limit
+        beside = {b for index in readers for b in graph.ops[index].inputs}
+        total, held_anew = 0.0, 0
+        for index in self._ops(buffer):
+            if not problem.ops[index].recomputable or not problem.may_replay(index, first):
+                held_anew += sum(graph.buffers[b].size_bytes for b in graph.ops[index].outputs)
+            else:
+                total += problem.ops[index].cost
+            if total >= limit or held_anew >= graph.buffers[buffer].size_bytes:
+                return limit
+        return total + sum(costs.to_read.get(b, 0.0) for b in self.sources(buffer) - beside)
+
+    def sources(self, buffer: int) -> set[int]:
+        """What is saved of that which a buffer is made from."""
+        ops = list(self._ops(buffer))
+        made = {b for index in ops for b in self._graph.ops[index].outputs}
+        return {b for index in ops if self._problem.ops[index].recomputable
+                for b in self._graph.ops[index].inputs if b not in made}
+
+    def _ops(self, buffer: int) -> Iterator[int]:
+        """The ops that would run again beside those that do, or whose result would be saved."""
+        graph = self._graph
+        pending, seen = [graph.buffers[buffer].producer], set()
+        while pending:
+            index = pending.pop()
+            if index in seen or index in self._again:
+                continue
+            seen.add(index)
+            yield index
+            if self._problem.ops[index].recomputable:
+                pending.extend(
+                    graph.buffers[b].producer for b in graph.ops[index].inputs
+                    if b not in self._kept and not graph.buffers[b].kept_to_end)

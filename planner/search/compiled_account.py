@@ -1,0 +1,99 @@
+"""What the compiled step takes under one recipe after the other.
+
+Code is generated once for each different decision about a block (or about the whole model), and
+serves all recipes that decide the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from apply.recipe import Recipe
+
+if TYPE_CHECKING:
+    from apply.blocks import SharedCode
+    from apply.inductor import InductorBackend
+    from graph_capture.inductor.captured_graphs import GraphCode
+    from graph_capture.inductor.compiled_step import CompiledStep, CompiledTracer
+    from graph_capture.training_graph import SavingCosts
+
+
+class _Decided(NamedTuple):
+    """All that the code of a block depends on."""
+
+    decisions: tuple[object, ...]
+    strict_order: bool
+
+
+class _Generated(NamedTuple):
+    backend: InductorBackend
+    code: GraphCode
+    shared: SharedCode
+    """The blocks that it was generated for."""
+
+
+@dataclass
+class CompiledAccount:
+    """Traces of compiled steps, by recipe."""
+
+    tracer: CompiledTracer
+    saved_by_default: frozenset[int]
+    """Buffers that Inductor's own partitioner saves for the backward."""
+    saving_costs: SavingCosts
+    """What Inductor's kernels take to save results for the backward."""
+    _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
+    _seconds: dict[Recipe, float] = field(default_factory=dict)
+    _generated: dict[_Decided, _Generated] = field(default_factory=dict)
+    _backend: InductorBackend | None = None
+
+    def trace(self, recipe: Recipe) -> CompiledStep:
+        """The memory of the step under a recipe, above what is resident."""
+        if recipe not in self._known:
+            of_block: dict[str, GraphCode] = {}
+            for shared in _shared_code(recipe):
+                key = _Decided(shared.decisions, recipe.strict_order)
+                if key not in self._generated:
+                    self._generated[key] = self._new_code(recipe, shared)
+                    self._generated[key].backend.keep_code()
+                of_block.update(dict.fromkeys(shared.blocks, self._generated[key].code))
+            self._known[recipe] = self.tracer.trace(of_block.__getitem__)
+        return self._known[recipe]
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Duration of the step under a recipe, by timing its kernels."""
+        if recipe not in self._seconds:
+            of_block = {name: code for shared in _shared_code(recipe)
+                        for code in (self._new_code(recipe, shared).code,)
+                        for name in shared.blocks}
+            self._seconds[recipe] = self.tracer.seconds(of_block.__getitem__)
+        return self._seconds[recipe]
+
+    def with_code(self, recipe: Recipe) -> Recipe:
+        """A recipe that was traced, with what the code of its graphs takes."""
+        regions = list(recipe.regions)
+        for shared in _shared_code(recipe):
+            found = self._generated[_Decided(shared.decisions, recipe.strict_order)]
+            memory = found.backend.memory_of_code()
+            count = len(shared.decisions)
+            for position, index in enumerate(shared.regions):
+                # Of the regions that are alike, the one that code was generated for.
+                code = next((memory[i] for i in found.shared.regions[position % count::count]
+                             if memory[i]), ())
+                regions[index] = replace(regions[index], code=code)
+        return replace(recipe, regions=tuple(regions))
+
+    def _new_code(self, recipe: Recipe, shared: SharedCode) -> _Generated:
+        from apply.inductor import InductorBackend
+        from graph_capture.inductor.captured_graphs import GraphCode
+
+        if self._backend is None:
+            self._backend = InductorBackend(self.tracer.twin.model, recipe)
+        backend = self._backend.with_recipe(recipe, shared.regions)
+        return _Generated(backend, GraphCode(backend), shared)
+
+
+def _shared_code(recipe: Recipe) -> tuple[SharedCode, ...]:
+    from apply.blocks import shared_code
+
+    return shared_code(recipe)

@@ -1,0 +1,231 @@
+"""Which micro-batch, how many of them, and whether with a plan: the choices, best first.
+
+The model of the world: an effective batch of N samples is run as k micro-batches of N/k, whose
+gradients are summed; the optimizer steps once.  The time of a choice is that of its k steps, with
+what the plan recomputes, and of the k - 1 sums of all gradients.  Where gradients are summed they
+are resident from the start: each micro-batch after the first finds them there and makes new ones
+beside them.
+
+Blind spots: seconds are estimates (see `graph_capture.op_costs.devices`); the optimizer's own step
+is the same in every choice and not counted; a model whose batch statistics matter (BatchNorm)
+trains differently with other micro-batches.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from planner.api import check_effort
+from planner.arguments.budget import absolute_budget
+from planner.errors import CaptureError, InfeasibleBudget
+from planner.plans.plan import Plan
+from planner.progress import Progress, watched
+from planner.search.forms import may_fit
+from planner.search.planning import Effort, PreparedStep, infeasible, plan_within
+from planner.sizes.batch_size import check_count
+from planner.sizes.bracketing import find_largest, secant
+from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+PLANS = 3
+"""So many micro-batches are planned: the largest that can be."""
+PLAIN = 4
+"""So many are listed without a plan: the largest that fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run an effective batch."""
+
+    micro_batch: int
+    accumulation: int
+    """Micro-batches for each step of the optimizer."""
+    peak_bytes: int
+    """Predicted peak of the whole step, within the budget."""
+    overhead: float
+    """Estimated extra time of the plan, as a fraction; 0 without one."""
+    seconds_per_sample: float
+    """Estimated; without the optimizer's own step."""
+    plan: Plan | None = field(repr=False)
+    """The plan of one micro-batch, gradients of those before it counted; `None`: the model runs as
+    it is."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice as JSON values, without the plan itself."""
+        return {
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "planned": self.plan is not None,
+            "peak_bytes": self.peak_bytes,
+            "overhead": self.overhead,
+            "seconds_per_sample": self.seconds_per_sample,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The choices that fit, the fastest first."""
+
+    budget_bytes: int
+    effective_batch: int
+    choices: tuple[Choice, ...]
+    """By seconds per sample; at least one."""
+    skipped: tuple[tuple[int, str], ...]
+    """Micro-batches whose step could not be captured, with the reason."""
+
+    @property
+    def best(self) -> Choice:
+        """The fastest."""
+        return self.choices[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The advice as JSON values, without the plans themselves."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "effective_batch": self.effective_batch,
+            "choices": [choice.to_dict() for choice in self.choices],
+            "skipped": [{"size": size, "reason": reason} for size, reason in self.skipped],
+        }
+
+    def __str__(self) -> str:
+        from planner.reporters.choices import advice_report
+        from planner.reporters.table import plain_text
+
+        return plain_text(advice_report(self))
+
+
+def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
+           budget_gb: float | None = None, budget: int | str | None = None,
+           loss_fn: Callable[[Any], torch.Tensor] | None = None,
+           make_loss_fn: MakeLoss | None = None, optimizer: object = None, solver: str = "auto",
+           backend: str = "eager", cost_model: str = "roofline",
+           device: torch.device | str | None = None, probe: bool = True, time_limit: float = 60.0,
+           keep: Sequence[str] = (), progress: Progress | None = None) -> Advice:
+    """How to train with an effective batch within a budget, the fastest way first.
+
+    Micro-batches are divisors of `effective_batch`, so that all are of one size.  Listed are the
+    largest that fit as the model runs today, and the largest that fit with a plan.
+
+    Args:
+        make_inputs: `make_inputs(batch)` gives the inputs of a step of that batch.
+        effective_batch: samples for each step of the optimizer.
+        make_loss_fn: `make_loss_fn(batch)` gives the `loss_fn` of a step of that batch.
+        time_limit: seconds for each plan; soft.
+
+    The other arguments, and the errors, are those of `planner.plan`; the budget is no percentage.
+    Raises `InfeasibleBudget` where nothing fits.
+    """
+    check_effort(solver, time_limit)
+    count = check_count("effective_batch", effective_batch)
+    budget_bytes = absolute_budget(budget_gb, budget, "which differs with the batch")
+    if cost_model == "flops":
+        raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
+    with watched(progress) as report:
+        steps = SizedSteps(model, make_inputs, what="batch", make_loss_fn=make_loss_fn,
+                           accumulation_of=lambda micro_batch: count // micro_batch,
+                           progress=report, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
+                           cost_model=cost_model, device=device, probe=probe, keep=keep)
+        effort = Effort(solver=solver, time_limit=time_limit, progress=report)
+        return _Counsel(steps, budget_bytes, count, effort).give()
+
+
+class _Counsel:
+    def __init__(self, steps: SizedSteps, budget_bytes: int, effective_batch: int,
+                 effort: Effort) -> None:
+        self.steps, self.budget_bytes, self.effort = steps, budget_bytes, effort
+        self.effective_batch = effective_batch
+
+    def give(self) -> Advice:
+        divisors = _divisors(self.effective_batch)
+        fit = find_largest(lambda number: self._fits_plainly(divisors[number - 1]),
+                           lambda: self._guess(divisors), 1, len(divisors)).low or 0
+        plain = [choice for micro_batch in divisors[max(0, fit - PLAIN):fit]
+                 if (choice := self._plain(micro_batch)) is not None]
+        larger: list[int] = []
+        for micro_batch in divisors[fit:]:
+            step = self.steps.at(micro_batch)
+            if step is not None and not self._possible(step):
+                break  # and larger ones are not possible either
+            larger += [micro_batch] if step is not None else []
+        choices = plain + self._planned(larger)
+        if not choices:
+            raise self._nothing_fits()
+        order = sorted(choices, key=lambda choice: (choice.seconds_per_sample, choice.peak_bytes))
+        return Advice(self.budget_bytes, self.effective_batch, tuple(order),
+                      tuple(sorted(self.steps.skipped.items())))
+
+    def _fits_plainly(self, micro_batch: int) -> bool | None:
+        step = self.steps.at(micro_batch)
+        return None if step is None else step.baseline_peak_bytes <= self.budget_bytes
+
+    def _guess(self, divisors: Sequence[int]) -> float | None:
+        peaks = {size: float(step.baseline_peak_bytes)
+                 for size, step in self.steps.captured.items()}
+        reached = secant(peaks, self.budget_bytes)
+        return None if reached is None else bisect.bisect_right(divisors, reached)
+
+    def _plain(self, micro_batch: int) -> Choice | None:
+        step = self.steps.at(micro_batch)
+        if step is None or not self._fits_plainly(micro_batch):
+            return None
+        return Choice(micro_batch, self._accumulation(micro_batch), step.baseline_peak_bytes, 0.0,
+                      self._seconds_per_sample(micro_batch, step, 0.0), None)
+
+    def _planned(self, micro_batches: Sequence[int]) -> list[Choice]:
+        """The largest of them for which there is a plan."""
+        choices: list[Choice] = []
+        for micro_batch in reversed(micro_batches):
+            if len(choices) == PLANS:
+                break
+            step = self.steps.captured[micro_batch]
+            try:
+                plan = plan_within(step, self.budget_bytes, self.effort)
+            except InfeasibleBudget:
+                continue
+            choices.append(Choice(
+                micro_batch, self._accumulation(micro_batch), plan.peak_bytes, plan.overhead,
+                self._seconds_per_sample(micro_batch, step, plan.overhead), plan))
+        return choices
+
+    def _possible(self, step: PreparedStep) -> bool:
+        """Whether no bound says that a plan is impossible."""
+        net_bytes = self.budget_bytes - step.resident_bytes
+        return (net_bytes >= 0 and any(may_fit(variant, net_bytes) for variant in step.variants)
+                and step.optimizer_step_bytes <= self.budget_bytes)
+
+    def _accumulation(self, micro_batch: int) -> int:
+        return self.effective_batch // micro_batch
+
+    def _seconds_per_sample(self, micro_batch: int, step: PreparedStep, overhead: float) -> float:
+        from graph_capture.op_costs.devices import device_model
+
+        count = self._accumulation(micro_batch)
+        # A sum reads both gradients and writes one.
+        sums = device_model(step.graph.device).traffic_seconds(3 * step.graph.gradient_bytes)
+        whole = count * step.graph.step_seconds * (1 + overhead) + (count - 1) * sums
+        return whole / self.effective_batch
+
+    def _nothing_fits(self) -> InfeasibleBudget | CaptureError:
+        captured = self.steps.captured
+        if not captured:
+            size, reason = next(iter(self.steps.skipped.items()))
+            return CaptureError("the step could be captured at no divisor of the effective batch "
+                                f"{self.effective_batch} that was tried; at {size}: {reason}")
+        micro_batch, step = min(captured.items())
+        found = infeasible(step, self.budget_bytes, self.effort)
+        return InfeasibleBudget(
+            self.budget_bytes, found.minimum_bytes, found.bottleneck,
+            f"not even micro-batches of {micro_batch} fit in {self.budget_bytes:,} bytes: they "
+            f"need {found.minimum_bytes:,} bytes. {found.bottleneck}")
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

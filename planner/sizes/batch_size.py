@@ -1,0 +1,341 @@
+"""The largest batch, and the longest sequence, whose training step fits a budget.
+
+The model of the world: the memory of a step grows with its size, nearly in proportion; so two
+captures tell about where the limit is, and a few more find it.  The answer does not rest on that:
+the step of the size found and of the next size are captured, and the one fits while the other does
+not.  "Fits" is said of the plain step by its peak, and of the planned step by a plan within the
+budget, which the search ends with.
+
+Blind spot: that no plan exists for the next size is proven only where `proven` says so; elsewhere
+the solver was asked for one, with the same time, and found none.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from planner.api import check_effort
+from planner.arguments.budget import absolute_budget
+from planner.errors import CaptureError, InfeasibleBudget
+from planner.plans.plan import Plan
+from planner.progress import Progress, watched
+from planner.search.planning import Effort, infeasible, plan_within
+from planner.sizes.bracketing import Bracket, find_largest, secant
+from planner.sizes.feasibility import Feasibility
+from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
+from planner.units import format_bytes, format_fraction
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_LARGEST = 2 ** 24
+"""Where the search ends if nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargestSize:
+    """The largest step that fits a budget, as it runs today and under a plan."""
+
+    what: str
+    """What was varied: `batch` or `sequence`."""
+    budget_bytes: int
+    plain: int | None
+    """The largest that fits without a plan; `None`: not even the smallest does."""
+    plain_peak_bytes: int | None
+    """Predicted peak of the plain step of that size."""
+    plain_next: int | None
+    """The next larger size, at which the plain step does not fit; `None` where the range ends or
+    no larger size could be captured."""
+    plain_next_peak_bytes: int | None
+    planned: int | None
+    """The largest that fits with a plan; `None` where none was asked for."""
+    planned_next: int | None
+    """The next larger size, for which no plan was found; `None` as for `plain_next`."""
+    planned_next_minimum_bytes: int | None
+    """The smallest budget known to be met at `planned_next` (whatever the overhead)."""
+    proven: bool
+    """Whether it is proven that no plan of the kind that the planner makes exists at
+    `planned_next`."""
+    overhead_limit: float | None
+    """The most extra time that a plan was allowed, as a fraction; `None`: any."""
+    plan: Plan | None = field(repr=False)
+    """The plan of the size `planned`."""
+    plain_seconds_per_item: float | None
+    """Estimated seconds of the plain step of size `plain`, over its size."""
+    planned_seconds_per_item: float | None
+    """Estimated seconds of the planned step, recomputation included, over its size."""
+    skipped: tuple[tuple[int, str], ...]
+    """Sizes at which the step could not be captured, with the reason."""
+    captures: int
+    """How many sizes were captured."""
+
+    @property
+    def growth(self) -> float | None:
+        """How many times as large as without a plan."""
+        return self.planned / self.plain if self.planned and self.plain else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values, without the plan itself."""
+        return {
+            "what": self.what,
+            "budget_bytes": self.budget_bytes,
+            "overhead_limit": self.overhead_limit,
+            "plain": {
+                "largest": self.plain,
+                "peak_bytes": self.plain_peak_bytes,
+                "next": self.plain_next,
+                "next_peak_bytes": self.plain_next_peak_bytes,
+                "seconds_per_item": self.plain_seconds_per_item,
+            },
+            "planned": {
+                "largest": self.planned,
+                "peak_bytes": None if self.plan is None else self.plan.peak_bytes,
+                "overhead": None if self.plan is None else self.plan.overhead,
+                "next": self.planned_next,
+                "next_minimum_bytes": self.planned_next_minimum_bytes,
+                "proven": self.proven,
+                "seconds_per_item": self.planned_seconds_per_item,
+            },
+            "growth": self.growth,
+            "skipped": [{"size": size, "reason": reason} for size, reason in self.skipped],
+            "captures": self.captures,
+        }
+
+    def __str__(self) -> str:
+        from planner.reporters.choices import largest_report
+        from planner.reporters.table import plain_text
+
+        return plain_text(largest_report(self))
+
+
+def max_batch_size(make_inputs: MakeInputs, model: nn.Module, *, budget_gb: float | None = None,
+                   budget: int | str | None = None, plan: bool = True,
+                   overhead: float | None = None, smallest: int = 1, largest: int | None = None,
+                   multiple_of: int = 1, loss_fn: Callable[[Any], torch.Tensor] | None = None,
+                   make_loss_fn: MakeLoss | None = None, optimizer: object = None,
+                   solver: str = "auto", backend: str = "eager", cost_model: str = "roofline",
+                   device: torch.device | str | None = None, probe: bool = True,
+                   time_limit: float = 60.0, keep: Sequence[str] = (),
+                   progress: Progress | None = None) -> LargestSize:
+    """The largest batch whose training step fits a budget, without and with a plan.
+
+    Args:
+        make_inputs: `make_inputs(batch)` gives the inputs of a step of that batch, in a form that
+            `planner.plan` takes; tensors on `meta` cost nothing.
+        model: as for `planner.plan`; it is not executed.
+        budget_gb, budget: as for `planner.plan`, except for percentages, which would be of another
+            peak at each size.
+        plan: whether to look for the largest batch with a plan too.
+        overhead: the most extra time that a plan may cost, as a fraction of the step without
+            recomputation (0.35: 35%); `None`: whatever it takes to fit.
+        smallest, largest: the range of sizes; both ends belong to it.
+        multiple_of: only multiples of this are tried, and "the next size" is the next multiple.
+        make_loss_fn: `make_loss_fn(batch)` gives the `loss_fn` of a step of that batch, where the
+            loss holds labels.
+        time_limit: seconds for planning one size; soft.  Several are planned.
+
+    The other arguments, and the errors, are those of `planner.plan`.  `InfeasibleBudget` is raised
+    where no size of the range fits even with a plan (or, with `plan=False`, without one).
+    """
+    return _largest_size(
+        "batch", make_inputs, model, _Wishes.checked(
+            budget_gb, budget, plan=plan, overhead=overhead, smallest=smallest, largest=largest,
+            multiple_of=multiple_of, solver=solver, time_limit=time_limit),
+        progress, loss_fn=loss_fn, make_loss_fn=make_loss_fn, optimizer=optimizer, backend=backend,
+        cost_model=cost_model, device=device, probe=probe, keep=keep)
+
+
+def max_sequence_length(make_inputs: MakeInputs, model: nn.Module, *,
+                        budget_gb: float | None = None, budget: int | str | None = None,
+                        plan: bool = True, overhead: float | None = None, smallest: int = 1,
+                        largest: int | None = None, multiple_of: int = 1,
+                        loss_fn: Callable[[Any], torch.Tensor] | None = None,
+                        make_loss_fn: MakeLoss | None = None, optimizer: object = None,
+                        solver: str = "auto", backend: str = "eager", cost_model: str = "roofline",
+                        device: torch.device | str | None = None, probe: bool = True,
+                        time_limit: float = 60.0, keep: Sequence[str] = (),
+                        progress: Progress | None = None) -> LargestSize:
+    """The longest sequence whose training step fits a budget, without and with a plan.
+
+    `make_inputs(length)` gives the inputs of a step with sequences of that length; values are not
+    looked at, so `largest` must say how many positions the model has.  All else is as for
+    `max_batch_size`.
+    """
+    return _largest_size(
+        "sequence", make_inputs, model, _Wishes.checked(
+            budget_gb, budget, plan=plan, overhead=overhead, smallest=smallest, largest=largest,
+            multiple_of=multiple_of, solver=solver, time_limit=time_limit),
+        progress, loss_fn=loss_fn, make_loss_fn=make_loss_fn, optimizer=optimizer, backend=backend,
+        cost_model=cost_model, device=device, probe=probe, keep=keep)
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """A whole number of at least `least`; raises `TypeError` or `ValueError`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)
+
+
+def check_overhead(overhead: float | None) -> float | None:
+    """A limit on the extra time; raises `TypeError` or `ValueError` where it is none."""
+    if overhead is None:
+        return None
+    if isinstance(overhead, bool) or not isinstance(overhead, numbers.Real):
+        raise TypeError("overhead must be a fraction of the step's time, such as 0.35, "
+                        f"got {overhead!r}")
+    if not overhead >= 0 or not math.isfinite(overhead):
+        raise ValueError(f"overhead must be a finite fraction of at least 0, got {overhead}")
+    return float(overhead)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """Checked arguments of a search."""
+
+    budget: tuple[float | None, int | str | None]
+    plan: bool
+    overhead: float | None
+    first: int
+    """In multiples of `multiple_of`, as `last`."""
+    last: int
+    multiple_of: int
+    effort: Effort
+
+    @classmethod
+    def checked(cls, budget_gb: float | None, budget: int | str | None, *, plan: bool,
+                overhead: float | None, smallest: int, largest: int | None, multiple_of: int,
+                solver: str, time_limit: float) -> _Wishes:
+        check_effort(solver, time_limit)
+        multiple = check_count("multiple_of", multiple_of)
+        low = check_count("smallest", smallest)
+        high = _LARGEST * multiple if largest is None else check_count("largest", largest)
+        first, last = -(-low // multiple), high // multiple
+        if first > last:
+            raise ValueError(f"there is no multiple of {multiple} from {low} to {high}: "
+                             "smallest must not exceed largest")
+        return cls((budget_gb, budget), bool(plan), check_overhead(overhead), first, last,
+                   multiple, Effort(solver=solver, time_limit=time_limit))
+
+
+def _largest_size(what: str, make_inputs: MakeInputs, model: nn.Module, wishes: _Wishes,
+                  progress: Progress | None, **options: Any) -> LargestSize:
+    budget_bytes = absolute_budget(*wishes.budget, f"which differs with the {what}")
+    with watched(progress) as report:
+        steps = SizedSteps(model, make_inputs, what=what, progress=report, **options)
+        return _Search(what, steps, budget_bytes, wishes, report).run()
+
+
+class _Search:
+    """One search: first the plain step, then, from there on, the planned one."""
+
+    def __init__(self, what: str, steps: SizedSteps, budget_bytes: int, wishes: _Wishes,
+                 report: Progress) -> None:
+        self.what, self.steps, self.budget_bytes = what, steps, budget_bytes
+        self.wishes, self.report = wishes, report
+        effort = Effort(wishes.effort.solver, wishes.effort.time_limit, progress=report)
+        self.effort = effort
+        self.feasibility = Feasibility(steps, budget_bytes, wishes.multiple_of,
+                                       overhead=wishes.overhead, effort=effort)
+
+    def run(self) -> LargestSize:
+        wishes = self.wishes
+        plain = find_largest(self._plain_fits, self._plain_guess, wishes.first, wishes.last)
+        if plain.low is None:
+            self._require_captures()
+        planned = Bracket(None, None)
+        if wishes.plan:
+            planned = self.feasibility.largest(wishes.first, wishes.last, known=plain)
+        if (planned.low if wishes.plan else plain.low) is None:
+            raise self._nothing_fits()
+        plan = self._plan(planned.low)
+        return self._result(plain, planned, plan)
+
+    def _plain_fits(self, number: int) -> bool | None:
+        step = self.steps.at(number * self.wishes.multiple_of)
+        if step is None:
+            return None
+        fits = step.baseline_peak_bytes <= self.budget_bytes
+        self.report(f"{self.what} {number * self.wishes.multiple_of}: plain peak "
+                    f"{format_bytes(step.baseline_peak_bytes)}")
+        return fits
+
+    def _plain_guess(self) -> float | None:
+        peaks = {size // self.wishes.multiple_of: float(step.baseline_peak_bytes)
+                 for size, step in self.steps.captured.items()}
+        return secant(peaks, self.budget_bytes)
+
+    def _require_captures(self) -> None:
+        """Raise where no size could be captured."""
+        if self.steps.captured:
+            return
+        size, reason = next(iter(self.steps.skipped.items()))
+        raise CaptureError(f"the step could be captured at no {self.what} size that was tried "
+                           f"({', '.join(map(str, self.steps.skipped))}); at {size}: {reason}")
+
+    def _nothing_fits(self) -> InfeasibleBudget:
+        size = min(self.steps.captured)
+        step = self.steps.captured[size]
+        if not self.wishes.plan:
+            return InfeasibleBudget(
+                self.budget_bytes, step.baseline_peak_bytes, "",
+                f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes without a "
+                f"plan: the plain step of {size} takes {step.baseline_peak_bytes:,} bytes; "
+                "look for one with plan=True")
+        least = self.feasibility.least_overhead(size // self.wishes.multiple_of)
+        if least is not None:
+            enough = step.keep_all_peak_bytes
+            return InfeasibleBudget(
+                self.budget_bytes, enough, "",
+                f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes at "
+                f"{format_fraction(self.wishes.overhead or 0.0)} extra time: the best plan found "
+                f"for {size} takes {format_fraction(least)}; allow more overhead, or a larger "
+                f"budget (without extra time {enough:,} bytes)")
+        found = infeasible(step, self.budget_bytes, self.effort)
+        return InfeasibleBudget(
+            self.budget_bytes, found.minimum_bytes, found.bottleneck,
+            f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes, with a plan or "
+            f"without: a {self.what} of {size} needs {found.minimum_bytes:,} bytes. "
+            f"{found.bottleneck}")
+
+    def _plan(self, number: int | None) -> Plan | None:
+        if number is None:
+            return None
+        size = number * self.wishes.multiple_of
+        step = self.steps.captured[size]
+        self.report(f"planning a {self.what} of {size}")
+        return plan_within(step, self.budget_bytes, self.effort,
+                           warm_start=self.feasibility.schedules.get(number))
+
+    def _result(self, plain: Bracket, planned: Bracket, plan: Plan | None) -> LargestSize:
+        multiple, captured = self.wishes.multiple_of, self.steps.captured
+
+        def size(number: int | None) -> int | None:
+            return None if number is None else number * multiple
+
+        def peak(number: int | None) -> int | None:
+            return None if number is None else captured[number * multiple].baseline_peak_bytes
+
+        def seconds(number: int | None, overhead: float = 0.0) -> float | None:
+            if number is None:
+                return None
+            graph = captured[number * multiple].graph
+            return graph.step_seconds * (1 + overhead) / (number * multiple)
+
+        return LargestSize(
+            what=self.what, budget_bytes=self.budget_bytes,
+            plain=size(plain.low), plain_peak_bytes=peak(plain.low),
+            plain_next=size(plain.high), plain_next_peak_bytes=peak(plain.high),
+            planned=size(planned.low), planned_next=size(planned.high),
+            planned_next_minimum_bytes=self.feasibility.minimum_bytes.get(planned.high or -1),
+            proven=self.feasibility.is_proven(planned.high),
+            overhead_limit=self.wishes.overhead, plan=plan,
+            plain_seconds_per_item=seconds(plain.low),
+            planned_seconds_per_item=seconds(planned.low, plan.overhead if plan else 0.0),
+            skipped=tuple(sorted(self.steps.skipped.items())), captures=len(captured))

@@ -1,0 +1,186 @@
+"""Up to which size a plan within a budget exists.
+
+The model of the world: the same model at another size has the same ops in the same order, only
+larger; so a schedule found at one size can be tried at another, which takes no time.  What that
+does not settle is asked of the solver: briefly while the interval is wide, and with the whole time
+limit at the size that the answer "does not fit" is given for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from planner.search.forms import Refused, cheapest, may_fit
+from planner.search.planning import Effort, PreparedStep
+from planner.sizes.bracketing import Bracket, find_largest, secant
+from planner.sizes.sized_steps import SizedSteps
+from planner.step.accounting import optimizer_step_bytes
+from planner.units import format_fraction
+from solvers.minimum import minimum_peak
+from solvers.problem import Problem, Schedule
+from solvers.simulator import IllegalSchedule, simulate
+
+_BRIEF = 0.25
+"""Part of the time limit for one size while the interval is wide."""
+
+
+class Feasibility:
+    """Answers by number, in multiples of `multiple_of`; mutable, since it remembers them."""
+
+    def __init__(self, steps: SizedSteps, budget_bytes: int, multiple_of: int = 1, *,
+                 overhead: float | None = None, effort: Effort) -> None:
+        self._steps, self._budget_bytes, self._multiple_of = steps, budget_bytes, multiple_of
+        self._overhead_limit, self._effort = overhead, effort
+        self.schedules: dict[int, Schedule] = {}
+        """A schedule within the budget and the limit on overhead, where one is known."""
+        self.minimum_bytes: dict[int, int] = {}
+        """The smallest budget known to be met where this one is not."""
+        self._overheads: dict[int, float] = {}  # the least known within the budget
+        self._proven: set[int] = set()  # numbers at which no plan exists
+        self._asked: set[int] = set()  # numbers at which the solver had all the time
+        self._small: list[Schedule] = []  # schedules of small peaks
+
+    def largest(self, first: int, last: int, known: Bracket) -> Bracket:
+        """The largest number from `first` to `last` with a plan; `known`: where the plain step
+        stops to fit, which is where to begin."""
+        start = first if known.low is None else known.low
+        bracket = self._close_in(start, last)
+        if bracket.low is None and start > first:
+            bracket = self._close_in(first, start - 1, above=bracket.high)
+        return bracket
+
+    def is_proven(self, number: int | None) -> bool:
+        """Whether it is proven that no plan exists."""
+        return number in self._proven
+
+    def least_overhead(self, number: int) -> float | None:
+        """The least extra time of the plans within the budget that were found; `None`: none was."""
+        return self._overheads.get(number)
+
+    def fits(self, number: int, *, thorough: bool = True) -> bool | None:
+        """Whether a plan is known at the number or found; `None` where it cannot be captured."""
+        step = self._steps.at(number * self._multiple_of)
+        if step is None:
+            return None
+        if number in self.schedules:
+            return True
+        net_bytes = self._budget_bytes - step.resident_bytes
+        if (net_bytes < 0 or optimizer_step_bytes(step.graph, step.optimizer) > self._budget_bytes
+                or not any(may_fit(variant, net_bytes) for variant in step.variants)):
+            self._proven.add(number)
+            return False
+        return any(self._try_known(number, variant, net_bytes) for variant in step.variants) or (
+            self._search(number, step, net_bytes, thorough))
+
+    def _close_in(self, first: int, last: int, above: int | None = None) -> Bracket:
+        def brief(number: int) -> bool | None:
+            return self.fits(number, thorough=False)
+
+        bracket = find_largest(brief, self._guess, first, last)
+        while bracket.high is not None and not self.is_proven(bracket.high) and (
+                bracket.high not in self._asked):
+            if not self.fits(bracket.high):
+                break
+            bracket = find_largest(brief, self._guess, first, last, low=bracket.high)
+        if bracket.high is None and bracket.low == last:
+            return Bracket(bracket.low, above)
+        return bracket
+
+    def _try_known(self, number: int, step: PreparedStep, net_bytes: int) -> bool:
+        """Whether a schedule of another size fits."""
+        known = [step.problem.plain_schedule, *self.schedules.values(), *self._small]
+        return any(self._accept(number, step, schedule, net_bytes)
+                   for schedule in known if _transfers(schedule, step.problem))
+
+    def _search(self, number: int, step: PreparedStep, net_bytes: int, thorough: bool) -> bool:
+        effort = self._effort if thorough else replace(
+            self._effort, time_limit=_BRIEF * self._effort.time_limit)
+        if not thorough and self._overhead_limit is None and effort.solver == "auto":
+            brief = replace(effort, time_limit=effort.time_limit / len(step.variants))
+            return any(self._try_smallest(number, variant, net_bytes, brief)
+                       for variant in step.variants)
+        if thorough:
+            self._asked.add(number)
+        try:
+            variant, result = cheapest(step.variants, net_bytes, effort)
+        except Refused as refusal:
+            self.minimum_bytes[number] = step.resident_bytes + refusal.minimum_bytes
+            return False
+        if self._accept(number, variant, result.schedule, net_bytes):
+            return True
+        limit = self._overhead_limit
+        if limit is not None and result.overhead_bound > limit:
+            self._proven.add(number)
+        return False
+
+    def _try_smallest(self, number: int, step: PreparedStep, net_bytes: int, effort: Effort
+                      ) -> bool:
+        """Whether the smallest schedule of a variant that is quickly found fits."""
+        schedule = minimum_peak(step.problem, time_limit=effort.time_limit, seed=effort.seed,
+                                target_bytes=net_bytes)
+        self._small.append(schedule)
+        return self._accept(number, step, schedule, net_bytes)
+
+    def _accept(self, number: int, step: PreparedStep, schedule: Schedule, net_bytes: int) -> bool:
+        """Note what a schedule of a variant is worth; whether it will do."""
+        peak, cost = simulate(step.problem, schedule)
+        if peak > net_bytes:
+            return False
+        plain = step.plain_seconds
+        overhead = (cost - plain) / plain if plain else 0.0
+        self._overheads[number] = min(overhead, self._overheads.get(number, math.inf))
+        if self._overhead_limit is not None and overhead > self._overhead_limit:
+            return False
+        self.schedules[number] = schedule
+        if self._effort.progress is not None:
+            self._effort.progress(f"{number * self._multiple_of} fits with a plan "
+                                  f"({format_fraction(overhead)} extra time)")
+        return True
+
+    def _guess(self) -> float | None:
+        if self._overhead_limit is None:
+            return self._guess_by_memory()
+        # Overhead grows about as a power of the size.
+        points = {number: math.log(overhead) for number, overhead in self._overheads.items()
+                  if overhead > 0}
+        limit = self._overhead_limit
+        if len(points) < 2 or limit <= 0:
+            return None
+        scaled = {round(2 ** 20 * math.log(number)): value for number, value in points.items()}
+        reached = secant(scaled, math.log(limit))
+        return None if reached is None or reached > 2 ** 24 else math.exp(reached / 2 ** 20)
+
+    def _guess_by_memory(self) -> float | None:
+        """Where the leanest schedules known reach the budget, by the line through two sizes."""
+        captured = {size // self._multiple_of: step
+                    for size, step in self._steps.captured.items()}
+        if not self._small and len(captured) > 1:
+            number = max(captured)
+            self._small.append(minimum_peak(captured[number].problem,
+                                            time_limit=_BRIEF * self._effort.time_limit))
+        guesses = []
+        for schedule in self._small:
+            peaks = {number: float(_peak_bytes(variant, schedule))
+                     for number, step in captured.items() for variant in step.variants
+                     if _transfers(schedule, variant.problem)}
+            guesses.append(secant(peaks, self._budget_bytes))
+        return max((guess for guess in guesses if guess is not None), default=None)
+
+
+def _peak_bytes(step: PreparedStep, schedule: Schedule) -> int:
+    """Peak of the whole step under a schedule."""
+    return max(step.resident_bytes + simulate(step.problem, schedule).peak_bytes,
+               optimizer_step_bytes(step.graph, step.optimizer))
+
+
+def _transfers(schedule: Schedule, problem: Problem) -> bool:
+    """Whether a schedule of the model at another size is one of this problem: of the same number of
+    ops, and legal."""
+    if max(schedule) + 1 != len(problem):
+        return False
+    try:
+        simulate(problem, schedule)
+    except IllegalSchedule:
+        return False
+    return True

@@ -1,0 +1,112 @@
+"""Steps of one model at several sizes (batch, sequence), each captured once.
+
+The user gives a function from a size to the inputs of a step of that size.  A size at which the
+step cannot be captured is passed over, and the reason kept; a function that makes no inputs, or the
+same at every size, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from planner.api import capture
+from planner.arguments.inputs import split_inputs
+from planner.errors import CaptureError
+from planner.progress import Progress
+from planner.search.planning import PreparedStep
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MakeInputs = Callable[[int], object]
+"""From a size to the inputs of a step: a tuple, a mapping or a tensor, as for `planner.plan`."""
+
+MakeLoss = Callable[[int], "Callable[[Any], torch.Tensor]"]
+"""From a size to the `loss_fn` of a step, for a loss that holds labels."""
+
+
+class SizedSteps:
+    """Captures of a model by size; mutable, since it remembers them."""
+
+    def __init__(self, model: nn.Module, make_inputs: MakeInputs, *, what: str,
+                 make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
+                 accumulation_of: Callable[[int], int] = lambda size: 1, **options: Any) -> None:
+        """`what`: the size in words, such as `batch`; `accumulation_of`: micro-steps to a step of
+        the optimizer, by size; `options`: those of `planner.api.capture`."""
+        if not callable(make_inputs):
+            raise TypeError(f"make_inputs must be a function from a {what} size to the inputs of a "
+                            f"step, got {type(make_inputs).__name__}")
+        if make_loss_fn is not None and not callable(make_loss_fn):
+            raise TypeError(f"make_loss_fn must be a function from a {what} size to the loss "
+                            f"function, got {type(make_loss_fn).__name__}")
+        if make_loss_fn is not None and options.get("loss_fn") is not None:
+            raise ValueError("give loss_fn or make_loss_fn, not both")
+        if options.get("backend", "eager") != "eager":
+            raise ValueError(f"backend={options['backend']!r}: sizes are compared by the step that "
+                             "runs op by op; use backend='eager', and plan the size that was found "
+                             "for the other backend with planner.plan")
+        self._model = model
+        self._make_inputs = make_inputs
+        self._make_loss_fn = make_loss_fn
+        self._what = what
+        self._progress = progress
+        self._accumulation_of = accumulation_of
+        self._options = options
+        self._steps: dict[int, PreparedStep | None] = {}
+        self._skipped: dict[int, str] = {}
+
+    @property
+    def skipped(self) -> Mapping[int, str]:
+        """Sizes at which the step cannot be captured, with the reason."""
+        return self._skipped
+
+    @property
+    def captured(self) -> Mapping[int, PreparedStep]:
+        """The steps captured so far."""
+        return {size: step for size, step in self._steps.items() if step is not None}
+
+    def at(self, size: int) -> PreparedStep | None:
+        """The step of this size; `None` where it cannot be captured.
+
+        Raises `TypeError` where `make_inputs` returns no inputs, and `ValueError` where it returns
+        the same for two sizes.
+        """
+        if size not in self._steps:
+            if self._progress is not None:
+                self._progress(f"capturing a {self._what} of {size}")
+            self._steps[size] = self._capture(size)
+        return self._steps[size]
+
+    def _capture(self, size: int) -> PreparedStep | None:
+        options = dict(self._options)
+        try:
+            inputs = self._make_inputs(size)
+            if self._make_loss_fn is not None:
+                options["loss_fn"] = self._make_loss_fn(size)
+        except Exception as error:  # the user's code; it may know of sizes that it cannot make
+            self._skipped[size] = f"make_inputs({size}) failed: {type(error).__name__}: {error}"
+            return None
+        self._check(size, inputs)
+        try:
+            step = capture(self._model, inputs, progress=self._progress,
+                           accumulation=self._accumulation_of(size), **options)
+        except CaptureError as error:
+            self._skipped[size] = str(error)
+            return None
+        for other, known in self.captured.items():
+            if known.inputs == step.inputs:
+                raise ValueError(
+                    f"make_inputs({other}) and make_inputs({size}) return inputs of the same "
+                    f"shapes; expected inputs of the {self._what} size that it is called with")
+        return step
+
+    def _check(self, size: int, inputs: object) -> None:
+        try:
+            if inputs is None:
+                raise TypeError("inputs must be a tuple of positional arguments, a mapping of "
+                                "keyword arguments, or one tensor, got None")
+            split_inputs(self._model, inputs)
+        except TypeError as error:
+            raise TypeError(f"make_inputs({size}) returned no inputs of a step: {error}") from None

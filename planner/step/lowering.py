@@ -1,0 +1,72 @@
+"""From a training graph to the problem that the solvers know, op by op and buffer by buffer.
+
+Only ops of the forward may run again, and only where the applied model can put them: in the
+forward that they belong to and in that region's own backward.  The loss, the sums of gradients
+between regions and the copies that autograd makes of finished gradients are not ours: nothing is
+replayed in them, and a recomputation just before them has no place to stand.
+
+Resident memory is not part of the problem; `planner.step.accounting` adds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+
+from graph_capture.training_graph import Phase, TrainingGraph, TrainingOp
+from solvers.problem import Op, Problem, Segment, Storage
+
+
+def lower(graph: TrainingGraph) -> Problem:
+    """The scheduling problem of `graph`: op i is op i, buffer j is storage j, seconds are cost."""
+    return Problem(
+        ops=tuple(_lower_op(op) for op in graph.ops),
+        storages=tuple(Storage(size_bytes=buffer.size_bytes, producer=buffer.producer,
+                               kept_to_end=buffer.kept_to_end) for buffer in graph.buffers),
+        segments=_segments(graph),
+        name="training step",
+    )
+
+
+def without_buffers(problem: Problem, buffers: Set[int]) -> Problem:
+    """The problem in which these storages take no memory."""
+    storages = tuple(replace(storage, size_bytes=0) if index in buffers else storage
+                     for index, storage in enumerate(problem.storages))
+
+    def size(storage: int) -> int:
+        return storages[storage].size_bytes
+
+    return replace(problem, storages=storages, ops=tuple(
+        replace(op, inplace=tuple(s for s in op.inplace if size(s) == size(op.outputs[0])))
+        for op in problem.ops))
+
+
+def _lower_op(op: TrainingOp) -> Op:
+    return Op(
+        name=op.name,
+        cost=op.seconds,
+        inputs=op.inputs,
+        outputs=op.outputs,
+        workspace_bytes=op.workspace_bytes,
+        recomputable=op.phase is Phase.FORWARD and not op.pinned,
+        inplace=op.inplace,
+        replay_state_bytes=op.replay_state_bytes,
+    )
+
+
+def _segments(graph: TrainingGraph) -> tuple[Segment, ...]:
+    """One segment for each run of ops of the same region and direction; moments of the backward
+    that are no captured op (they have no digest) are segments without replays."""
+    segments: list[Segment] = []
+    forward_of: dict[int, int] = {}  # region to the segment of its forward
+    previous: tuple[int, Phase, bool] | None = None
+    for index, op in enumerate(graph.ops):
+        ours = op.region >= 0 and (op.phase is Phase.FORWARD or bool(op.digest))
+        here = (op.region, op.phase, ours)
+        if here == previous:
+            continue
+        previous = here
+        if ours and op.phase is Phase.FORWARD:
+            forward_of[op.region] = len(segments)
+        segments.append(Segment(start=index, replays=(forward_of[op.region],) if ours else ()))
+    return tuple(segments)

@@ -1,0 +1,88 @@
+"""Whether a training loop fits a budget, what is over it, and whether recomputation could help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from planner.errors import InfeasibleBudget
+from planner.training_loop.report import MemoryReport
+from planner.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseOver:
+    """A phase that takes more than the budget."""
+
+    step: str
+    """`loading`, `first step` or `later steps`."""
+    phase: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetCheck:
+    """A loop beside a budget."""
+
+    budget_bytes: int
+    peak_bytes: int
+    over: tuple[PhaseOver, ...]
+    """In the order of the loop; empty where it fits."""
+    remedy: str
+    """What could make it fit, in words; empty where it fits."""
+    bottleneck: str
+    """What holds most at the peak, in words."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the loop never takes more than the budget."""
+        return not self.over
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values; sizes are bytes."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "fits": self.fits,
+            "over_bytes": max(0, self.peak_bytes - self.budget_bytes),
+            "over": [{"step": each.step, "phase": each.phase, "peak_bytes": each.peak_bytes}
+                     for each in self.over],
+            "remedy": self.remedy,
+        }
+
+    def require(self) -> None:
+        """Raise `InfeasibleBudget` unless the loop fits; its minimum is the loop's peak."""
+        if not self.fits:
+            raise InfeasibleBudget(
+                self.budget_bytes, self.peak_bytes, self.bottleneck,
+                f"the training loop takes {self.peak_bytes:,} bytes, "
+                f"{self.peak_bytes - self.budget_bytes:,} more than the budget of "
+                f"{self.budget_bytes:,}; {self.remedy}")
+
+
+def check_budget(report: MemoryReport, budget_bytes: int) -> BudgetCheck:
+    """The loop of `report` beside a budget of the peak, in bytes."""
+    phases = [("loading", report.loading),
+              *(("first step", phase) for phase in report.first.phases),
+              *(("later steps", phase) for phase in report.steady.phases)]
+    over = tuple(PhaseOver(step, phase.phase.value, phase.peak_bytes) for step, phase in phases
+                 if phase.peak_bytes > budget_bytes)
+    largest = report.holders[0] if report.holders else None
+    bottleneck = "" if largest is None else (
+        f"{format_bytes(largest.size_bytes)} of {largest.category}"
+        + (f" in {largest.module}" if largest.module else ""))
+    return BudgetCheck(budget_bytes, report.peak_bytes, over,
+                       _remedy(report, budget_bytes) if over else "", bottleneck)
+
+
+def _remedy(report: MemoryReport, budget_bytes: int) -> str:
+    if report.resident_bytes > budget_bytes:
+        return (f"{format_bytes(report.resident_bytes)} are held between steps, by whatever plan: "
+                "a smaller model, another optimizer or a sharded run could fit")
+    floor = report.floor.size_bytes
+    if floor > budget_bytes:
+        return (f"recomputation leaves {format_bytes(floor)} at the least: a smaller micro-batch "
+                "could fit, or what lowers that floor")
+    if report.planned:
+        return "a plan made for this budget could fit: planner.plan(..., budget=...)"
+    return (f"recomputation could fit, since it leaves {format_bytes(floor)} at the least: "
+            "planner.plan(..., budget=...)")

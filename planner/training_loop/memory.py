@@ -1,0 +1,210 @@
+"""`planner.memory`: the account of the whole training loop, as it runs today or under a plan."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from planner.api import check_accumulation
+from planner.arguments.inputs import split_inputs
+from planner.errors import CaptureError, PlanMismatch
+from planner.progress import Progress, watched
+from planner.training_loop.account import account_of, floor_of
+from planner.training_loop.report import MemoryReport
+from planner.training_loop.trace import MicroSteps, TrainingLoop, compose
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
+    from graph_capture.plain_step.loop import PlainLoop
+    from planner.plans.plan import Plan
+
+_AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
+_ZERO_GRAD = ("after_step", "before_backward")
+_HOLD_OUTPUT = ("backward", "step", "loop")
+
+
+def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
+           loss_fn: Callable[[Any], torch.Tensor] | None = None, plan: Plan | None = None,
+           accumulation: int = 1, autocast: torch.dtype | str | None = None,
+           grad_clip: float | None = None, grad_scaler: bool = False, set_to_none: bool = True,
+           zero_grad: Literal["after_step", "before_backward"] = "after_step",
+           hold_output: Literal["backward", "step", "loop"] = "step",
+           load_state_dict: bool = False, device: torch.device | str | None = None,
+           probe: bool = True, progress: Progress | None = None) -> MemoryReport:
+    """What a training loop of `model` takes, phase by phase: loading, forward, loss, backward, the
+    optimizer's step, and what is left for the next iteration; in the first step and in later ones.
+
+    The model is not executed: the plain step, and two steps of the optimizer, are traced on
+    tensors without memory.  Nothing of the model changes.
+
+    Args:
+        model, inputs, loss_fn, device, probe, progress: as for `planner.plan`.
+        optimizer: an instance, a class, or a name such as `"adamw"`; or several instances, which
+            step one after the other.  Its own `step` is traced, so that any optimizer written in
+            torch will do, and with an instance its groups and settings count.  An instance that
+            updates copies of the parameters (fp32 master weights) is taken to get the model's
+            gradients copied before each step.  Where `step` takes a closure (L-BFGS), the closure
+            is taken to reset the gradients and to make the micro-steps, and nothing precedes it.
+        plan: a plan for this model and these inputs; `None`: the step as it runs today.
+        accumulation: micro-steps to each step of the optimizer; `inputs` are those of one.
+        autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
+            the backward outside; an autocast that is active at the time of the call counts too.
+        grad_clip: largest norm of the gradients, by `torch.nn.utils.clip_grad_norm_`.
+        grad_scaler: whether a `torch.amp.GradScaler` scales the loss and makes the step.
+        set_to_none: as in `optimizer.zero_grad`; `False` keeps the gradients between steps.
+        zero_grad: whether gradients are reset `"after_step"` (before the next forward is the same)
+            or only `"before_backward"`, so that the old ones are there during the forward.
+        hold_output: how long the output and the loss are held: to the end of the `"backward"`, to
+            the end of the `"step"`, or in a `"loop"` whose names live on into the next iteration.
+        load_state_dict: whether the parameters come from a state dict on the same device.
+
+    Raises:
+        CaptureError: the step cannot be traced; a sparse gradient with more than one micro-step.
+        PlanMismatch: the plan was made for another step.
+        TypeError, ValueError: an argument is wrong in itself, an unknown optimizer for one.
+    """
+    loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
+    dtype = _autocast_dtype(autocast)
+    _check_clip(grad_clip)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError("loss_fn must be a function of the model's output, "
+                        f"got {type(loss_fn).__name__}")
+    from graph_capture.errors import CaptureError as Refusal
+    from graph_capture.optimizer.named import optimizer_name
+    from graph_capture.optimizer.step import OptimizerSettings
+    from graph_capture.plain_step.loop import PlainLoop
+
+    if plan is not None and plan.backend != "eager":
+        raise ValueError(f"plan: the blocks of a plan for the backend {plan.backend!r} are not "
+                         "known one by one; its own figures (peak_bytes, memory) are the account")
+    if optimizer is not None:
+        optimizer_name(optimizer)  # a wrong name fails before the model is looked at
+    args, kwargs = split_inputs(model, inputs)
+    settings = OptimizerSettings(grad_clip=grad_clip, grad_scaler=grad_scaler,
+                                 set_to_none=set_to_none)
+    with watched(progress) as report:
+        try:
+            report("tracing the plain step")
+            plain = PlainLoop(model, args, kwargs, loss_fn=loss_fn, device=device, probe=probe,
+                              autocast=dtype, grad_scaler=grad_scaler)
+            plain.micro_step()
+            micro_steps: MicroSteps = plain.micro_step
+            if plan is not None:
+                report("capturing the step that the plan is for")
+                micro_steps = _planned(model, inputs, plan, plain, loss_fn, dtype)
+            return _report(plain, micro_steps, optimizer, settings, loop, plan, report)
+        except Refusal as refusal:
+            raise CaptureError(str(refusal)) from refusal
+
+
+def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
+            settings: OptimizerSettings, loop: TrainingLoop, plan: Plan | None,
+            say: Progress) -> MemoryReport:
+    from planner.training_loop.proposals import PresentLoop, propose
+
+    traced = None
+    if optimizer is not None:
+        say("tracing the optimizer's step")
+        traced = plain.optimizer(optimizer, settings)
+    resident = plain.resident()
+    say("putting the step together")
+    trace = compose(resident, micro_steps, traced, loop)
+    account = account_of(trace)
+    say("tracing the forward without gradients")
+    inference = plain.inference()
+    floor = floor_of(trace)
+    say("looking for what would lower the peak")
+    proposals = propose(PresentLoop(trace, loop, plain, micro_steps, optimizer, traced, settings,
+                                    floor, plan is not None))
+    return MemoryReport(
+        account=account, trace=trace, loop=loop, device=str(plain.twin.device),
+        optimizer=None if traced is None else traced.name, planned=plan is not None,
+        inference_peak_bytes=(sum(block.size_bytes for block in resident)
+                              + inference.peak_bytes),
+        floor=floor, proposals=proposals,
+        notes=(*plain.notes, *_notes_on(traced)))
+
+
+def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
+    notes = []
+    if traced is not None and traced.own_copies:
+        notes.append(
+            f"{traced.own_copies} tensors that the optimizer updates are no parameters of the "
+            "model: they count as its own copies (master weights); an optimizer made for another "
+            "model looks the same")
+    if traced is not None and traced.evaluations:
+        later = len(traced.evaluations_from(traced.steady_begins))
+        notes.append(
+            f"a step of {traced.name} evaluates the model itself, taken to be {later} times: no "
+            "iteration ends early; a later step is one whose state has grown to its full size")
+    return tuple(notes)
+
+
+def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,
+             autocast: torch.dtype | None) -> MicroSteps:
+    """The micro-steps of a plan; raises `PlanMismatch` where it was made for another step."""
+    import torch
+
+    from planner.api import capture
+    from planner.plans.decisions import build_recipe, schedule_of
+    from planner.training_loop.planned_step import planned_micro_step
+    from solvers.simulator import unroll
+
+    casts = (nullcontext() if autocast is None
+             else torch.autocast(plain.twin.trace_device.type, autocast))
+    with casts:
+        prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
+                           cost_model=plan.cost_model, device=plain.twin.device,
+                           regions=plan.recipe.blocks or "model")
+    prepared = prepared.variant_of(plan.recipe)
+    graph = prepared.graph
+    try:
+        timeline = unroll(prepared.problem, schedule_of(graph, plan.recipe))
+    except KeyError as missing:
+        raise PlanMismatch(f"the plan recomputes {missing.args[0]!r}, which this step does not "
+                           "have; plan this model anew") from None
+    made = build_recipe(graph, timeline, tensors=prepared.tensors, training=prepared.training,
+                        overrides=prepared.overrides, lean_backward=prepared.is_lean)
+    if made != plan.recipe:
+        raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
+                           "autocast; plan this model with these inputs anew")
+    names = plain.twin.parameters.keys()
+    return lambda with_gradient: planned_micro_step(graph, timeline, names, with_gradient)
+
+
+def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any,
+          load_state_dict: bool) -> TrainingLoop:
+    check_accumulation(accumulation)
+    for name, value, known in (("zero_grad", zero_grad, _ZERO_GRAD),
+                               ("hold_output", hold_output, _HOLD_OUTPUT)):
+        if value not in known:
+            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+    return TrainingLoop(accumulation=accumulation, set_to_none=bool(set_to_none),
+                        zero_grad=zero_grad, hold_output=hold_output,
+                        load_state_dict=bool(load_state_dict))
+
+
+def _check_clip(grad_clip: object) -> None:
+    if grad_clip is None:
+        return
+    if isinstance(grad_clip, bool) or not isinstance(grad_clip, numbers.Real):
+        raise TypeError(f"grad_clip must be a number (the largest norm), got {grad_clip!r}")
+    if not grad_clip > 0 or math.isnan(grad_clip):
+        raise ValueError(f"grad_clip must be above 0, got {grad_clip}")
+
+
+def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
+    import torch
+
+    if autocast is None:
+        return None
+    name = str(autocast).removeprefix("torch.")
+    if name not in _AUTOCAST:
+        raise ValueError(f"autocast must be 'bf16' or 'fp16' (or the dtype), got {autocast!r}")
+    return getattr(torch, _AUTOCAST[name])

@@ -1,0 +1,193 @@
+"""What `planner.memory` returns: the account of a training loop, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from planner.step.accounting import CATEGORIES, MemoryByCategory
+from planner.training_loop.account import (
+    Floor,
+    IterationMemory,
+    LoopAccount,
+    MemoryHolder,
+    PhaseMemory,
+    holders_at,
+)
+from planner.training_loop.trace import LoopTrace, StepPhase, TrainingLoop
+
+_HOLDERS = 20
+"""How many of the holders at the peak `to_dict` lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A change of the training loop that lowers its peak."""
+
+    change: str
+    """What to do, in words."""
+    peak_bytes: int
+    """Peak of the loop with that change."""
+    exact: bool
+    """Whether the changed loop was traced like the present one; else it is an estimate."""
+    caveat: str = ""
+    """What else the change does, e.g. that training takes another course."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """Bytes by category after each event of loading and two iterations."""
+
+    bytes_of: tuple[tuple[int, ...], ...]
+    """One row for each event, in the order of `planner.step.accounting.CATEGORIES`; the first row
+    is before any event."""
+    phases: tuple[tuple[str, int, int, int], ...]
+    """Phase, iteration (0 is loading), and the first and last row that belong to it."""
+
+    def by_category(self) -> dict[str, list[int]]:
+        """Category to its bytes after each event."""
+        return {name: [row[place] for row in self.bytes_of]
+                for place, name in enumerate(CATEGORIES)}
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at any time."""
+        return max(map(sum, self.bytes_of))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Memory of a whole training loop."""
+
+    account: LoopAccount
+    trace: LoopTrace = field(repr=False)
+    """Every block of loading and of two iterations, in order."""
+    loop: TrainingLoop
+    device: str
+    """The device that the account is for."""
+    optimizer: str | None
+    """Name of its class; `None`: no optimizer is counted."""
+    planned: bool
+    """Whether forward and backward are those of a plan."""
+    inference_peak_bytes: int
+    """Peak of a forward in `eval()` mode without gradients, parameters and inputs included."""
+    floor: Floor
+    proposals: tuple[Proposal, ...]
+    """Changes that lower the peak, the most effective first."""
+    notes: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the loop ever takes."""
+        return self.account.peak_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Held between steps: parameters, buffers, inputs, optimizer state, gradients that are
+        not released."""
+        return self.account.resident_bytes
+
+    @property
+    def resident(self) -> MemoryByCategory:
+        """`resident_bytes` by category."""
+        return self.account.resident
+
+    @property
+    def memory(self) -> MemoryByCategory:
+        """Bytes at the peak by category; sums to `peak_bytes`."""
+        return self.fullest.memory
+
+    @property
+    def fullest(self) -> PhaseMemory:
+        """The phase in which memory peaks."""
+        return self.account.fullest
+
+    @property
+    def loading(self) -> PhaseMemory:
+        """Model, optimizer and what they are loaded from."""
+        return self.account.loading
+
+    @property
+    def first(self) -> IterationMemory:
+        """The first step: the optimizer has yet to make its state."""
+        return self.account.first
+
+    @property
+    def steady(self) -> IterationMemory:
+        """Any later step."""
+        return self.account.steady
+
+    @property
+    def holders(self) -> tuple[MemoryHolder, ...]:
+        """What holds memory at the peak, by category, module and op, largest first."""
+        return holders_at(self.trace.trace, self.fullest.event)
+
+    @property
+    def timeline(self) -> MemoryTimeline:
+        """Memory by category over loading and two iterations."""
+        return _timeline(self.trace)
+
+    def save_snapshot(self, path: str | PathLike[str]) -> None:
+        """Write the whole loop as a snapshot that https://pytorch.org/memory_viz and
+        `torch.cuda._memory_viz` read; an existing file is replaced.
+
+        Raises `OSError` where the path cannot be written.
+        """
+        from planner.training_loop.snapshot import save_snapshot
+
+        save_snapshot(self.trace, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The account as JSON values; sizes are bytes."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "peak_phase": self.fullest.phase.value,
+            "resident_bytes": self.resident_bytes,
+            "inference_peak_bytes": self.inference_peak_bytes,
+            "device": self.device,
+            "optimizer": self.optimizer,
+            "planned": self.planned,
+            "accumulation": self.loop.accumulation,
+            "set_to_none": self.loop.set_to_none,
+            "zero_grad": self.loop.zero_grad,
+            "hold_output": self.loop.hold_output,
+            "memory": dict(self.memory),
+            "resident": dict(self.resident),
+            "loading": _phase(self.loading),
+            "first_step": [_phase(phase) for phase in self.first.phases],
+            "later_steps": [_phase(phase) for phase in self.steady.phases],
+            "holders": [{"size_bytes": holder.size_bytes, "category": holder.category,
+                         "module": holder.module, "op": holder.op, "count": holder.count}
+                        for holder in self.holders[:_HOLDERS]],
+            "floor": {"size_bytes": self.floor.size_bytes, "phase": self.floor.phase.value,
+                      "module": self.floor.module, "op": self.floor.op,
+                      "working_set_bytes": self.floor.working_set_bytes},
+            "proposals": [{"change": proposal.change, "peak_bytes": proposal.peak_bytes,
+                           "exact": proposal.exact, "caveat": proposal.caveat}
+                          for proposal in self.proposals],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        from planner.reporters.memory_table import memory_report
+        from planner.reporters.table import plain_text
+
+        return plain_text(memory_report(self))
+
+
+def _phase(phase: PhaseMemory) -> dict[str, Any]:
+    return {"phase": phase.phase.value, "peak_bytes": phase.peak_bytes,
+            "memory": dict(phase.memory)}
+
+
+def _timeline(loop: LoopTrace) -> MemoryTimeline:
+    held = dict.fromkeys(CATEGORIES, 0)
+    rows = [tuple(held.values())]
+    for event in loop.trace.events:
+        block = loop.trace.blocks[event if event >= 0 else ~event]
+        held[block.category.value] += block.size_bytes if event >= 0 else -block.size_bytes
+        rows.append(tuple(held.values()))
+    return MemoryTimeline(tuple(rows), tuple(
+        (StepPhase(span.phase).value, span.iteration, span.start, span.stop)
+        for span in loop.spans))

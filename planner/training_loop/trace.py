@@ -1,0 +1,301 @@
+"""The whole training loop, put together from its parts: every block that it takes, in order.
+
+The model of the world: parameters and buffers are loaded and the optimizer is made; then come
+iterations, each of one or more micro-steps (forward, loss, backward) and a step of the optimizer.
+Where that step evaluates the model itself, by a closure, the micro-steps are within it, after a
+reset of the gradients, and the last gradients stay until the next one.
+Two iterations stand for all: in the first the optimizer makes its state and the parameters get
+their gradients; from the second on everything repeats.  Two micro-steps stand for any larger
+number: the first after a reset of the gradients, and one that adds to them.
+
+Parts are traced or planned one by one (`graph_capture.plain_step.micro_step`,
+`graph_capture.optimizer.step`, `planner.training_loop.planned_step`); what outlives a part, and
+until when, is decided here.
+
+Blind spots: what the loop does beside these parts (metrics, an average of the weights); a copy of
+the next batch that is made ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep, OpRun
+
+MicroSteps = Callable[[frozenset[str]], MicroStep]
+"""The micro-step before which the parameters of these names have a gradient."""
+
+
+class StepPhase(StrEnum):
+    """The parts of a training loop, in their order."""
+
+    LOADING = "loading"
+    """Parameters and buffers are put on the device, the optimizer is made."""
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER_STEP = "optimizer step"
+    """Unscaling and clipping of the gradients included."""
+    NEXT_ITERATION = "next iteration"
+    """What is left when the next batch comes."""
+
+
+class OptimizerSteps(Protocol):
+    """What is needed of `graph_capture.optimizer.step.OptimizerTrace`."""
+
+    name: str
+    trace: MemoryTrace
+    first_begins: int
+    second_begins: int
+    steady_begins: int
+    parameters: frozenset[str]
+
+    def evaluations_from(self, start: int, stop: int | None = None) -> tuple[int, ...]:
+        """When its step evaluates the model, between two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLoop:
+    """How the user's loop goes about a step."""
+
+    accumulation: int = 1
+    """Micro-steps to each step of the optimizer."""
+    set_to_none: bool = True
+    """As in `optimizer.zero_grad`: gradients are released between steps, or stay as zeros."""
+    zero_grad: Literal["after_step", "before_backward"] = "after_step"
+    """Where gradients are reset.  Just before the backward, those of the last step are there
+    during the forward; before the forward is the same as after the step."""
+    hold_output: Literal["backward", "step", "loop"] = "step"
+    """How long the model's output, and the loss, are held.  `backward`: they go as the backward
+    ends.  `step`: the names are local to a function that makes a whole step, and bound anew in
+    each micro-step.  `loop`: they live on until the next iteration binds them, and so does the
+    batch: a loop that is no function."""
+    load_state_dict: bool = False
+    """Whether the parameters are loaded from a state dict that is on the device as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of the loop in one phase."""
+
+    phase: StepPhase
+    iteration: int
+    """0 for loading, 1 for the first step, 2 for any later one."""
+    micro_step: int
+    start: int
+    """Number of events before it."""
+    stop: int
+    """Number of events at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopTrace:
+    """Loading and two iterations, event by event."""
+
+    trace: MemoryTrace
+    spans: tuple[Span, ...]
+    """In order; each begins where the one before ends."""
+
+
+def compose(resident: Sequence[Block], micro_steps: MicroSteps,
+            optimizer: OptimizerSteps | None, loop: TrainingLoop) -> LoopTrace:
+    """The trace of the loop.
+
+    `resident`: the blocks of parameters, buffers and inputs.  Without an optimizer its step is
+    missing, and `model.zero_grad` resets the gradients.
+    """
+    return _Composer(resident, micro_steps, optimizer, loop).run()
+
+
+class _Composer:
+    def __init__(self, resident: Sequence[Block], micro_steps: MicroSteps,
+                 optimizer: OptimizerSteps | None, loop: TrainingLoop) -> None:
+        self.resident, self.micro_steps = resident, micro_steps
+        self.optimizer, self.loop = optimizer, loop
+        self.blocks: list[Block] = []
+        self.events: list[int] = []
+        self.runs: list[OpRun] = []
+        self.spans: list[Span] = []
+        self.of_optimizer: dict[int, int] = {}  # its blocks to ours
+        self.batch: list[int] = []
+        self.gradients: dict[str, list[int]] = {}  # parameter to blocks
+        self.stale: list[int] = []  # gradients that are reset before the next backward
+        self.output: list[int] = []
+        self.loss: list[int] = []
+        self.left: list[int] = []
+
+    def run(self) -> LoopTrace:
+        self._begin(StepPhase.LOADING, 0, 0)
+        self._load()
+        for iteration in (1, 2):
+            start, stop = self._optimizer_step(iteration)
+            evaluations = (() if self.optimizer is None
+                           else self.optimizer.evaluations_from(start, stop))
+            if evaluations:
+                self._step_by_closure(iteration, (start, *evaluations, stop))
+            else:
+                self._micro_steps(iteration)
+                self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+                self._play_optimizer(start, stop)
+                self._reset_gradients()
+            self._release(self.left)
+            if self.loop.hold_output != "loop":
+                self._release(self.output)
+                self._release(self.loss)
+            self._begin(StepPhase.NEXT_ITERATION, iteration, 0)
+            self._next_batch()
+        self._begin(StepPhase.NEXT_ITERATION, 2, 0)
+        return LoopTrace(MemoryTrace(tuple(self.blocks), tuple(self.events), tuple(self.runs)),
+                         tuple(self.spans[:-1]))
+
+    def _load(self) -> None:
+        model = [block for block in self.resident if block.category is not Category.INPUTS]
+        copies = []
+        if self.loop.load_state_dict:
+            copies = [self._make(block._replace(category=Category.TEMPORARIES,
+                                                op="load_state_dict")) for block in model]
+        for block in model:
+            self._make(block)
+        self._release(copies)
+        if self.optimizer is not None:
+            self._play_optimizer(0, self.optimizer.first_begins)
+
+    def _optimizer_step(self, iteration: int) -> tuple[int, int]:
+        """The events of the optimizer's step: the first and the last of its trace."""
+        if self.optimizer is None:
+            return 0, 0
+        if iteration == 1:
+            return self.optimizer.first_begins, self.optimizer.second_begins
+        return self.optimizer.steady_begins, len(self.optimizer.trace.events)
+
+    def _step_by_closure(self, iteration: int, events: Sequence[int]) -> None:
+        """The optimizer's step evaluates the model after all but the first and last of `events`;
+        the loss of the first evaluation is what the step returns, the others it lets go."""
+        returned: list[int] = []
+        start, *evaluations, stop = events
+        for event in evaluations:
+            self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+            if iteration == 2 and event == evaluations[0]:
+                self._grow()
+            self._play_optimizer(start, event)
+            start = event
+            self._reset_gradients()
+            self._micro_steps(iteration)
+            self._release(self.output)
+            if event == evaluations[0]:
+                returned, self.loss = self.loss, []
+            else:
+                self._release(self.loss)
+        self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+        self._play_optimizer(start, stop)
+        self._release(returned)
+
+    def _play_optimizer(self, start: int, stop: int) -> None:
+        if self.optimizer is not None:
+            self._play(self.optimizer.trace, start, stop, self.of_optimizer)
+
+    def _grow(self) -> None:
+        """From the state after the first step to that before the last, which stands for all later
+        ones."""
+        if self.optimizer is None:
+            return
+        trace = self.optimizer.trace
+        before, after = (dict.fromkeys(trace.alive_after(event)) for event in (
+            self.optimizer.second_begins, self.optimizer.steady_begins))
+        self._release([self.of_optimizer[block] for block in before if block not in after])
+        for block in after:
+            if block not in before:
+                self.of_optimizer[block] = self._make(trace.blocks[block])
+
+    def _micro_steps(self, iteration: int) -> None:
+        for number in range(min(self.loop.accumulation, 2)):
+            self._micro_step(iteration, number)
+
+    def _micro_step(self, iteration: int, number: int) -> None:
+        self._begin(StepPhase.FORWARD, iteration, number)
+        if not self.batch:
+            self._make_batch()
+        self._release(self.left)
+        step = self.micro_steps(frozenset(self.gradients))
+        ours: dict[int, int] = {}
+        self._play(step.trace, 0, step.loss_begins, ours)
+        self._release(self.output)  # the name is bound to the new one
+        self._begin(StepPhase.LOSS, iteration, number)
+        self._play(step.trace, step.loss_begins, step.backward_begins, ours)
+        self._release(self.loss)
+        self._begin(StepPhase.BACKWARD, iteration, number)
+        self._release(self.stale)
+        self._play(step.trace, step.backward_begins, len(step.trace.events), ours)
+        for block, name in step.gradients.items():
+            self.gradients.setdefault(name, []).append(ours[block])
+        self.output = [ours[block] for block in sorted(step.output_blocks)]
+        self.loss = [ours[block] for block in sorted(step.loss_blocks)]
+        self.left = [ours[block] for block in sorted(step.left_blocks)]
+        if self.loop.hold_output == "backward":
+            self._release(self.output)
+            self._release(self.loss)
+
+    def _reset_gradients(self) -> None:
+        if not self.loop.set_to_none:
+            return
+        reset = [name for name in self.gradients
+                 if self.optimizer is None or name in self.optimizer.parameters]
+        gone = [block for name in reset for block in self.gradients.pop(name)]
+        if self.loop.zero_grad == "before_backward":
+            self.stale = gone
+        else:
+            self._release(gone)
+
+    def _make_batch(self) -> None:
+        self.batch = [self._make(block) for block in self.resident
+                      if block.category is Category.INPUTS]
+
+    def _next_batch(self) -> None:
+        """A loop that is no function still holds the last batch when the next one comes."""
+        if self.loop.hold_output == "loop":
+            last = self.batch
+            self._make_batch()
+            self._release(last)
+
+    def _begin(self, phase: StepPhase, iteration: int, micro_step: int) -> None:
+        here = len(self.events)
+        if self.spans:
+            last = self.spans[-1]
+            self.spans[-1] = Span(last.phase, last.iteration, last.micro_step, last.start, here)
+        self.spans.append(Span(phase, iteration, micro_step, here, here))
+
+    def _make(self, block: Block) -> int:
+        self.blocks.append(block)
+        self.events.append(len(self.blocks) - 1)
+        return len(self.blocks) - 1
+
+    def _release(self, blocks: list[int]) -> None:
+        """Release these, and forget them."""
+        self.events.extend(~block for block in blocks)
+        blocks.clear()
+
+    def _play(self, trace: MemoryTrace, start: int, stop: int, ours: dict[int, int]) -> None:
+        """The events of a part from `start` to `stop`; `ours`: its blocks to those of the loop."""
+        runs = [run for run in trace.runs if start <= run.event < stop]
+        placed: list[tuple[OpRun, int]] = []
+        following = iter(runs)
+        run = next(following, None)
+        for position in range(start, stop):
+            while run is not None and run.event == position:
+                placed.append((run, len(self.events)))
+                run = next(following, None)
+            event = trace.events[position]
+            if event >= 0:
+                ours[event] = self._make(trace.blocks[event])
+            else:
+                self.events.append(~ours[~event])
+        self.runs.extend(
+            made._replace(event=here, touched=_translated(made.touched, ours))
+            for made, here in placed)
+
+
+def _translated(blocks: Iterable[int], ours: dict[int, int]) -> tuple[int, ...]:
+    return tuple(ours[block] for block in blocks if block in ours)

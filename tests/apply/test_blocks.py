@@ -1,0 +1,152 @@
+"""Plans whose repeated blocks are compiled one by one."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from apply.plan_backend import PlanBackend
+from graph_capture.dynamo.blocks import find_blocks
+from planner.api import capture
+from planner.search.planning import PreparedStep, plan_within
+from tests.support.models import BUILDERS, Case, language_model
+from tests.support.training import EFFORT, measured_peak, reference, train
+
+
+def prepared(case: Case) -> PreparedStep:
+    return capture(case.model, case.inputs, loss_fn=case.loss_fn, regions="blocks")
+
+
+def plan_at(step: PreparedStep, share: float) -> planner.Plan:
+    """For a share of what the step takes above resident memory, or for the smallest budget."""
+    resident = step.resident_bytes
+    try:
+        return plan_within(
+            step, resident + int(share * (step.keep_all_peak_bytes - resident)), EFFORT)
+    except planner.InfeasibleBudget as refusal:
+        return plan_within(step, refusal.minimum_bytes, EFFORT)
+
+
+@pytest.mark.parametrize(("name", "size"), [
+    ("gpt2", {"layers": 2}),
+    pytest.param("lora", {"layers": 3}, marks=pytest.mark.slow),
+    pytest.param("autocast", {"layers": 2}, marks=pytest.mark.slow),
+    pytest.param("block_twice", {"layers": 2}, marks=pytest.mark.slow),
+    pytest.param("t5", {"layers": 2}, marks=pytest.mark.slow),
+    pytest.param("resnet", {"image": 32}, marks=pytest.mark.slow),
+])
+def test_a_step_by_blocks_gives_the_same_numbers_within_its_budget(name, size):
+    case = BUILDERS[name](**size)
+    step, plain = prepared(case), reference(case)
+    for share in (0.7, 0.0):
+        plan = plan_at(step, share)
+        model = plan.apply(case.model)
+        trace = train(model, case)
+        assert trace.distance(plain) <= 1e-6
+        assert torch.equal(trace.random_state, plain.random_state)
+        assert measured_peak(model, case) == plan.peak_bytes - plan.resident_bytes
+        assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_layers_may_differ_in_what_they_recompute():
+    case = language_model(layers=6)
+    plan = plan_at(prepared(case), 0.75)
+    again = Counter({f"blocks.{layer}": 0 for layer in range(6)})
+    again.update(".".join(row.module.split(".")[:2])
+                 for row in plan.decisions if row.action == "recompute")
+    assert len(set(again.values())) > 1
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_equal_decisions_are_compiled_once(layers):
+    case = language_model(layers=layers)
+    plan = plan_within(prepared(case), None)
+    assert len(plan.recipe.regions) == layers
+    with mock.patch.object(PlanBackend, "_matching_region", autospec=True,
+                           side_effect=PlanBackend._matching_region) as matched:
+        train(plan.apply(case.model), case)
+    assert matched.call_count == 1
+
+
+def test_the_applied_model_shares_everything_but_the_blocks_code():
+    case = language_model(layers=3)
+    fields = {name: set(vars(module)) for name, module in case.model.named_modules()}
+    model = plan_within(prepared(case), None).apply(case.model)
+    assert list(model.state_dict()) == list(case.model.state_dict())
+    assert [id(p) for p in model.parameters()] == [id(p) for p in case.model.parameters()]
+    assert model.blocks[0] is not case.model.blocks[0]
+    assert model.blocks[0].qkv is case.model.blocks[0].qkv
+    train(model, case)
+    assert {name: set(vars(module)) for name, module in case.model.named_modules()} == fields
+    with torch.no_grad():
+        assert torch.equal(model(*case.args), case.model(*case.args))
+    model.eval()
+    with pytest.warns(UserWarning, match="made in train mode"):
+        model(*case.args)
+    case.model.train()
+
+
+def test_a_file_keeps_the_blocks(tmp_path):
+    case = language_model(layers=3)
+    plan = plan_at(prepared(case), 0.8)
+    plan.save(tmp_path / "plan.json")
+    loaded = planner.load(tmp_path / "plan.json")
+    assert loaded == plan
+    other = case._replace(model=copy.deepcopy(case.model))
+    assert train(loaded.apply(other.model), other).distance(reference(other)) <= 1e-6
+    with pytest.raises(planner.PlanMismatch):
+        loaded.apply(language_model(layers=2).model)
+
+
+def test_the_account_of_a_loop_knows_blocks():
+    case = language_model(layers=2)
+    plan = plan_at(prepared(case), 0.8)
+    report = planner.memory(case.model, case.inputs, loss_fn=case.loss_fn, plan=plan,
+                            hold_output="step")
+    assert report.peak_bytes == plan.peak_bytes
+
+
+def test_smaller_batches_are_served_by_blocks_too():
+    case = language_model(layers=2, batch=5)
+    plan = plan_at(prepared(case), 0.7)
+    smaller = language_model(layers=2, batch=3)._replace(model=case.model)
+    model = plan.apply(case.model)
+    assert train(model, smaller).distance(reference(smaller)) <= 1e-6
+    assert measured_peak(model, smaller) <= plan.budget_bytes - plan.resident_bytes
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
+            for _ in range(2))
+        self.layers = nn.ModuleDict({name: nn.TransformerEncoderLayer(8, 2) for name in "ab"})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_blocks_are_the_outermost_repeated_modules():
+    assert find_blocks(Pairs(), "blocks") == ("layers.a", "layers.b")
+    assert find_blocks(Pairs(), "model") == ()
+    assert find_blocks(Pairs(), "stages.*") == ("stages.0", "stages.1")
+    assert find_blocks(Pairs(), ("stem", "layers.a")) == ("stem", "layers.a")
+    with pytest.raises(ValueError, match="found no repeated blocks"):
+        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "blocks")
+    with pytest.raises(ValueError, match="names no module of Pairs"):
+        find_blocks(Pairs(), "layer.*")
+
+
+def test_what_does_not_go_with_blocks_is_refused():
+    case = language_model(layers=2)
+    plan = plan_within(prepared(case), None)
+    with pytest.raises(ValueError, match="replan"):
+        plan.apply(case.model, replan=lambda model, inputs: plan)

@@ -1,0 +1,192 @@
+"""Compiled plans for budgets near the least: what is copied, what is stored, how it is laid out.
+
+The oracles: the same graphs before the change, the allocator's events, gradients of
+`torch.compile`.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import fx, nn
+
+from apply.layouts import lay_out_weights
+from apply.realized import store_what_waits
+from apply.recipe import Recomputation
+from apply.rewrite import rewrite
+from graph_capture.inductor.fused_costs import Fusion, fusion_of
+from graph_capture.joint_graph.realized_copy import EARLY_COPY
+from graph_capture.torch_compat.inductor import is_stored
+from planner.api import capture
+from planner.plans.file import dumps, loads
+from planner.search.compiled import smallest_plan
+from planner.search.planning import Effort
+from tests.support.compiler import needs_compiler
+from tests.support.models import Case, unet
+from tests.support.regions import lowered
+from tests.support.training import measured_peak, train
+
+pytestmark = needs_compiler
+
+
+# --- What is stored -------------------------------------------------------------------------------
+
+
+def graph_of(build) -> fx.Graph:
+    """A graph of ATen ops on tensors of 4 kB; `build(op, x)` adds them, and returns the result."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(32, 32)
+
+    def op(target, *args):
+        node = graph.call_function(target, args)
+        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+        node.meta["val"] = target(*values)
+        return node
+
+    graph.output((build(op, x),))
+    return graph
+
+
+def stored(graph: fx.Graph) -> list[str]:
+    store_what_waits(graph)
+    return [node.name for node in graph.nodes if is_stored(node)]
+
+
+aten = torch.ops.aten
+
+
+def test_what_is_read_behind_a_kernel_of_a_library_is_stored_where_it_is_made():
+    def build(op, x):
+        waits = op(aten.sin.default, op(aten.mm.default, x, x))
+        soon = op(aten.cos.default, waits)
+        return op(aten.add.Tensor, op(aten.mm.default, soon, x), waits)
+
+    assert stored(graph_of(build)) == ["sin_default"]
+
+
+def test_views_of_it_read_it():
+    def build(op, x):
+        waits = op(aten.t.default, op(aten.sin.default, x))
+        product = op(aten.mm.default, x, x)
+        return op(aten.add.Tensor, product, waits)
+
+    assert stored(graph_of(build)) == ["sin_default"]
+
+
+def test_what_is_made_of_less_is_computed_anew():
+    def build(op, x):
+        row = op(aten.sum.dim_IntList, x, [0])
+        wide = op(aten.expand.default, op(aten.sin.default, row), [32, 32])
+        wide = op(aten.clone.default, wide)
+        nothing = op(aten.full.default, [32, 32], 1.0)
+        product = op(aten.mm.default, x, x)
+        return op(aten.add.Tensor, op(aten.add.Tensor, product, wide), nothing)
+
+    names = stored(graph_of(build))
+    assert "clone_default" not in names
+    assert "full_default" not in names
+
+
+def test_one_result_of_several_can_wait():
+    def build(op, x):
+        pooled = op(torch.ops.prims._low_memory_max_pool_with_offsets.default,
+                    op(aten.view.default, op(aten.sin.default, x), [1, 1, 32, 32]),
+                    [2, 2], [2, 2], [0, 0], [1, 1], False)
+        values, offsets = (op(operator.getitem, pooled, i) for i in (0, 1))
+        flat = op(aten.view.default, values, [16, 16])
+        product = op(aten.mm.default, flat, flat)
+        return op(aten.add.Tensor, product, op(aten.view.default, offsets, [16, 16]))
+
+    assert stored(graph_of(build)) == ["getitem_1"]
+
+
+# --- How it is laid out ---------------------------------------------------------------------------
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.SiLU(),
+                                    nn.ConvTranspose2d(4, 2, 2, 2), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).sum()
+
+
+def test_graphs_with_other_layouts_compute_the_same():
+    torch.manual_seed(0)
+    model, x = Convolutions(), torch.randn(2, 3, 8, 8)
+    region = lowered(model, x, loss_fn=lambda loss: loss)
+    first = next(op.name for op in region.ops if op.target == "aten.convolution.default")
+    again = Recomputation(before=region.ops[region.num_forward].name, ops=(first,))
+    primals = [torch.randn(p.meta["val"].shape) for p in region.joint.primals]
+    found = []
+    for change in (False, True):
+        graphs = rewrite(region, (again,))
+        if change:
+            lay_out_weights(graphs.backward)
+        loss, *saved = graphs.forward(*primals)
+        found.append((loss, graphs.backward(*saved, torch.ones(()))))
+    copies = [node for node in graphs.backward.graph.nodes if node.target is aten.clone.default]
+    # For the first layer once more, and for the gradient that the second one's backward makes.
+    assert len(copies) == 2
+    assert torch.equal(found[0][0], found[1][0])
+    for before, after in zip(*(gradients for _, gradients in found), strict=True):
+        assert (before is None) == (after is None)
+        if before is not None:
+            torch.testing.assert_close(after, before)
+
+
+# --- Gradients that are copied --------------------------------------------------------------------
+
+
+def small() -> Case:
+    return unet(batch=4, image=32, depth=1)
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    case = small()
+    return capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor")
+
+
+def test_the_copy_is_a_buffer_and_costs_time(prepared):
+    lean = prepared.lean
+    copies = [op for op in lean.graph.ops if op.target == "checkpoint_planner.early_copy.default"]
+    assert copies
+    assert all(op.seconds > 0 for op in copies)
+    assert all(lean.graph.buffers[op.outputs[0]].size_bytes > 0 for op in copies)
+    assert 0 < lean.copy_seconds <= sum(op.seconds for op in copies) * 1.01
+    part = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)[:, :2]
+    assert torch.equal(EARLY_COPY(part), part)
+    assert EARLY_COPY(part).untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
+def test_pools_belong_to_generated_kernels(prepared):
+    names = {"prims._low_memory_max_pool_with_offsets.default": Fusion.REDUCTION,
+             "prims._low_memory_max_pool_offsets_to_indices.default": Fusion.POINTWISE}
+    for target, kind in names.items():
+        packet = target.split(".")[1]
+        node = fx.Graph().call_function(getattr(torch.ops.prims, packet).default, ())
+        assert fusion_of(node) is kind
+        assert any(op.target == target for op in prepared.graph.ops)
+
+
+@pytest.mark.slow
+def test_the_smallest_lean_step_takes_what_was_predicted_with_the_same_gradients(prepared):
+    case = small()
+    plan = smallest_plan(prepared.lean, Effort(time_limit=4.0))
+    assert plan.recipe.lean_backward
+    assert plan.recipe.strict_order
+    assert any("copied" in note for note in plan.notes)
+    again = loads(dumps(plan))
+    assert again == plan
+    model = again.apply(case.model)
+    expected, found = (torch.cat([gradient.double().flatten() for gradient in
+                                  train(compiled, case).gradients.values()])
+                       for compiled in (torch.compile(case.model), model))
+    assert float((found - expected).norm() / expected.norm()) <= 1e-5
+    assert measured_peak(model, case) == plan.peak_bytes - prepared.resident_bytes

@@ -1,0 +1,116 @@
+"""Hollow tensors: plain to all who ask, without memory, with the values that are known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from graph_capture.torch_compat import storage_key
+from graph_capture.twins.data_less import (
+    HollowMode,
+    UnknownValue,
+    hollow_storage,
+    hollow_tensor,
+    hollow_twin,
+)
+from graph_capture.twins.fake import make_twin
+
+
+class Inspecting(nn.Module):
+    """Acts on what it sees of its inputs, as code does that treats tracing in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("steps", torch.tensor(7))
+        self.seen: list[object] = []
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        self.seen += [type(x), type(self.linear.weight), bool(mask.bool().all()),
+                      int((mask.sum() + self.steps).item()), mask.nonzero().shape[0]]
+        y = self.norm(self.linear(x)) * mask[:, None]
+        return torch.relu_(y).t().contiguous().view(-1)
+
+
+def twin_of(model: nn.Module, *args: object) -> object:
+    return hollow_twin(make_twin(model, args))
+
+
+def test_code_sees_plain_tensors_and_the_values_of_integers():
+    model, mask = Inspecting(), torch.tensor([1, 1, 0])
+    twin = twin_of(model, torch.randn(3, 8), mask)
+    with twin.mode:
+        out = twin.model(*twin.args)
+        out.sum().backward()
+    assert twin.model.seen == [torch.Tensor, nn.Parameter, False, 9, 2] and not model.seen
+    assert type(out) is torch.Tensor and out.shape == (24,) and out.requires_grad
+    grad = twin.model.linear.weight.grad
+    assert type(grad) is torch.Tensor and grad.shape == (8, 8)
+    assert model.norm.num_batches_tracked == 0 and model.linear.weight.grad is None
+    assert torch.equal(mask, torch.tensor([1, 1, 0]))
+
+
+def test_values_of_weights_are_not_known():
+    twin = twin_of(nn.Linear(4, 4), torch.randn(2, 4))
+    with twin.mode, pytest.raises(UnknownValue, match="looks at the value of a tensor"):
+        bool(twin.model(*twin.args).sum() > 0)
+
+
+def test_what_is_overwritten_by_an_unknown_value_is_no_longer_known():
+    twin = twin_of(nn.Linear(4, 1), torch.randn(2, 4))
+    with twin.mode, torch.no_grad():
+        known = torch.zeros(2, 1)
+        view = known[0]
+        assert view.item() == 0
+        known.copy_(twin.model(*twin.args))
+        with pytest.raises(UnknownValue):
+            view.item()
+
+
+def test_code_that_writes_behind_the_dispatchers_back_leaves_no_known_values():
+    mode = HollowMode()
+    with mode:
+        with mode.without_values():
+            written, taken = torch.zeros(3), torch.ones(3)
+            torch.add(taken, 1, out=written)
+        with pytest.raises(UnknownValue):
+            written.sum().item()
+        assert torch.ones(3).sum().item() == 3
+
+
+def test_no_memory_is_taken_however_large():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(40_000, 40_000) for _ in range(4)))  # 26 GB
+    twin = twin_of(model, torch.empty(1000, 40_000, device="meta"))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, twin.mode:
+        twin.model(*twin.args).sum().backward()
+    assert sum(max(0, event.self_cpu_memory_usage) for event in profiler.key_averages()) < 10_000
+    assert twin.model[0].weight.grad.untyped_storage().nbytes() == 4 * 40_000**2
+
+
+def test_aliases_stay_aliases():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(6, 4).t())
+    model.register_buffer("part", model.weight.detach()[1:3])
+    twin = twin_of(model, torch.randn(2))
+    weight, part = twin.model.weight, twin.model.part
+    assert weight.stride() == (1, 4) and storage_key(weight) == storage_key(part)
+    with twin.mode:
+        flat = torch.ops.aten._unsafe_view.default(weight.detach().t(), [24])
+    assert storage_key(flat) == storage_key(weight)
+
+
+def test_random_ops_leave_the_random_state_alone():
+    state = torch.get_rng_state()
+    with HollowMode():
+        torch.nn.functional.dropout(torch.rand(100), 0.5)
+        torch.randint(0, 10, (5,))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_reading_behind_the_dispatchers_back_yields_zeros():
+    tensor = hollow_tensor(torch.empty(2, 3, device="meta"), hollow_storage(24))
+    assert tensor.numpy().tolist() == [[0.0] * 3] * 2

@@ -1,0 +1,63 @@
+"""Timing the kernels that Inductor generates, for `cost_model="measured"`."""
+
+import pytest
+import torch
+from torch import nn
+
+from graph_capture.torch_compat.inductor import Kernel
+from planner.api import capture
+from planner.search.planning import plan_within
+from tests.apply.test_inductor import EFFORT, batch, budget_at, loss_of, make_model
+from tests.support.compiler import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.slow]
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((7,), 3.0))
+
+    def forward(self, x):
+        return (x * 2 + 1).relu() * self.weight
+
+
+def prepare(monkeypatch, tmp_path, model, x):
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
+    return capture(model, x, loss_fn=loss_of, backend="inductor", cost_model="measured")
+
+
+def test_the_kernels_that_are_timed_are_those_of_the_step(monkeypatch, tmp_path):
+    prepared = prepare(monkeypatch, tmp_path, Scale(), torch.randn(5, 7))
+    plan_within(prepared, None)
+    account, calls = prepared.compiled, []
+    monkeypatch.setattr(account.tracer.costs, "seconds_of_kernels",
+                        lambda found: calls.extend(found) or 1.0)
+    account.seconds(next(iter(account._known)))
+    call = calls[0]
+    x, weight, out = torch.randn(5, 7), torch.randn(7), torch.empty(5, 7)
+    given = {tuple(tensor.shape): tensor for tensor in (x, weight)}
+    assert [tuple(tensor.shape) for tensor in call.args[:3]].count((5, 7)) == 2
+    operands = [given.pop(tuple(a.shape), out) if isinstance(a, torch.Tensor) else a
+                for a in call.args]
+    getattr(call.kernel.build()(), call.method)(*operands, **call.kwargs)
+    assert torch.allclose(out, (x * 2 + 1).relu() * weight)
+
+
+def test_overhead_is_the_ratio_of_timed_steps_and_kernels_are_timed_once(monkeypatch, tmp_path):
+    prepared = prepare(monkeypatch, tmp_path, make_model(dropout=0.0), batch())
+    default = plan_within(prepared, None)
+    assert default.overhead == 0.0
+    plan = plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
+
+    def refuse(kernel):
+        raise AssertionError("it was timed before")
+
+    monkeypatch.setattr(Kernel, "build", refuse)
+    account = prepared.compiled
+    account._seconds.clear()
+    recipes = [next(known for known in account._known
+                    if account.with_code(known) == made.recipe) for made in (default, plan)]
+    before, after = map(account.seconds, recipes)
+    assert before > 0
+    assert plan.overhead == pytest.approx(after / before - 1)

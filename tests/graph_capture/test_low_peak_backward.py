@@ -1,0 +1,205 @@
+"""A backward with copies: the same gradients, a smaller peak, and a price that is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graph_capture.joint_graph.low_peak_backward import late_parts, make_lean
+from planner.search.forms import Refused
+from planner.search.planning import Effort, cheapest, make_plan, plan_within, schedule_within
+from solvers.errors import InfeasibleBudget
+from solvers.minimum import minimum_peak, working_set_floor
+from solvers.simulator import simulate
+from solvers.solve import solve
+from tests.support.models import Case, gpt2, unet
+from tests.support.regions import joint_graph
+from tests.support.training import (
+    apply_schedule,
+    captured,
+    measured_peak,
+    random_schedule,
+    reference,
+    train,
+)
+
+ROWS, WIDTH = 64, 32
+PART_BYTES = 4 * ROWS * WIDTH
+
+
+class Joined(nn.Module):
+    """`x * skip` joined to a chain of products with the result; the skip is read last."""
+
+    def __init__(self, steps: int, skip_share: int = 1) -> None:
+        super().__init__()
+        self.skip = nn.Parameter(torch.rand(WIDTH * skip_share))
+        self.steps = nn.ParameterList(torch.rand(WIDTH) for _ in range(steps))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = x.repeat(1, self.skip.numel() // WIDTH) * self.skip
+        y = start[:, :WIDTH]
+        for step in self.steps:
+            y = torch.tanh(y * step)
+        return (torch.cat([start, y], 1).sin() * 2).sum()
+
+
+def parts_of(model: nn.Module) -> list[tuple[int, ...]]:
+    joint = joint_graph(model, torch.rand(ROWS, WIDTH), loss_fn=lambda loss: loss)
+    return [tuple(node.meta["val"].shape) for node in late_parts(joint)]
+
+
+def channels_last(case: Case) -> Case:
+    """The case in the layout in which a CPU's convolutions copy nothing.  Its loss makes a gradient
+    in that layout, too: AOTAutograd copies one that comes in another, and sums in another order."""
+    (images,) = case.args
+    images = images.contiguous(memory_format=torch.channels_last)
+    wanted = torch.rand_like(images)
+    return Case(case.model.to(memory_format=torch.channels_last), (images,),
+                lambda logits: (logits * wanted).sum())
+
+
+def test_what_is_read_late_is_found():
+    assert parts_of(Joined(4)) == [(ROWS, WIDTH)]
+
+
+def test_what_is_read_soon_is_left_alone():
+    class Beside(Joined):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x * self.skip, x * self.steps[0]], 1).sin().sum()
+
+    assert parts_of(Beside(1)) == []
+
+
+def test_more_than_half_of_the_whole_is_left_alone():
+    assert parts_of(Joined(4, skip_share=2)) == []
+
+
+def test_a_gradient_that_the_backward_returns_is_left_alone():
+    class Given(Joined):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.requires_grad_())
+
+    joint = joint_graph(Given(4), torch.rand(ROWS, WIDTH), loss_fn=lambda loss: loss)
+    returned = joint.output.args[0]
+    assert not {part.args[0] for part in late_parts(joint)} & set(returned)
+
+
+@pytest.mark.slow
+def test_a_transformer_has_nothing_to_copy():
+    assert captured(gpt2(layers=2)).lean is None
+
+
+@pytest.mark.parametrize("layout", [
+    lambda case: case, pytest.param(channels_last, marks=pytest.mark.slow)])
+def test_gradients_and_peaks_of_lean_steps(layout):
+    case = layout(unet(image=32))
+    lean = captured(case).lean
+    assert lean is not None
+    expected = reference(case)
+    for seed in range(3):
+        schedule = (lean.problem.plain_schedule if seed == 0
+                    else random_schedule(lean.problem, seed, 0.5))
+        planned, timeline = apply_schedule(case, lean, schedule)
+        assert train(planned, case).differences(expected) == []
+        assert measured_peak(planned, case) == timeline.peak_bytes
+
+
+def test_poolings_read_a_gradient_for_the_shape_of_their_input():
+    """Where the layouts are the same; the input itself may then be gone."""
+    model = unet().model
+    joint = joint_graph(model, torch.rand(2, 3, 32, 32), loss_fn=torch.sum)
+    pool = torch.ops.aten.max_pool2d_with_indices_backward.default
+    make_lean(joint)
+    inputs = [node.args[1] for node in joint.graph.find_nodes(op="call_function", target=pool)]
+    assert len(inputs) == 2
+    assert {node.target for node in inputs} == {torch.ops.aten.clone.default}
+
+
+@pytest.mark.slow
+def test_the_lean_step_fits_where_the_other_cannot(tmp_path):
+    """Held when measured, from a file, with gradients equal to the last bit."""
+    case = channels_last(unet(batch=4, width=16))
+    step = captured(case)
+    floor = working_set_floor(step.problem)
+    lean_peak, _ = simulate(step.lean.problem, minimum_peak(step.lean.problem, time_limit=2.0))
+    assert lean_peak < floor
+    budget = step.resident_bytes + (lean_peak + floor) // 2
+    path = tmp_path / "plan.json"
+    plan_within(step, budget, Effort(time_limit=4.0)).save(path)
+    plan = planner.load(path)
+    assert plan.recipe.lean_backward
+    assert any("copied" in note for note in plan.notes)
+    model = plan.apply(case.model)
+    assert measured_peak(model, case) == plan.peak_bytes - step.resident_bytes
+    assert plan.peak_bytes <= budget
+    assert train(model, case).differences(reference(case)) == []
+    report = planner.memory(case.model, case.inputs, loss_fn=case.loss_fn, plan=plan)
+    assert report.peak_bytes >= plan.peak_bytes
+
+
+def test_copies_are_counted_as_extra_time():
+    step = captured(channels_last(unet()))
+    lean = step.lean
+    copies = sum(op.seconds for op in lean.graph.ops if op.target == "aten.clone.default")
+    assert copies > 0
+    assert lean.copy_seconds == pytest.approx(copies)
+    plan = make_plan(lean, None, solve(lean.problem, None))
+    assert plan.overhead == pytest.approx(copies / step.graph.step_seconds)
+    assert schedule_within(step, step.keep_all_peak_bytes, Effort())[0] is step
+
+
+@pytest.mark.slow
+def test_the_cheaper_variant_is_taken_and_the_bound_holds_for_both():
+    """At every budget, against each variant solved alone."""
+    step = captured(unet(image=32, depth=1))
+    high, _ = simulate(step.problem, step.problem.plain_schedule)
+    low = working_set_floor(step.lean.problem)
+    for share in (0.3, 0.5, 0.8):
+        net = low + int(share * (high - low))
+        chosen, result = cheapest(step.variants, net, Effort(time_limit=2.0))
+        alone = [solve(variant.problem, net, time_limit=1.0) for variant in step.variants]
+        assert result.cost <= min(one.cost for one in alone) * (1 + 1e-3)
+        assert result.lower_bound <= min(one.cost for one in alone) * (1 + 1e-9)
+        assert chosen in step.variants
+        assert result.plain_cost == pytest.approx(step.problem.plain_cost)
+
+
+def test_a_budget_that_no_variant_meets_is_refused_with_the_smaller_minimum():
+    step = captured(channels_last(unet(image=32)))
+    floors = [working_set_floor(variant.problem) for variant in step.variants]
+    net = min(floors) - 1
+    with pytest.raises(Refused) as refused:
+        cheapest(step.variants, net, Effort(time_limit=1.0))
+    minimum = refused.value.minimum_bytes
+    assert simulate(refused.value.step.problem, refused.value.schedule).peak_bytes <= minimum
+    for variant in step.variants:
+        with pytest.raises(InfeasibleBudget) as alone:
+            solve(variant.problem, net, time_limit=1.0)
+        assert minimum <= alone.value.minimum_bytes * 1.02
+
+
+@pytest.mark.slow
+def test_the_frontier_has_plans_of_both_variants():
+    case = channels_last(unet(batch=4, width=16))
+    curve = planner.frontier(case.model, case.inputs, loss_fn=case.loss_fn, points=5,
+                             time_limit=2.0)
+    assert {plan.recipe.lean_backward for plan in curve} == {True, False}
+    plans = list(curve)
+    assert [plan.overhead for plan in plans] == sorted(plan.overhead for plan in plans)
+    assert all(plan.overhead_bound <= plan.overhead for plan in plans)
+
+
+@pytest.mark.slow
+def test_a_lean_plan_serves_smaller_images():
+    case = channels_last(unet(batch=4, width=16))
+    step = captured(case)
+    budget = step.resident_bytes + working_set_floor(step.problem)
+    plan = plan_within(step, budget - 1, Effort(time_limit=3.0))
+    assert plan.recipe.lean_backward
+    model = plan.apply(case.model)
+    other = channels_last(unet(batch=2, width=16, image=32))
+    smaller = Case(case.model, other.args, other.loss_fn)
+    assert train(model, smaller).differences(reference(smaller)) == []
+    assert measured_peak(model, smaller) <= plan.peak_bytes - step.resident_bytes

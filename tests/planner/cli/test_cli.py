@@ -1,0 +1,132 @@
+"""The command line: results on stdout, mistakes in one line with the right exit code."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import planner
+from planner.cli import app
+from planner.search.planning import plan_within
+from tests.support.graphs import HandMadeStep, chain, prepared
+
+RUNNER = CliRunner()
+TINY_GPT2 = ["hf:gpt2", "--set", "n_layer=2", "--set", "n_embd=32", "--set", "n_head=2",
+             "--set", "vocab_size=100", "--batch", "2", "--seq", "32"]
+
+
+def run(*arguments, code=0):
+    result = RUNNER.invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    if code:
+        assert result.stdout == ""
+        assert "Traceback" not in result.stderr
+        assert result.stderr.strip()
+    return result
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_within(prepared(HandMadeStep(chain(12), 2600)), 1900)
+
+
+@pytest.fixture
+def saved(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    return path
+
+
+def test_show_prints_the_table_or_the_file(plan, saved):
+    assert run("show", saved).stdout.strip() == str(planner.load(saved)).strip()
+    assert json.loads(run("show", saved, "--json").stdout) == plan.to_dict()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 7}'])
+def test_a_file_that_is_no_plan_is_an_error(tmp_path, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert str(path) in run("show", path, code=1).stderr
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    assert "none.json" in run("show", tmp_path / "none.json", code=1).stderr
+
+
+@pytest.mark.parametrize("arguments", [
+    ["plan", *TINY_GPT2, "--budget", "lots"],
+    ["plan", *TINY_GPT2, "--budget=-8GB"],
+    ["plan", *TINY_GPT2, "--budget", "8GB", "--solver", "magic"],
+    ["plan", *TINY_GPT2, "--budget", "8GB", "--backend", "jax"],
+    ["plan", *TINY_GPT2, "--budget", "8GB", "--cost-model", "guess"],
+    ["plan", *TINY_GPT2, "--budget", "8GB", "--time-limit", "0"],
+    ["plan", "no_such_module:factory", "--budget", "8GB"],
+    ["plan", "hf:no_such_type", "--budget", "8GB"],
+    ["plan", "gpt2", "--budget", "8GB"],
+    ["plan", *TINY_GPT2, "--batch", "0"],
+    ["plan", "--budget", "8GB"],
+    ["plan", *TINY_GPT2, "--no-such-option"],
+    ["no-such-command"],
+    ["frontier", *TINY_GPT2, "--points", "1"],
+])
+def test_wrong_usage_exits_with_2(arguments):
+    run(*arguments, code=2)
+
+
+def test_a_path_that_cannot_be_written_is_told_before_the_work(tmp_path):
+    result = run("plan", *TINY_GPT2, "-o", tmp_path / "missing" / "plan.json", code=1)
+    assert "missing" in result.stderr
+    run("plan", *TINY_GPT2, "-o", tmp_path, code=2)
+
+
+def test_a_plan_is_made_shown_and_verified(tmp_path):
+    path = tmp_path / "plan.json"
+    made = run("plan", *TINY_GPT2, "--budget", "90%", "--optimizer", "sgd", "-o", path,
+               "--time-limit", "10")
+    assert made.stderr == ""
+    assert "predicted peak" in made.stdout and "transformer.h.0-1" in made.stdout
+    as_json = run("plan", *TINY_GPT2, "--budget", "90%", "--optimizer", "sgd", "--json",
+                  "--time-limit", "10")
+    assert json.loads(as_json.stdout) == planner.load(path).to_dict() == json.loads(
+        path.read_text())
+    verified = json.loads(run("verify", *TINY_GPT2, path, "--json").stdout)
+    assert verified["ok"] and verified["peak_bytes"] <= verified["budget_bytes"]
+
+    smaller = [argument.replace("n_embd=32", "n_embd=16") for argument in TINY_GPT2]
+    assert "16" in run("verify", *smaller, path, code=4).stderr
+
+
+def test_an_impossible_budget_exits_with_3():
+    result = run("plan", *TINY_GPT2, "--budget", "1kB", "--time-limit", "10", code=3)
+    assert "smallest budget that works" in result.stderr and "aten" in result.stderr
+
+
+def test_a_model_that_cannot_be_captured_or_made_exits_with_1(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "def misfit():\n    return torch.nn.Linear(3, 2), (torch.ones(4, 5),)\n"
+        "def broken():\n    raise RuntimeError('out of luck')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "out of luck" in run("plan", "own:broken", code=1).stderr
+    assert run("plan", "own:misfit", code=1).stderr.startswith("error: ")
+    sys.modules.pop("own")
+
+
+@pytest.mark.slow
+def test_the_frontier_is_printed_and_drawn(tmp_path):
+    result = run("frontier", *TINY_GPT2, "--points", "3", "--time-limit", "3", "--json",
+                 "--plot", tmp_path / "curve.svg")
+    points = json.loads(result.stdout)["points"]
+    assert points[0]["overhead"] == 0 and points[0]["peak_bytes"] > points[-1]["peak_bytes"]
+    assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
+
+
+def test_without_arguments_the_help_is_shown():
+    result = subprocess.run([sys.executable, "-m", "planner", "--help"], capture_output=True,
+                            text=True, check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    for command in ("plan", "show", "frontier", "verify"):
+        assert command in result.stdout

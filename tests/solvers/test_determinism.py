@@ -1,0 +1,71 @@
+"""The same answer whatever the load of the machine, wherever the proof closes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from solvers import Problem, simulate, solve
+from solvers.incumbent import Incumbent
+from solvers.result import Result
+from solvers.task import Task
+from tests.support.joint_graphs import gpt
+from tests.support.oracles import training_chain
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, Callable[[], Result]], Result]:
+    """The answer on a machine on which a second of the clock does only a fraction of the work."""
+    real = time.monotonic
+
+    def under_load(slower: float, answer: Callable[[], Result]) -> Result:
+        begin = real()
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: begin + slower * (real() - begin))
+            return answer()
+
+    return under_load
+
+
+CASES = [
+    (gpt(2), 0.7), (gpt(3), 0.5), (gpt(4, dropout=False), 0.45), (gpt(6), 0.3),
+    (training_chain(12), 0.55), (training_chain(16, segments=False), 0.5)]
+
+
+@pytest.mark.parametrize(("problem", "fraction"), CASES)
+def test_a_proven_schedule_does_not_depend_on_the_load(
+        problem: Problem, fraction: float,
+        loaded: Callable[[float, Callable[[], Result]], Result]) -> None:
+    plain, _ = simulate(problem, problem.plain_schedule)
+    budget = int(plain * fraction)
+    calm = solve(problem, budget, time_limit=30.0)
+    proven = 0
+    # Ever slower, so that the deadline strikes in ever earlier steps of the search.
+    for slower in (3.0, 30.0, 60.0, 120.0, 240.0, 1000.0):
+        result = loaded(slower, lambda: solve(problem, budget, time_limit=30.0))
+        assert result.peak_bytes <= budget
+        if result.status == "optimal":
+            proven += 1
+            assert result.schedule == calm.schedule
+            assert calm.status == "optimal"
+    assert calm.status != "optimal" or proven
+
+
+def test_what_only_the_deadline_lets_through_is_not_called_optimal() -> None:
+    """A schedule that turns up after the deadline may be another one next time."""
+    problem = training_chain(8)
+    plain, _ = simulate(problem, problem.plain_schedule)
+    task = Task(problem, plain // 2, time.monotonic() - 1.0)
+    incumbent = Incumbent(task)
+    incumbent.start()
+    assert incumbent.fits and incumbent.late and incumbent.proposal().late
+
+
+def test_a_time_limit_returns_what_was_found_and_what_is_not_proven() -> None:
+    problem = gpt(6)
+    plain, _ = simulate(problem, problem.plain_schedule)
+    result = solve(problem, int(plain * 0.25), time_limit=0.2)
+    assert result.peak_bytes <= int(plain * 0.25)
+    assert result.status == "feasible" and result.gap > 0

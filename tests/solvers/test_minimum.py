@@ -1,0 +1,105 @@
+"""The smallest peak: the bound and the schedule against exact answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from solvers.lazy import EvictionTaste, lazy_schedule
+from solvers.minimum import minimum_peak, working_set_floor
+from solvers.problem import Op, Problem, Segment, Storage
+from solvers.simulator import simulate
+from tests.support.oracle_small import cheapest, smallest_peak
+from tests.support.strategies_small import problems, schedules
+
+
+def training_chain(layers: int, size: int = 10) -> Problem:
+    """Layer i reads activation i-1; its backward reads the gradient and that activation."""
+    ops = [Op(f"forward{i}", 1.0, (i - 1,) if i else (), (i,)) for i in range(layers)]
+    storages = [Storage(size, i) for i in range(layers)]
+    for i in reversed(range(layers)):
+        index = len(ops)
+        gradient = (index - 1,) if index > layers else (layers - 1,)
+        activation = (i - 1,) if i else ()
+        ops.append(Op(f"backward{i}", 2.0, gradient + activation, (index,), recomputable=False))
+        storages.append(Storage(size, index))
+    return Problem(tuple(ops), tuple(storages))
+
+
+def without_replay_state(problem: Problem) -> Problem:
+    return replace(problem, ops=tuple(replace(op, replay_state_bytes=0) for op in problem.ops))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_the_floor_is_below_every_schedule(data: st.DataObject) -> None:
+    problem = data.draw(problems())
+    peak = simulate(problem, data.draw(schedules(problem))).peak_bytes
+    assert working_set_floor(problem) <= peak
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems(max_ops=6).map(without_replay_state))
+def test_floor_and_schedule_enclose_the_exact_minimum(problem: Problem) -> None:
+    exact = smallest_peak(problem)
+    found = simulate(problem, minimum_peak(problem, time_limit=0.2)).peak_bytes
+    assert working_set_floor(problem) <= exact <= found
+
+
+@settings(max_examples=200, deadline=None)
+@given(problem=problems(), share=st.floats(0.3, 1.0), noise=st.sampled_from([0.0, 0.4]))
+def test_a_lazy_schedule_is_legal(problem: Problem, share: float, noise: float) -> None:
+    budget = int(share * simulate(problem, problem.plain_schedule).peak_bytes)
+    found = lazy_schedule(problem, budget, taste=EvictionTaste(noise=noise), seed=1)
+    if found is not None:
+        peak = simulate(problem, found).peak_bytes
+        assert peak <= budget or any(op.replay_state_bytes for op in problem.ops)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_ops=6).map(without_replay_state))
+def test_the_oracle_agrees_with_the_plain_schedule(problem: Problem) -> None:
+    peak, cost = simulate(problem, problem.plain_schedule)
+    assert cheapest(problem, peak) == cost
+
+
+def test_a_training_chain_reaches_its_floor() -> None:
+    problem = training_chain(12)
+    assert working_set_floor(problem) == 30
+    found = minimum_peak(problem)
+    assert simulate(problem, found).peak_bytes <= 40  # gradient, activation, and one being remade
+
+
+def test_a_storage_that_cannot_come_back_in_time_counts() -> None:
+    ops = (Op("a", 1.0, (), (0,)), Op("b", 1.0, (), (1,)), Op("c", 1.0, (0, 1), (2,)))
+    storages = (Storage(5, 0), Storage(7, 1), Storage(1, 2))
+    assert working_set_floor(Problem(ops, storages)) == 13
+    frozen = tuple(replace(op, workspace_bytes=3 * (op.name == "b")) for op in ops)
+    assert working_set_floor(Problem(frozen, storages)) == 13
+    never = (Segment(0, ()),)
+    assert working_set_floor(Problem(frozen, storages, never)) == 15
+
+
+def test_in_place_lowers_the_floor_and_the_found_peak() -> None:
+    ops = (Op("a", 1.0, (), (0,)), Op("relu", 1.0, (0,), (1,), inplace=(0,)),
+           Op("b", 1.0, (1,), (2,)))
+    problem = Problem(ops, (Storage(8, 0), Storage(8, 1), Storage(1, 2)))
+    assert working_set_floor(problem) == 9
+    assert simulate(problem, minimum_peak(problem)).peak_bytes == 9
+
+
+def test_a_long_chain_takes_seconds() -> None:
+    problem = training_chain(600)
+    start = time.monotonic()
+    found = minimum_peak(problem, time_limit=4.0)
+    assert time.monotonic() - start < 15.0
+    assert simulate(problem, found).peak_bytes < 0.1 * simulate(
+        problem, problem.plain_schedule).peak_bytes
+
+
+def test_the_same_seed_gives_the_same_schedule() -> None:
+    problem = training_chain(8)
+    assert minimum_peak(problem, seed=3) == minimum_peak(problem, seed=3)

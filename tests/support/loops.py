@@ -1,0 +1,140 @@
+"""Real training loops on the CPU, measured phase by phase, for accounts to be judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graph_capture.memory.allocator import record_stages
+from graph_capture.plain_step.loss import objective
+from planner.training_loop.account import LoopAccount
+from planner.training_loop.trace import StepPhase
+
+STEPS = 3
+MEASURED_PHASES = (StepPhase.FORWARD, StepPhase.LOSS, StepPhase.BACKWARD,
+                   StepPhase.OPTIMIZER_STEP)
+
+
+@dataclass
+class RealLoop:
+    """A loop with the options of `planner.memory`; the model is trained as it is given."""
+
+    model: nn.Module
+    inputs: Any
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    step: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None
+    """What makes the optimizer's step and resets gradients, in place of the usual."""
+    accumulation: int = 1
+    autocast: torch.dtype | None = None
+    grad_clip: float | None = None
+    grad_scaler: bool = False
+    set_to_none: bool = True
+    zero_grad: str = "after_step"
+    hold_output: str = "step"
+    held: dict[str, Any] = field(default_factory=dict)
+
+    def measure(self) -> list[dict[StepPhase, tuple[int, int]]]:
+        """For each step and phase: the peak, and what is left at its end, in bytes above the
+        parameters, buffers and inputs."""
+        stages: list[Callable[[], None]] = [self._make_optimizer]
+        phases: list[tuple[int, StepPhase]] = []
+        for step in range(STEPS):
+            for _ in range(self.accumulation):
+                stages += [self._forward, self._loss, self._backward]
+                phases += [(step, phase) for phase in MEASURED_PHASES[:3]]
+            stages.append(self._optimize)
+            phases.append((step, StepPhase.OPTIMIZER_STEP))
+        _, *records = record_stages(stages)
+        found: list[dict[StepPhase, tuple[int, int]]] = [{} for _ in range(STEPS)]
+        for (step, phase), record in zip(phases, records, strict=True):
+            before = found[step].get(phase, (0, 0))[0]
+            found[step][phase] = max(before, record.peak_bytes), record.end_bytes
+        self.held.clear()
+        self.model.zero_grad()
+        return found
+
+    def _make_optimizer(self) -> None:
+        self.held["optimizer"] = None if self.optimizer is None else self.optimizer(self.model)
+        if self.grad_scaler:
+            self.held["scaler"] = torch.amp.GradScaler("cpu")
+            self.held["scaler"].scale(torch.ones(()))
+
+    def _forward(self) -> None:
+        self.held["casts"] = (nullcontext() if self.autocast is None
+                              else torch.autocast("cpu", self.autocast))
+        self.held["casts"].__enter__()
+        self.held["output"] = (self.model(**self.inputs) if isinstance(self.inputs, dict)
+                               else self.model(*self.inputs))
+
+    def _loss(self) -> None:
+        self.held["goal"] = objective(self.held["output"], self.loss_fn)
+        self.held["casts"].__exit__(None, None, None)
+
+    def _backward(self) -> None:
+        if self.zero_grad == "before_backward" and self.held.pop("stale", False):
+            self._reset()
+        goal = self.held["goal"]
+        roots = [self.held["scaler"].scale(root) if self.grad_scaler else root
+                 for root in goal.roots]
+        torch.autograd.backward(roots, goal.seeds)
+        del roots, goal
+        if self.hold_output == "backward":
+            self._let_go()
+
+    def _optimize(self) -> None:
+        optimizer = self.held["optimizer"]
+        if self.step is not None:
+            self.step(self.model, optimizer)
+        elif optimizer is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if self.grad_clip is not None:
+                if self.grad_scaler:
+                    self.held["scaler"].unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip)
+            if self.grad_scaler:
+                self.held["scaler"].step(optimizer)
+                self.held["scaler"].update()
+            else:
+                optimizer.step()
+        if self.zero_grad == "after_step":
+            self._reset()
+        self.held["stale"] = True
+        if self.hold_output != "loop":
+            self._let_go()
+
+    def _reset(self) -> None:
+        optimizer = self.held["optimizer"]
+        (self.model if optimizer is None or self.step is not None else optimizer).zero_grad(
+            set_to_none=self.set_to_none)
+
+    def _let_go(self) -> None:
+        self.held["output"] = self.held["goal"] = None
+
+
+def deviations(account: LoopAccount, measured: list[dict[StepPhase, tuple[int, int]]],
+               ) -> dict[tuple[int, str], float]:
+    """Predicted over measured peak, less 1, of every step and phase, resident memory included."""
+    memory = account.loading.memory
+    base = memory.parameters + memory.buffers + account.resident.inputs
+    found = {}
+    for step, phases in enumerate(measured):
+        predicted = account.first if step == 0 else account.steady
+        for phase, (peak, _) in phases.items():
+            found[step, phase.value] = predicted[phase].peak_bytes / (base + peak) - 1
+    return found
+
+
+def resident_error_bytes(account: LoopAccount,
+                         measured: list[dict[StepPhase, tuple[int, int]]]) -> int:
+    """Predicted less measured bytes between steps, the larger of the last two."""
+    memory = account.loading.memory
+    base = memory.parameters + memory.buffers + account.resident.inputs
+    return max((account.resident_bytes - base - phases[StepPhase.OPTIMIZER_STEP][1]
+                for phases in measured[1:]), key=abs)
+

@@ -1,0 +1,46 @@
+"""Captured regions of small models, for tests of what stands between capture and planning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from graph_capture.dynamo.record import Recording, record_step
+from graph_capture.joint_graph.input_names import region_input_names
+from graph_capture.joint_graph.joint import JointGraph, clean_joint_graph
+from graph_capture.joint_graph.lower import LoweredRegion, lower
+from graph_capture.plain_step.loss import objective
+from graph_capture.twins.fake import make_twin
+
+
+def recorded(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None
+             ) -> Recording:
+    """The calls of captured regions in one step of `model(*args)`."""
+    twin = make_twin(model, args, {}, extra=(loss_fn,))
+
+    def run(compiled: Callable[..., Any], before_backward: Callable[[], object]) -> object:
+        goal = objective(compiled(*twin.args), twin.extra[0])
+        before_backward()
+        goal.backward()
+        return goal
+
+    return record_step(twin, run, lambda target, args, kwargs, out: 0)
+
+
+def joint_graph(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None,
+                cotangents: tuple[bool, ...] | None = None) -> JointGraph:
+    """The clean joint graph of a model with one region; by default for the cotangents that
+    the recorded step had."""
+    (call,) = recorded(model, *args, loss_fn=loss_fn).calls
+    region = call.region
+    return clean_joint_graph(region.joint, region.num_forward_outputs,
+                             region.cotangents[0] if cotangents is None else cotangents)
+
+
+def lowered(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None
+            ) -> LoweredRegion:
+    """The lowered region of a model with one."""
+    joint = joint_graph(model, *args, loss_fn=loss_fn)
+    return lower(joint, region_input_names([None] * len(joint.primals)))
