@@ -39,6 +39,7 @@ from graph_capture.torch_compat import (
 )
 from graph_capture.twins.data_less import HollowMode, hollow_storage, hollow_tensor
 from graph_capture.twins.fake import FakeTwin
+from graph_capture.user_code import is_user_code
 
 if TYPE_CHECKING:
     from graph_capture.inductor.captured_graphs import CapturedGraphs
@@ -195,7 +196,7 @@ def _summary(error: BaseException) -> str:
 def _failure(error: Exception) -> str:
     """What is said of an error in code that was run as it is."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not {"torch", "graph_capture"} & set(PurePath(frame.filename).parts)]
+              if is_user_code(frame.filename)]
     place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     kind = type(error).__name__
     if kind == "DataDependentOutputException":
