@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import PurePath
 
-import torch
-
-_OTHERS = (Path(torch.__file__).parent, Path(__file__).parent)
+_HERE = PurePath(__file__).parent
 
 
 def is_user_code(path: str) -> bool:
-    """Whether a source file lies outside of torch and of this package."""
-    return not any(Path(path).is_relative_to(folder) for folder in _OTHERS)
+    """Whether a source file is outside of torch and of this package."""
+    file = PurePath(path)
+    return "torch" not in file.parts and not file.is_relative_to(_HERE)
