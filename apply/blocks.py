@@ -125,7 +125,7 @@ def _decisions(region: RegionRecipe, index: int) -> object:
         return tuple((local(key.name), key.result) for key in keys)
 
     sizes = region.outline and (region.outline.storage_bytes, region.outline.input_bytes)
-    return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.early,
+    return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.hoisted,
             tuple((local(group.before), tuple(map(local, group.ops)))
                   for group in region.recomputations),
-            tuple((local(taken.op), taken.run, taken.candidate) for taken in region.takeovers))
+            tuple((local(reuse.op), reuse.run, reuse.candidate) for reuse in region.inplace_reuses))

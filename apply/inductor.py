@@ -110,7 +110,7 @@ class InductorBackend(PlanBackend):
     def _lower(self, joint: JointGraph, region: RegionRecipe, primal_names: Sequence[str],
                index: int) -> LoweredRegion:
         rearrange(joint)
-        move_to_forward(joint, region.early)
+        move_to_forward(joint, region.hoisted)
         return super()._lower(joint, region, primal_names, index)
 
 

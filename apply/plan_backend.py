@@ -86,7 +86,7 @@ class PlanBackend:
             nonlocal match
             match = self._matching_region(module, joint, num_fwd_outputs, given)
             region = match.region
-            rewritten = rewrite(match.lowered, region.recomputations, region.takeovers)
+            rewritten = rewrite(match.lowered, region.recomputations, region.inplace_reuses)
             self._annotate(rewritten)
             return rewritten.forward, rewritten.backward
 
@@ -147,7 +147,7 @@ class PlanBackend:
             lowered = None if self._lowered is None else self._lowered.get((module, index))
             if lowered is None:
                 clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
-                if self._recipe.lean_backward:
+                if self._recipe.low_peak:
                     make_lean(clean, compiled=self._recipe.backend == "inductor")
                 lowered = self._lower(clean, region, names, index)
             if self._lowered is not None:

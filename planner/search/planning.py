@@ -73,7 +73,7 @@ class PreparedStep:
 
     def variant_of(self, recipe: Recipe) -> PreparedStep:
         """The variant that a plan with this recipe is of."""
-        return self.lean if recipe.lean_backward and self.lean is not None else self
+        return self.lean if recipe.low_peak and self.lean is not None else self
 
     @property
     def plain_seconds(self) -> float:
@@ -283,7 +283,7 @@ def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) 
         decisions=decisions,
         recipe=build_recipe(graph, timeline, tensors=prepared.tensors,
                             training=prepared.training, overrides=prepared.overrides,
-                            lean_backward=prepared.is_lean),
+                            low_peak=prepared.is_lean),
         inputs=prepared.inputs,
         notes=graph.notes,
         created_with=created_with(),

@@ -170,7 +170,7 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
         raise PlanMismatch(f"the plan recomputes {missing.args[0]!r}, which this step does not "
                            "have; plan this model anew") from None
     made = build_recipe(graph, timeline, tensors=prepared.tensors, training=prepared.training,
-                        overrides=prepared.overrides, lean_backward=prepared.is_lean)
+                        overrides=prepared.overrides, low_peak=prepared.is_lean)
     if made != plan.recipe:
         raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
                            "autocast; plan this model with these inputs anew")

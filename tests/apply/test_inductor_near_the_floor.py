@@ -179,7 +179,7 @@ def test_pools_belong_to_generated_kernels(prepared):
 def test_the_smallest_lean_step_takes_what_was_predicted_with_the_same_gradients(prepared):
     case = small()
     plan = smallest_plan(prepared.lean, Effort(time_limit=4.0))
-    assert plan.recipe.lean_backward
+    assert plan.recipe.low_peak
     assert plan.recipe.strict_order
     assert any("copied" in note for note in plan.notes)
     again = loads(dumps(plan))
