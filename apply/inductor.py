@@ -19,7 +19,7 @@ from torch import fx
 from apply.errors import GraphMismatch
 from apply.layouts import lay_out_weights
 from apply.plan_backend import Match, PlanBackend, checked_backward
-from apply.realized import store_what_waits
+from apply.realized import realize_across_library_calls
 from apply.recipe import Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion
 from graph_capture.inductor.generated_code import memory_of_code
@@ -27,7 +27,7 @@ from graph_capture.inductor.joint_passes import move_to_forward, rearrange
 from graph_capture.joint_graph.joint import JointGraph
 from graph_capture.joint_graph.lower import LoweredRegion
 from graph_capture.joint_graph.random_ops import is_companion
-from graph_capture.joint_graph.realized_copy import EARLY_COPY
+from graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from graph_capture.torch_compat import PartitionFunction
 from graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
 from graph_capture.torch_compat.kernel_order import KernelOrder
@@ -84,11 +84,11 @@ class InductorBackend(PlanBackend):
 
     def _annotate(self, graphs: RewrittenRegion) -> None:
         for node in (*graphs.forward.graph.nodes, *graphs.backward.graph.nodes):
-            if node.target is EARLY_COPY or is_companion(node.target):
+            if node.target is REALIZED_COPY or is_companion(node.target):
                 declare_fallback(node.target)
         if self._recipe.strict_order:
             lay_out_weights(graphs.backward)
-            store_what_waits(graphs.backward.graph)
+            realize_across_library_calls(graphs.backward.graph)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool
                       ) -> None:

@@ -24,7 +24,7 @@ from graph_capture.joint_graph.joint import (
     count_cotangents,
     primals_of,
 )
-from graph_capture.joint_graph.low_peak_backward import make_lean
+from graph_capture.joint_graph.low_peak_backward import lower_backward_peak
 from graph_capture.joint_graph.lower import LoweredRegion, lower
 from graph_capture.joint_graph.outline import outline
 from graph_capture.torch_compat import (
@@ -148,7 +148,7 @@ class PlanBackend:
             if lowered is None:
                 clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
                 if self._recipe.low_peak:
-                    make_lean(clean, compiled=self._recipe.backend == "inductor")
+                    lower_backward_peak(clean, compiled=self._recipe.backend == "inductor")
                 lowered = self._lower(clean, region, names, index)
             if self._lowered is not None:
                 self._lowered[module, index] = lowered

@@ -18,7 +18,7 @@ from graph_capture.joint_graph.joint import is_tuple_element, is_view, tensors_o
 from graph_capture.torch_compat.inductor import is_stored, store_result
 
 
-def store_what_waits(graph: fx.Graph) -> None:
+def realize_across_library_calls(graph: fx.Graph) -> None:
     """Mark the results, of ops that Inductor generates kernels for, that are read behind a kernel
     of a library."""
     order = {node: position for position, node in enumerate(graph.nodes)}

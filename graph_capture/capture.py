@@ -30,7 +30,7 @@ from graph_capture.inductor.joint_passes import (
 )
 from graph_capture.joint_graph.input_names import region_input_names
 from graph_capture.joint_graph.joint import clean_joint_graph, count_cotangents
-from graph_capture.joint_graph.low_peak_backward import late_parts, make_lean
+from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from graph_capture.joint_graph.lower import RESIDENT, lower
 from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
@@ -41,7 +41,7 @@ from graph_capture.specification import check
 from graph_capture.step.assemble import LossMemory, RegionUse, assemble
 from graph_capture.torch_compat import aot_backend, quiet_fake_tensors, storage_key
 from graph_capture.training_graph import StepForm, TrainingGraph
-from graph_capture.twins.data_less import hollow_twin
+from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin, make_twin
 
 Progress = Callable[[str], None]
@@ -114,7 +114,7 @@ def capture_step(
     # What runs between blocks, runs as it is written, and must see what it takes for plain tensors.
     traced, traced_loss = twin, twin_loss
     if blocks and twin.trace_device.type == "cpu":
-        traced = hollow_twin(twin, extra=(twin_loss,))
+        traced = data_less_twin(twin, extra=(twin_loss,))
         traced_loss = traced.extra[-1]
     recording, output = _record(traced, traced_loss, costs.workspace_bytes, blocks,
                                 _inductor_recorder if inductor else aot_backend)
@@ -254,7 +254,7 @@ def _region_uses(
                       else (False,) * count_cotangents(region.joint))
         joint = clean_joint_graph(region.joint, region.num_forward_outputs, cotangents)
         if lean:
-            make_lean(joint, compiled=inductor)
+            lower_backward_peak(joint, compiled=inductor)
         early: tuple[int, ...] = ()
         if inductor:
             rearrange(joint)

@@ -22,7 +22,7 @@ from enum import StrEnum
 from functools import cached_property
 
 LOSS_BACKWARD = "loss/backward#0"
-"""Name of the moment at which the backward starts: the loss's own, and the first cotangents."""
+"""Name of the pseudo-op that starts the backward: the loss's own, and the first cotangents."""
 
 
 class Phase(StrEnum):

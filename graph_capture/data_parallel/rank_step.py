@@ -22,7 +22,7 @@ from graph_capture.data_parallel.fully_sharded import FullySharded, make_units
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.plain_step.loss import LossFn, objective
-from graph_capture.twins.data_less import hollow_twin
+from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin
 
 CATEGORIES = ("unsharded_parameters", "gradients", "activations", "temporaries", "communication")
@@ -90,7 +90,7 @@ def trace_parallel_step(twin: FakeTwin, wrapper: Wrapper, loss_fn: LossFn | None
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
-    plain = hollow_twin(twin, extra=(loss_fn,)) if twin.trace_device.type == "cpu" else (
+    plain = data_less_twin(twin, extra=(loss_fn,)) if twin.trace_device.type == "cpu" else (
         replace(twin, extra=(*twin.extra, loss_fn)))
     loss_fn = plain.extra[-1]
     copies = list(plain.fake_of.values())

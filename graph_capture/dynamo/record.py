@@ -1,9 +1,9 @@
 """Running a fake twin through Dynamo and AOTAutograd, and keeping the joint graphs.
 
-The forward, the loss and the backward of the twin really take place, on fake (or hollow) tensors:
-that shows
-in which order the captured pieces (regions) run, and into which outputs a gradient flows.  The
-compiled pieces themselves are stand-ins that only make results of the right shapes.
+The forward, the loss and the backward of the twin really take place, on fake (or data-less)
+tensors: that shows in which order the captured pieces (regions) run, and into which outputs a
+gradient flows.  The compiled pieces themselves are stand-ins that only make results of the right
+shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from graph_capture.torch_compat import (
     primal_indices,
     split_joint_graph,
 )
-from graph_capture.twins.data_less import HollowMode, hollow_storage, hollow_tensor
+from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 from graph_capture.twins.fake import FakeTwin
 from graph_capture.user_code import is_user_code
 
@@ -294,9 +294,9 @@ class _Recorder:
 
     def _new_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor of the twin's kind, with values that are not known."""
-        if isinstance(self.mode, HollowMode):
+        if isinstance(self.mode, DataLessMode):
             with no_active_modes():
-                return hollow_tensor(like, hollow_storage(like.untyped_storage().nbytes()))
+                return data_less_tensor(like, data_less_storage(like.untyped_storage().nbytes()))
         with self.mode:
             return torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=like.device)

@@ -2,9 +2,9 @@
 
 The model of the world: Inductor decides which ops become one kernel, in which order kernels run,
 and which buffers they share; the code that it generates says so, line by line.  So that code is
-generated, as for a real run, and executed on fake tensors (hollow ones, where blocks are compiled
-one by one and plain code runs between them) with kernels that do nothing, while the storages that
-it makes and releases are followed.  Forward, loss and backward run under the real
+generated, as for a real run, and executed on fake tensors (data-less ones, where blocks are
+compiled one by one and uncaptured code runs between them) with kernels that do nothing, while the
+storages that it makes and releases are followed.  Forward, loss and backward run under the real
 autograd, so that what AOTAutograd and the user's loss hold counts as well.
 
 Blind spots: those of `memory_tracker`; what a generated kernel takes for itself (on a CPU from the
@@ -26,7 +26,7 @@ from graph_capture.memory.tracker import MemoryTracker
 from graph_capture.plain_step.loss import LossFn, objective
 from graph_capture.torch_compat import OpOverload, compile_settings
 from graph_capture.training_graph import BufferKind
-from graph_capture.twins.data_less import HollowMode
+from graph_capture.twins.data_less import DataLessMode
 from graph_capture.twins.fake import FakeTwin
 
 if TYPE_CHECKING:
@@ -94,10 +94,9 @@ class CompiledTracer:
             self.costs.seconds(*run) for run in ops.runs)
 
     def _around(self) -> AbstractContextManager[object]:
-        """What generated code runs in: hollow tensors do not have the values that it would write.
-        """
+        """What generated code runs in: data-less tensors lack the values that it would write."""
         mode = self.twin.mode
-        return mode.without_values() if isinstance(mode, HollowMode) else nullcontext()
+        return mode.without_values() if isinstance(mode, DataLessMode) else nullcontext()
 
     def _run(self, compiled: Callable[..., Any], tracker: _CompiledTracker | None) -> CompiledStep:
         twin = self.twin

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
-from graph_capture.joint_graph.realized_copy import EARLY_COPY
+from graph_capture.joint_graph.realized_copy import REALIZED_COPY
 
 _LARGEST_SHARE = 0.5
 """The parts that are read late are copied if they are at most this part of the whole."""
@@ -34,11 +34,11 @@ _POOL_INPUT = 1
 """Position of the argument of which only the shape is read."""
 
 
-def make_lean(joint: JointGraph, *, compiled: bool = False) -> None:
+def lower_backward_peak(joint: JointGraph, *, compiled: bool = False) -> None:
     """Copy late parts of gradients, and let gradients stand in for inputs of poolings; `compiled`:
     by Inductor."""
     graph = joint.graph
-    target = EARLY_COPY if compiled else torch.ops.aten.clone.default
+    target = REALIZED_COPY if compiled else torch.ops.aten.clone.default
     for part in late_parts(joint):
         with graph.inserting_after(part):
             copy = graph.call_function(target, (part,))

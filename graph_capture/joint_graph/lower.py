@@ -103,7 +103,7 @@ class LoweredRegion:
 
 
 def epilogue_name(region: int) -> str:
-    """Name of the moment, after a region's forward, at which mutated inputs are updated."""
+    """Name of the pseudo-op, after a region's forward, that updates mutated inputs."""
     return f"{f'{region}:' if region else ''}/update of mutated inputs#0"
 
 

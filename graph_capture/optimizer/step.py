@@ -1,7 +1,7 @@
 """What an optimizer holds from step to step, and what one step of it takes meanwhile.
 
 The model of the world: the state depends on the shapes and dtypes of the trainable parameters and
-on the optimizer's settings.  So the optimizer's own `step()` runs on hollow tensors, which works
+on the optimizer's settings.  So the optimizer's own `step()` runs on data-less tensors, which works
 for any optimizer written in torch; the first step makes the state, the second is like all that
 follow.  Before it, gradients are unscaled and clipped as the user does.
 
@@ -10,8 +10,8 @@ An optimizer given as an instance may update copies of its own in place of the m
 step.
 
 A step that takes a closure, as that of L-BFGS, evaluates the model when it likes; the trace says
-where.  Its course is that of `optimizer_course`: the first step, and the first of those before
-which the state is as large as it gets, which stands for all later ones.
+where.  Its steps are those of `graph_capture.optimizer.trajectory`: the first, and the first of
+those before which the state is as large as it gets, which stands for all later ones.
 
 Blind spots: kernels of others than torch, and what their state is made of; an optimizer that does
 something else every so many steps.
@@ -32,8 +32,8 @@ from graph_capture.errors import CaptureError
 from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
-from graph_capture.optimizer.trajectory import Course, needs_closure
-from graph_capture.twins.data_less import HollowCopier, HollowMode, hollow_twin
+from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
+from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
 from graph_capture.twins.fake import FakeTwin
 
 
@@ -143,14 +143,14 @@ def trace_optimizer_steps(
 
 
 class _Steps:
-    """Steps of optimizers on hollow parameters."""
+    """Steps of optimizers on data-less parameters."""
 
     def __init__(self, optimizer: object, twin: FakeTwin,
                  with_gradient: Collection[str] | None, sparse: Mapping[str, torch.Tensor],
                  settings: OptimizerSettings, workspace: Workspace) -> None:
         self.settings = settings
         # Some look at the norm of an update.
-        self.plain = plain = hollow_twin(twin, unknown_is_zero=True)
+        self.plain = plain = data_less_twin(twin, unknown_is_zero=True)
         self.names = {id(tensor): name for name, tensor in reversed(plain.parameters.items())}
         self.trainable = [p for p in plain.model.parameters() if p.requires_grad]
         self.tracker = MemoryTracker(
@@ -230,7 +230,7 @@ class _Steps:
             len(self.own_copies), tuple(self.evaluations))
 
     def _turns(self, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
-        """As many turns as steps are to be traced; before each, its course is known."""
+        """As many turns as steps are to be traced; before each, its trajectory is known."""
         if not any(map(needs_closure, self.steppers)):
             yield from (None, None)
             return
@@ -240,13 +240,13 @@ class _Steps:
             raise ValueError("a step that takes a closure is traced for one optimizer alone")
         (stepper,) = self.steppers
         stepper.state.clear()
-        course = Course(stepper)
-        assert isinstance(self.plain.mode, HollowMode)
-        for number, answers in enumerate(course.first_and_fullest()):
+        trajectory = OptimizerTrajectory(stepper)
+        assert isinstance(self.plain.mode, DataLessMode)
+        for number, answers in enumerate(trajectory.first_and_fullest()):
             if number:
                 stepper.state.clear()  # before the other one is there
                 with self.plain.mode, self.tracker:
-                    stepper.state = course.state_on(self.parameters)
+                    stepper.state = trajectory.state_on(self.parameters)
                 self._mark()
             self.plain.mode.answer_with(iter(answers))
             yield
@@ -314,14 +314,14 @@ def _choose_implementation(group: dict[str, Any], device: torch.device,
 
 
 def _copied(optimizers: Sequence[Optimizer], twin: FakeTwin, plain: FakeTwin) -> list[Optimizer]:
-    """Hollow copies of the optimizers on the hollow parameters."""
-    copier = HollowCopier({})
+    """Data-less copies of the optimizers on the data-less parameters."""
+    copier = DataLessCopier({})
     for original, fake in twin.fake_of.items():
         copier.fake_of[original] = copier.memo[id(original)] = plain.fake_of[fake]
     return [_copy(optimizer, copier) for optimizer in optimizers]
 
 
-def _copy(optimizer: Optimizer, copier: HollowCopier) -> Optimizer:
+def _copy(optimizer: Optimizer, copier: DataLessCopier) -> Optimizer:
     def copied(key: str, value: Any) -> Any:
         return copier.tree(value, f"the optimizer's `{key}`")
 

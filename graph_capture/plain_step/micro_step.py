@@ -28,7 +28,7 @@ from graph_capture.memory.trace import Category, MicroStep
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.plain_step.loss import LossFn, Objective, objective
 from graph_capture.torch_compat import NoStaticShape
-from graph_capture.twins.data_less import hollow_twin
+from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
@@ -62,7 +62,7 @@ def run_plainly(twin: FakeTwin, loss_fn: LossFn | None,
     works; else `run(twin, loss, False)` on the fake one."""
     if twin.trace_device.type == "cpu":
         try:
-            plain = hollow_twin(twin, extra=(loss_fn,))
+            plain = data_less_twin(twin, extra=(loss_fn,))
             return run(plain, plain.extra[-1], True)
         except Exception:  # whatever a plain tensor without values cannot do, a fake one may
             pass

@@ -1,10 +1,10 @@
 """Lowered regions, the loss between them, and costs -> one `TrainingGraph`.
 
-Besides the captured ops a step has moments at which memory appears or must still be there, although
-nothing of the model computes: mutated inputs are updated after a forward, autograd makes the
-cotangent of the loss, a gradient in another layout than its parameter is copied, code between two
-regions hands over tensors.  Each is an op without cost (and without a digest: it is nothing that a
-plan can recompute).
+Besides the captured ops a step has pseudo-ops, at which memory appears or must still be there,
+although nothing of the model computes: mutated inputs are updated after a forward, autograd makes
+the cotangent of the loss, a gradient in another layout than its parameter is copied, code between
+two regions hands over tensors.  They have no cost (and no digest: they are nothing that a plan can
+recompute).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Assembly:
             self._op(number, op)
         if lowered.mutation_sources:
             sources = tuple(self.index[number, s] for s in lowered.mutation_sources)
-            self._moment(epilogue_name(number), Phase.FORWARD, number, sources, ())
+            self._pseudo_op(epilogue_name(number), Phase.FORWARD, number, sources, ())
         return range(start, len(self.ops))
 
     def _loss(self) -> None:
@@ -154,8 +154,8 @@ class _Assembly:
             value = min(SCALAR_BYTES, loss.retained_bytes)
             kept = self._buffer(loss.retained_bytes - value, BufferKind.ACTIVATION)
             scalar = self._buffer(value, BufferKind.ACTIVATION, kept_to_end=True)
-            self._moment("loss/forward#0", Phase.LOSS, -1, (), (kept, scalar),
-                         loss.forward_workspace_bytes)
+            self._pseudo_op("loss/forward#0", Phase.LOSS, -1, (), (kept, scalar),
+                            loss.forward_workspace_bytes)
             reads = (kept,)
             made.append(self._buffer(value, BufferKind.TEMPORARY, kept_to_end=True))
         for number, use in enumerate(self.uses):
@@ -167,8 +167,8 @@ class _Assembly:
                 self.index[number, storage] = self._buffer(
                     size, BufferKind.TEMPORARY, kept_to_end=loss.cotangents_held)
                 made.append(self.index[number, storage])
-        self._moment(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made),
-                     max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
+        self._pseudo_op(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made),
+                        max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
 
     def _gap(self, gap: int, phase: Phase, next_backward: int | None = None) -> None:
         """What uncaptured code makes, and reads for the last time, between two regions.
@@ -198,8 +198,8 @@ class _Assembly:
                     label=storage.parameter if kind is BufferKind.GRADIENT else "")
                 made.append(self.foreign[index])
         if made or last_read or code.workspace_bytes[gap]:
-            self._moment(f"/uncaptured code#{gap}", phase, -1, tuple(dict.fromkeys(last_read)),
-                         tuple(made), code.workspace_bytes[gap])
+            self._pseudo_op(f"/uncaptured code#{gap}", phase, -1, tuple(dict.fromkeys(last_read)),
+                            tuple(made), code.workspace_bytes[gap])
 
     def _foreign_cotangent(self, number: int, position: int) -> int | None:
         """The storage of uncaptured code that is a cotangent of a region."""
@@ -246,8 +246,8 @@ class _Assembly:
         size = self.uses[number].lowered.storages[storage].size_bytes
         total = self._buffer(size, BufferKind.TEMPORARY)
         self.index[number, storage] = total
-        self._moment(f"{number}:/sum of gradients#{position}", Phase.BACKWARD, -1,
-                     tuple(dict.fromkeys(found)), (total,))
+        self._pseudo_op(f"{number}:/sum of gradients#{position}", Phase.BACKWARD, -1,
+                        tuple(dict.fromkeys(found)), (total,))
 
     def _hand_over_gradient(self, number: int, storage: int, primal: int) -> None:
         use = self.uses[number]
@@ -268,8 +268,8 @@ class _Assembly:
             # Autograd copies a gradient whose layout is not the parameter's.
             copied = self._buffer(parameter.numel() * parameter.element_size(),
                                   BufferKind.GRADIENT, kept_to_end=True, label=name)
-            self._moment(f"~/layout of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
-                         (buffer,), (copied,))
+            self._pseudo_op(f"~/layout of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
+                            (buffer,), (copied,))
             return
         kind = self.buffers[buffer].kind
         if kind is BufferKind.TEMPORARY:
@@ -336,7 +336,7 @@ class _Assembly:
             size_bytes, len(self.ops) if producer is None else producer, kind, kept_to_end, label))
         return len(self.buffers) - 1
 
-    def _moment(
+    def _pseudo_op(
         self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
         outputs: tuple[int, ...], workspace_bytes: int = 0,
     ) -> None:

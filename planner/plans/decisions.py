@@ -63,7 +63,7 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
     """
     again = _recomputations(graph, timeline.schedule)
     taken = _inplace_reuses(graph, timeline)
-    # An op without a digest is a moment of the step, not part of the captured graph.
+    # An op without a digest is a pseudo-op of the step, not part of the captured graph.
     keys = [OpKey(op.name, op.digest, op.result) for op in graph.ops]
     regions = tuple(
         RegionRecipe(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
@@ -92,7 +92,7 @@ def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
 
 
 def _keys(graph: TrainingGraph, indices: range) -> tuple[OpKey, ...]:
-    """The captured ops among these; moments that are no op of the model have no digest."""
+    """The captured ops among these; pseudo-ops have no digest."""
     return tuple(OpKey(op.name, op.digest, op.result)
                  for op in (graph.ops[index] for index in indices) if op.digest)
 

@@ -77,7 +77,7 @@ def test_fake_tensors_give_the_same_where_code_does_not_ask(name, probe, monkeyp
     """The way taken where plain tensors cannot be: gradients are summed as for plain ones."""
     case = build(name)
     plain = trace(case, probe)
-    monkeypatch.setattr(micro_step, "hollow_twin", None)
+    monkeypatch.setattr(micro_step, "data_less_twin", None)
     fake = trace(case, probe)
     assert not fake.plain
     assert dataclasses.replace(fake, plain=True) == plain

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.joint_graph.low_peak_backward import late_parts, make_lean
+from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner.search.forms import Refused
 from planner.search.planning import Effort, cheapest, make_plan, plan_within, schedule_within
 from solvers.errors import InfeasibleBudget
@@ -111,7 +111,7 @@ def test_poolings_read_a_gradient_for_the_shape_of_their_input():
     model = unet().model
     joint = joint_graph(model, torch.rand(2, 3, 32, 32), loss_fn=torch.sum)
     pool = torch.ops.aten.max_pool2d_with_indices_backward.default
-    make_lean(joint)
+    lower_backward_peak(joint)
     inputs = [node.args[1] for node in joint.graph.find_nodes(op="call_function", target=pool)]
     assert len(inputs) == 2
     assert {node.target for node in inputs} == {torch.ops.aten.clone.default}
