@@ -94,6 +94,8 @@ def draw(panels: Mapping[str, Sequence[Point]], path: str) -> None:
             panel.plot([point.peak_bytes / MEGABYTE for point in mine],
                        [point.time.median for point in mine], label=series, marker="o",
                        linestyle="-" if series == PLANS else "")
+            for point in mine if series != PLANS else ():
+                panel.annotate(f" {point.label}", (point.peak_bytes / MEGABYTE, point.time.median))
         panel.axhline(1, color="grey", linewidth=0.8, linestyle=":")
         panel.set(title=title, xlim=(0, None), xlabel="measured peak above resident memory (MB)",
                   ylabel=f"time of a step ÷ {points[0].series}")
@@ -109,14 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", help="file for the picture; its ending names the format")
     options = parse(parser, argv)
     sizes = (options.model, options.points, options.rounds, options.time_limit)
-    panels = {"op by op": op_by_op(*sizes), "compiled by Inductor": compiled(*sizes)}
     print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds; median "
           "[quartiles] of the time of a step ÷ that of the first of its executor\n"
-          "| executor | step | | peak MB | time |\n|---|---|---|---:|---:|")
-    for title, points in panels.items():
-        for point in points:
+          "| executor | step | | peak MB | time |\n|---|---|---|---:|---:|", flush=True)
+    panels: dict[str, list[Point]] = {}
+    for title, measured in (("op by op", op_by_op), ("compiled by Inductor", compiled)):
+        panels[title] = measured(*sizes)
+        for point in panels[title]:
             print(f"| {title} | {point.series} | {point.label} | "
-                  f"{point.peak_bytes / MEGABYTE:.2f} | {point.time} |")
+                  f"{point.peak_bytes / MEGABYTE:.2f} | {point.time} |", flush=True)
     if options.draw:
         draw(panels, options.draw)
     return 0
