@@ -23,7 +23,7 @@ from solvers.realise import realise
 from solvers.repetition import Run, runs_of
 from solvers.simulator import unroll
 from solvers.slot_model import best_of_slots
-from solvers.slots import block_gaps, gaps_of, template
+from solvers.slots import block_offers, offers_of, template
 from solvers.task import Proposal, Task
 from solvers.violations import next_cuts
 
@@ -79,7 +79,7 @@ class CutSearch:
         self._cuts_solved = self._cuts_settled = self._slots_settled = False
         self._cut()
         region = region_after(problem, pivot)
-        self._blocks = block_gaps(problem, region, waists(
+        self._blocks = block_offers(problem, region, waists(
             narrow_frontiers(problem, region, len(problem))))
 
     @property
@@ -175,7 +175,7 @@ class CutSearch:
         """Choose anew among the recomputations known, then also among those of whole blocks."""
         task, incumbent = self._task, self._incumbent
         before = incumbent.schedule
-        known = gaps_of(task.problem, [self._relaxed, before, *task.ideas])
+        known = offers_of(task.problem, [self._relaxed, before, *task.ideas])
         for offers in ((known,), (known, self._blocks)):
             answer = best_of_slots(
                 task.problem, task.budget_bytes, template(task.problem, *offers),

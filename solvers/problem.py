@@ -9,6 +9,10 @@ schedule can change (parameters, inputs) is not part of a problem: subtract it f
 Blind spots: the order of first runs is fixed, the cost of an op does not depend on when it runs,
 and memory fragmentation does not exist.
 
+Three words have one meaning each in this package.  A storage is *held* while it is alive; it is
+*retained* where that is a choice, past the run at which a model decides; it is *kept* to the end
+where it is none.  The *gap* is the cost of a schedule above the lower bound, never a place in one.
+
 Two readings share this type: a captured training step (several segments, in-place candidates,
 outputs kept to the end), and published instances (one storage per op, every op recomputable
 anywhere, see `solvers.instances`).

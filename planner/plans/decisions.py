@@ -10,11 +10,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
-from apply.recipe import InplaceReuse, OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe
+from apply.recipe import (
+    InplaceReuse,
+    InsertedAction,
+    Insertion,
+    OpKey,
+    ParameterKey,
+    Recipe,
+    RegionRecipe,
+    RunAgain,
+)
 from graph_capture.training_graph import Phase, TrainingGraph
-from solvers.problem import Problem, Schedule
+from solvers.actions import Action as ScheduledAction
+from solvers.actions import Run, Schedule
+from solvers.problem import Problem
 from solvers.simulator import Timeline, unroll
 
 Action = Literal["keep", "recompute"]
@@ -61,7 +72,7 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
     or after the last op.
     """
-    again = _recomputations(graph, timeline.schedule)
+    inserted = _insertions(graph, timeline.schedule)
     taken = _inplace_reuses(graph, timeline)
     # An op without a digest is a pseudo-op of the step, not part of the captured graph.
     keys = [OpKey(op.name, op.digest, op.result) for op in graph.ops]
@@ -69,7 +80,7 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
         RegionRecipe(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
                      backward=tuple(keys[index] for index in region.backward
                                     if keys[index].digest),
-                     cotangents=region.cotangents, recomputations=tuple(again[number]),
+                     cotangents=region.cotangents, insertions=tuple(inserted[number]),
                      inplace_reuses=tuple(taken[number]), outline=region.outline,
                      block=region.block, hoisted=region.early)
         for number, region in enumerate(graph.regions))
@@ -82,40 +93,52 @@ def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
 
     Raises `KeyError` where the recipe names an op that the graph lacks.
     """
-    before = {recomputation.before: recomputation.ops
-              for region in recipe.regions for recomputation in region.recomputations}
-    schedule: list[int] = []
+    before = {insertion.before: insertion.actions
+              for region in recipe.regions for insertion in region.insertions}
+    schedule: list[ScheduledAction] = []
     for index, op in enumerate(graph.ops):
-        schedule.extend(graph.index_of[name] for name in before.get(op.name, ()))
-        schedule.append(index)
+        schedule.extend(_scheduled(graph, action) for action in before.get(op.name, ()))
+        schedule.append(Run(index))
     return tuple(schedule)
 
 
-def _keys(graph: TrainingGraph, indices: range) -> tuple[OpKey, ...]:
-    """The captured ops among these; pseudo-ops have no digest."""
-    return tuple(OpKey(op.name, op.digest, op.result)
-                 for op in (graph.ops[index] for index in indices) if op.digest)
+def _inserted(graph: TrainingGraph, action: ScheduledAction | int) -> InsertedAction:
+    """What an action that is no first run is in a recipe."""
+    match action:
+        case int():
+            return RunAgain(graph.ops[action].name)
+        case _:
+            assert_never(action)
 
 
-def _recomputations(graph: TrainingGraph, schedule: Schedule) -> list[list[Recomputation]]:
-    """For each region, the ops that run again, gathered by the first run that follows them."""
-    groups: list[list[Recomputation]] = [[] for _ in graph.regions]
+def _scheduled(graph: TrainingGraph, action: InsertedAction) -> ScheduledAction:
+    """The inverse of `_inserted`."""
+    match action:
+        case RunAgain():
+            return Run(graph.index_of[action.op])
+        case _:
+            assert_never(action)
+
+
+def _insertions(graph: TrainingGraph, schedule: Schedule) -> list[list[Insertion]]:
+    """For each region, what is no first run, gathered by the first run that follows."""
+    groups: list[list[Insertion]] = [[] for _ in graph.regions]
     seen: set[int] = set()
-    waiting: list[str] = []
-    for index in schedule:
-        op = graph.ops[index]
-        if index in seen:
-            waiting.append(op.name)
+    waiting: list[InsertedAction] = []
+    for action in schedule:
+        if not isinstance(action, int) or action in seen:
+            waiting.append(_inserted(graph, action))
             continue
-        seen.add(index)
+        seen.add(action)
         if waiting:
+            op = graph.ops[action]
             if op.region < 0:
-                raise ValueError(f"the schedule recomputes {waiting[0]} before {op.name}, "
+                raise ValueError(f"the schedule recomputes {waiting[0].op} before {op.name}, "
                                  "which is no op of the model")
-            groups[op.region].append(Recomputation(before=op.name, ops=tuple(waiting)))
+            groups[op.region].append(Insertion(op.name, tuple(waiting)))
             waiting = []
     if waiting:
-        raise ValueError(f"the schedule recomputes {waiting[0]} after the last op of the step")
+        raise ValueError(f"the schedule recomputes {waiting[0].op} after the last op of the step")
     return groups
 
 

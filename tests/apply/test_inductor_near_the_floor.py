@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from apply.layouts import lay_out_weights
 from apply.realized import realize_across_library_calls
-from apply.recipe import Recomputation
+from apply.recipe import Insertion, RunAgain
 from apply.rewrite import rewrite
 from graph_capture.inductor.fused_costs import Fusion, fusion_of
 from graph_capture.joint_graph.realized_copy import REALIZED_COPY
@@ -121,7 +121,7 @@ def test_graphs_with_other_layouts_compute_the_same():
     model, x = Convolutions(), torch.randn(2, 3, 8, 8)
     region = lowered(model, x, loss_fn=lambda loss: loss)
     first = next(op.name for op in region.ops if op.target == "aten.convolution.default")
-    again = Recomputation(before=region.ops[region.num_forward].name, ops=(first,))
+    again = Insertion(region.ops[region.num_forward].name, (RunAgain(first),))
     primals = [torch.randn(p.meta["val"].shape) for p in region.joint.primals]
     found = []
     for change in (False, True):

@@ -77,7 +77,8 @@ def compiled(case, keep):
         tensors=step.tensors, training=step.training, overrides=step.overrides)
     recipe = replace(recipe, backend="inductor", regions=tuple(
         replace(region, inplace_reuses=()) for region in recipe.regions))
-    again = {name for region in recipe.regions for r in region.recomputations for name in r.ops}
+    again = {action.op for region in recipe.regions for insertion in region.insertions
+             for action in insertion.actions}
     random = {op.name for op in graph.ops if op.replay_state_bytes}
     peak = step.compiled.trace(recipe).peak_bytes
     return apply_recipe(case.model, recipe), peak, random & again, random - again

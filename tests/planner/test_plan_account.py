@@ -1,11 +1,13 @@
 """The account of the step: every byte has a category; the peak is that of the fullest moment."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apply.recipe import Insertion
 from graph_capture.training_graph import Phase
 from planner.plans.decisions import build_recipe, schedule_of
 from planner.search.planning import Effort, plan_within
@@ -69,6 +71,19 @@ def test_a_recipe_stands_for_its_schedule(step, data):
     recipe = build_recipe(step.graph, unroll(problem, schedule), tensors=(), training=True,
                           overrides=())
     assert schedule_of(step.graph, recipe) == schedule
+
+
+def test_an_action_that_a_recipe_cannot_hold_is_refused_both_ways():
+    graph = chain(4)
+    problem = lower(graph)
+    timeline = unroll(problem, range(len(problem)))
+    strange = replace(timeline, schedule=(0, "offload 0", *timeline.schedule[1:]))
+    with pytest.raises(AssertionError, match="'offload 0'"):
+        build_recipe(graph, strange, tensors=(), training=True, overrides=())
+    recipe = build_recipe(graph, timeline, tensors=(), training=True, overrides=())
+    region = replace(recipe.regions[0], insertions=(Insertion(graph.ops[1].name, ("fetch 0",)),))
+    with pytest.raises(AssertionError, match="'fetch 0'"):
+        schedule_of(graph, replace(recipe, regions=(region,)))
 
 
 @settings(max_examples=60, deadline=None)

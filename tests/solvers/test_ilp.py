@@ -13,7 +13,7 @@ from solvers.frontiers import narrow_frontiers, region_after
 from solvers.polish import drop_recomputes
 from solvers.realise import realise
 from solvers.slot_model import best_of_slots
-from solvers.slots import block_gaps, gaps_of, template
+from solvers.slots import block_offers, offers_of, template
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules
@@ -87,7 +87,7 @@ def test_polish_saves_cost_and_keeps_to_the_budget(data: st.DataObject) -> None:
 def test_slots_find_the_best_part_of_a_template(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=7))
     whole = data.draw(schedules(problem, max_recomputations=6))
-    offered = template(problem, gaps_of(problem, [whole]))
+    offered = template(problem, offers_of(problem, [whole]))
     peak, _ = simulate(problem, offered)
     budget = data.draw(st.integers(max(0, peak - 8), peak))
     found = best_of_slots(problem, budget, offered, deadline=time.monotonic() + SECONDS).schedule
@@ -122,6 +122,6 @@ def test_blocks_offer_what_their_readers_need() -> None:
     problem = training_chain(6)
     pivot = unroll(problem, problem.plain_schedule).peak_position
     region = region_after(problem, pivot)
-    gaps = block_gaps(problem, region, narrow_frontiers(problem, region, 2))
-    simulate(problem, template(problem, gaps))
-    assert set().union(*gaps.values()) >= set(region.ops) - {pivot}
+    offers = block_offers(problem, region, narrow_frontiers(problem, region, 2))
+    simulate(problem, template(problem, offers))
+    assert set().union(*offers.values()) >= set(region.ops) - {pivot}
