@@ -11,10 +11,10 @@ from solvers import Problem, simulate, unroll
 from solvers.block_bound import BlockBound, layers_of
 from solvers.repetition import runs_of
 from solvers.task import Task
-from tests.solvers.test_repetition import all_runs, repeated
-from tests.support.joint_graphs import gpt
 from tests.support.oracle_small import cheapest
+from tests.support.problems import all_runs, repeated
 from tests.support.strategies_small import schedules
+from workloads.synthetic_gpt import gpt
 
 
 def bound(problem: Problem, budget: int, price: float) -> float:

@@ -11,8 +11,8 @@ from solvers import Problem, simulate, solve
 from solvers.incumbent import Incumbent
 from solvers.result import Result
 from solvers.task import Task
-from tests.support.joint_graphs import gpt
 from tests.support.oracles import training_chain
+from workloads.synthetic_gpt import gpt
 
 
 @pytest.fixture

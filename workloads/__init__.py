@@ -1,0 +1,1 @@
+"""Training steps that tests and benchmarks share; neither imports the other."""
