@@ -19,33 +19,25 @@ from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.cheap_to_recompute import without_free
 from planner.search.compiled import smallest_plan
-from planner.search.planning import Effort, plan_within
+from planner.search.planning import plan_within
 from planner.search.saving import saved_buffers, schedule_saving
 from solvers.simulator import unroll
 from tests.support import training
 from tests.support.compiler import needs_compiler
+from tests.support.inductor import (
+    EFFORT,
+    INPUT,
+    batch,
+    budget_at,
+    gradient,
+    loss_of,
+    make_model,
+    measured_peak,
+    step,
+)
 from tests.support.models import Case
 
 pytestmark = needs_compiler
-
-EFFORT = Effort(time_limit=4.0)
-
-
-def make_model(*, dropout=0.2, width=32, layers=3):
-    torch.manual_seed(0)
-    stack = []
-    for _ in range(layers):
-        stack += [nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout),
-                  nn.Linear(4 * width, width)]
-    return nn.Sequential(*stack)
-
-
-def batch(width=32):
-    return torch.randn(256, width, generator=torch.Generator().manual_seed(1))
-
-
-def loss_of(output):
-    return output.square().mean()
 
 
 @pytest.fixture(scope="module")
@@ -58,37 +50,9 @@ def default(prepared):
     return plan_within(prepared, None, EFFORT)
 
 
-def budget_at(prepared, default, fraction):
-    net = default.peak_bytes - prepared.resident_bytes
-    return prepared.resident_bytes + int(fraction * net)
-
-
 @pytest.fixture(scope="module")
 def tight(prepared, default):
     return plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
-
-
-INPUT = batch()
-"""Resident: made before a step is measured."""
-
-
-def step(model, seed=3):
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    output = model(INPUT)  # held to the end of the step, as a training loop does
-    loss = loss_of(output)
-    loss.backward()
-    return loss.detach()
-
-
-def gradient(model):
-    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
-
-
-def measured_peak(model):
-    step(model)
-    model.zero_grad(set_to_none=True)
-    return record_peak(lambda: step(model), "cpu").peak_bytes
 
 
 # --- The graph and its schedules ------------------------------------------------------------------

@@ -17,7 +17,7 @@ import json, sys
 import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
-from tests.apply.test_inductor import EFFORT, batch, budget_at, gradient, loss_of, make_model, step
+from tests.support.inductor import EFFORT, batch, budget_at, gradient, loss_of, make_model, step
 from planner.api import capture
 from planner.search.compiled import smallest_plan
 from planner.plans.file import dumps, loads

@@ -13,8 +13,8 @@ from solvers.actions import Order
 from solvers.problem import Problem
 from solvers.simulator import simulate
 from solvers.task import Algorithm, Progress, Task
-from tests.solvers.test_minimum import training_chain, without_replay_state
 from tests.support.oracle_small import cheapest
+from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems
 
 BASELINES = [checkmate, moccasin]

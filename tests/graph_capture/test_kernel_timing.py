@@ -7,8 +7,8 @@ from torch import nn
 from graph_capture.torch_compat.inductor import Kernel
 from planner.api import capture
 from planner.search.planning import plan_within
-from tests.apply.test_inductor import EFFORT, batch, budget_at, loss_of, make_model
 from tests.support.compiler import needs_compiler
+from tests.support.inductor import EFFORT, batch, budget_at, loss_of, make_model
 
 pytestmark = [needs_compiler, pytest.mark.slow]
 

@@ -11,8 +11,8 @@ from planner.api import capture
 from planner.search.cheap_to_recompute import saving_seconds, without_cheap
 from planner.search.saving import saved_buffers, schedule_saving
 from solvers.simulator import simulate
-from tests.apply.test_inductor import batch, loss_of, make_model
 from tests.support.compiler import needs_compiler
+from tests.support.inductor import batch, loss_of, make_model
 
 pytestmark = needs_compiler
 

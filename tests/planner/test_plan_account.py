@@ -21,19 +21,7 @@ from planner.step.accounting import (
 )
 from planner.step.lowering import lower
 from solvers.simulator import simulate, unroll
-from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
-
-
-def legal_schedule(data, problem):
-    """A schedule with recomputations at random places where they are allowed."""
-    schedule = []
-    for index in range(len(problem)):
-        allowed = [op for op in range(index) if problem.may_replay(op, index)]
-        if allowed:
-            again = data.draw(st.lists(st.sampled_from(allowed), max_size=2, unique=True))
-            schedule.extend(sorted(again))
-        schedule.append(index)
-    return tuple(schedule)
+from tests.support.graphs import Footprint, HandMadeStep, chain, legal_schedule, prepared, steps
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,8 +10,8 @@ import pytest
 from solvers import Problem, simulate, solve
 from solvers.incumbent import Incumbent
 from solvers.result import Result
+from solvers.synthetic_gpt import gpt
 from solvers.task import Task
-from tests.support.joint_graphs import gpt
 from tests.support.oracles import training_chain
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from solvers import Problem, unroll
 from solvers.frontiers import Frontier, frontiers, narrow_frontiers, region_after, waists
-from tests.support.joint_graphs import gpt
+from solvers.synthetic_gpt import gpt
 from tests.support.strategies_small import problems
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from solvers.local_search import improve, repair
 from solvers.problem import Problem
 from solvers.simulator import simulate
-from tests.solvers.test_minimum import training_chain, without_replay_state
 from tests.support.oracle_small import cheapest
+from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems, schedules
 
 

@@ -13,24 +13,8 @@ from solvers.minimum import minimum_peak, working_set_floor
 from solvers.problem import Op, Problem, Segment, Storage
 from solvers.simulator import simulate
 from tests.support.oracle_small import cheapest, smallest_peak
+from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems, schedules
-
-
-def training_chain(layers: int, size: int = 10) -> Problem:
-    """Layer i reads activation i-1; its backward reads the gradient and that activation."""
-    ops = [Op(f"forward{i}", 1.0, (i - 1,) if i else (), (i,)) for i in range(layers)]
-    storages = [Storage(size, i) for i in range(layers)]
-    for i in reversed(range(layers)):
-        index = len(ops)
-        gradient = (index - 1,) if index > layers else (layers - 1,)
-        activation = (i - 1,) if i else ()
-        ops.append(Op(f"backward{i}", 2.0, gradient + activation, (index,), recomputable=False))
-        storages.append(Storage(size, index))
-    return Problem(tuple(ops), tuple(storages))
-
-
-def without_replay_state(problem: Problem) -> Problem:
-    return replace(problem, ops=tuple(replace(op, replay_state_bytes=0) for op in problem.ops))
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
-from tests.support.joint_graphs import gpt
+from solvers.synthetic_gpt import gpt
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules

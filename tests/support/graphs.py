@@ -182,3 +182,15 @@ def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
     optimizer = draw(st.sampled_from([None, Footprint("sgd", 0, 11), Footprint("adam", 2000, 400)]))
     return HandMadeStep(graph=build.graph(regions), baseline_peak_bytes=draw(
         st.integers(3200, 9000)), optimizer=optimizer)
+
+
+def legal_schedule(data, problem):
+    """A schedule with recomputations at random places where they are allowed."""
+    schedule = []
+    for index in range(len(problem)):
+        allowed = [op for op in range(index) if problem.may_replay(op, index)]
+        if allowed:
+            again = data.draw(st.lists(st.sampled_from(allowed), max_size=2, unique=True))
+            schedule.extend(sorted(again))
+        schedule.append(index)
+    return tuple(schedule)
