@@ -30,7 +30,7 @@ from graph_capture.twins.data_less import DataLessMode
 from graph_capture.twins.fake import FakeTwin
 
 if TYPE_CHECKING:
-    from graph_capture.inductor.captured_graphs import CapturedGraphs, GraphCode
+    from graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
     from graph_capture.op_costs.costs import OpCosts
 
 

@@ -33,20 +33,9 @@ from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
 from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
+from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
 from graph_capture.twins.fake import FakeTwin
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerFootprint:
-    """Memory of an optimizer, beyond parameters and gradients."""
-
-    name: str
-    """Of its class; `none` without an optimizer."""
-    state_bytes: int
-    """Held from the first step on; where the step evaluates the model, while it does so."""
-    step_peak_bytes: int
-    """The most that a step takes beyond that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +91,16 @@ class OptimizerTrace:
 
 def trace_optimizer(optimizer: object, twin: FakeTwin, *,
                     with_gradient: Collection[str] | None = None,
-                    workspace: Workspace = lambda *call: 0) -> OptimizerFootprint:
-    """The footprint of `optimizer` on the trainable parameters of the twin's model.
+                    workspace: Workspace = lambda *call: 0) -> OptimizerMemory:
+    """The memory of `optimizer` on the trainable parameters of the twin's model.
 
     Arguments and errors are those of `trace_optimizer_steps`.
     """
     if optimizer is None:
-        return OptimizerFootprint("none", 0, 0)
+        return OptimizerMemory("none", 0, 0)
     traced = trace_optimizer_steps(optimizer, twin, with_gradient=with_gradient,
                                    workspace=workspace)
-    return OptimizerFootprint(traced.name, traced.state_bytes, traced.step_peak_bytes)
+    return OptimizerMemory(traced.name, traced.state_bytes, traced.step_peak_bytes)
 
 
 def trace_optimizer_steps(
