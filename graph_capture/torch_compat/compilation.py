@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx, nn
+from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch.compile_utils import fx_graph_cse
@@ -39,6 +40,7 @@ __all__ = [
     "cotangent_sources",
     "eliminate_common_subexpressions",
     "gradient_targets",
+    "lookup_backend",
     "mutated_inputs",
     "pass_absent_gradients",
     "primal_indices",

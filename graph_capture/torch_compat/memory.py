@@ -17,16 +17,19 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
 )
 
 from graph_capture.torch_compat.layout import is_dense
 
 # `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
 # there is no public way to trace a model without allocating its memory.
-__all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "active_modes",
-           "cpu_allocations", "cpu_allocations_in_stages", "fake_tensor", "next_node_number",
-           "no_active_modes", "no_subclass_functions", "running_node_number", "storage_at",
-           "storage_key", "tensor_clone"]
+# `TorchDispatchMode` and `is_traceable_wrapper_subclass` are documented, and private by path too.
+__all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "TorchDispatchMode",
+           "active_modes", "cpu_allocations", "cpu_allocations_in_stages", "fake_tensor",
+           "is_traceable_wrapper_subclass", "next_node_number", "no_active_modes",
+           "no_subclass_functions", "running_node_number", "storage_at", "storage_key",
+           "tensor_clone"]
 
 # What a fake tensor answers to an op whose result has a shape that depends on values (2.11-2.13).
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)
