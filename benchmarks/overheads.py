@@ -23,7 +23,8 @@ import torch
 from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import run_step, time_in_turns
 from benchmarks.models import WORKLOADS, Workload
-from planner.api import BACKENDS, capture
+from planner.api import capture
+from planner.arguments.planning import BACKENDS
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from benchmarks.baselines import checkmate, moccasin
 from benchmarks.problem_file import read_problem
 from benchmarks.published import PUBLISHED
-from solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
+from solvers import SOLVERS, Algorithm, InfeasibleBudget, load_problem, simulate, solve
 from solvers.lazy import cheapest_walk
 from solvers.local_search import improve, repair
 from solvers.minimum import minimum_peak, working_set_floor
@@ -72,17 +72,10 @@ def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> 
                          seed=seed), None)
 
 
-def _baseline(function: Callable[..., tuple[Schedule | None, float]]) -> Method:
-    def method(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-        schedule, _ = function(problem, budget_bytes, time_limit=time_limit, seed=seed)
-        return Found(schedule, None)
-    return method
-
-
-def _product(name: str) -> Method:
+def _solver(solver: str | Algorithm) -> Method:
     def method(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
         try:
-            result = solve(problem, budget_bytes, solver=name, time_limit=time_limit, seed=seed)
+            result = solve(problem, budget_bytes, solver=solver, time_limit=time_limit, seed=seed)
         except InfeasibleBudget:
             return Found(None, None)
         return Found(result.schedule, result.lower_bound)
@@ -91,8 +84,8 @@ def _product(name: str) -> Method:
 
 METHODS: dict[str, Method] = {
     "lazy": lazy, "local": local,
-    "checkmate": _baseline(checkmate), "moccasin": _baseline(moccasin),
-    **{name: _product(name) for name in SOLVERS},
+    "checkmate": _solver(checkmate), "moccasin": _solver(moccasin),
+    **{name: _solver(name) for name in SOLVERS},
 }
 """Everything that can be compared, by name."""
 

@@ -10,3 +10,8 @@ class PlannerError(Exception):
 class CaptureError(PlannerError):
     """The model's training step could not be captured as a graph; the message says what to change.
     """
+
+
+class UnsupportedTorch(ImportError):
+    """The installed torch lacks an internal that this package stands on, or has another in its
+    place; the message names it."""

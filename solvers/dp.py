@@ -155,8 +155,8 @@ class Chain:
         segments = []
         end, at = count, int(np.argmin(best[count]))
         while end > 0:
-            start, before, whole = (int(x) for x in origin[end, at])
-            segments.append((start, end, bool(whole)))
+            start, before, kept = (int(x) for x in origin[end, at])
+            segments.append((start, end, bool(kept)))
             end, at = start, before
         return segments
 

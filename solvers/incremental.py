@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from solvers.problem import Problem, Schedule
+from solvers.actions import Order
+from solvers.problem import Problem
 from solvers.simulator import unroll
 
 _GAP = 1 << 256  # between neighbours: 256 insertions at one place before keys are dealt anew
@@ -65,9 +66,9 @@ class EditableTimeline:
                 self.births[storage].append(key)
         self.first_keys: list[int] = [keys[0] for keys in self.runs_of]
         """The key of each op's first run, ascending."""
-        for position, storage in enumerate(timeline.inplace_of):
-            if storage is not None:
-                self._taken[self.keys[position]] = self._sizes[storage]
+        for position, taken in enumerate(timeline.inplace_of):
+            if taken is not None:
+                self._taken[self.keys[position]] = self._sizes[taken]
         self._memory = np.empty(2 * len(runs) + 64, dtype=np.int64)
         self._memory[:len(runs)] = timeline.memory_bytes
         self.cost: float = timeline.cost
@@ -88,7 +89,7 @@ class EditableTimeline:
         return int(self._memory[:len(self.keys)].max())
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> Order:
         """The schedule as it stands."""
         return tuple(self.ops)
 
@@ -235,7 +236,7 @@ class EditableTimeline:
         memory, keys, sizes = self._memory, self.keys, self._sizes
         described = self.problem.ops[op]
         position = bisect_left(keys, key)
-        stale = []
+        stale: list[int] = []
         runs = self.runs_of[op]
         runs.remove(key)
         if described.replay_state_bytes and key > runs[-1]:

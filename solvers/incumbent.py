@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
+from solvers.actions import Order
 from solvers.lazy import lazy_schedule
 from solvers.local_search import repair
 from solvers.minimum import Descent, working_set_floor
 from solvers.polish import drop_recomputes
-from solvers.problem import Schedule
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 
@@ -61,7 +61,7 @@ class Incumbent:
         plain = self._task.problem.plain_cost
         return (self.cost - self.lower_bound) / plain if plain else 0.0
 
-    def offer(self, schedule: Schedule, *, polish: bool = True) -> int:
+    def offer(self, schedule: Order, *, polish: bool = True) -> int:
         """Take a legal schedule if it is better; its peak."""
         problem, budget = self._task.problem, self._task.budget_bytes
         if polish:

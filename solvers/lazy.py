@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from solvers.actions import Order
 from solvers.gaps import Gaps
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 from solvers.simulator import simulate
 
 
@@ -59,7 +60,7 @@ class _NoRoom(Exception):
 def lazy_schedule(
     problem: Problem, budget_bytes: int, *, taste: EvictionTaste = EvictionTaste(),
     max_runs: int | None = None, deadline: float = math.inf, seed: int = 0,
-) -> Schedule | None:
+) -> Order | None:
     """A legal schedule that aims at `budget_bytes`, or None where the walk runs out of room.
 
     `max_runs` bounds the length of the schedule (default: 12 runs per op and 1,000 more), and the
@@ -76,10 +77,10 @@ def lazy_schedule(
 
 
 def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf,
-                  seed: int = 0) -> Schedule | None:
+                  seed: int = 0) -> Order | None:
     """The cheapest of the schedules within `budget_bytes` that walks in all `TASTES` give; None
     where none of them fits.  At 1,000 ops each walk takes about a tenth of a second."""
-    best: Schedule | None = None
+    best: Order | None = None
     best_cost = math.inf
     # The walk counts more than the simulator does, so walks slightly over the budget may fit.
     for share in (1.0, 1.02, 1.05):
@@ -258,7 +259,8 @@ class _Walk:
         wanted = self.wanted_next[storages]
         wanted = np.where(wanted >= now, wanted, self.wanted_last[storages])
         wanted = np.where(wanted >= now, wanted, self.never)
-        return np.minimum(self.next_read[storages], wanted)
+        upcoming: np.ndarray = np.minimum(self.next_read[storages], wanted)
+        return upcoming
 
     def _next_use(self, storage: int, start: int) -> int:
         """The first stage from `start` on that reads the storage, also to remake what is gone."""

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from solvers.actions import Order
 from solvers.incremental import EditableTimeline
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 from solvers.simulator import simulate
 
 _BATCH = 128  # moves between two looks at the clock, the temperature and the price
@@ -32,7 +33,7 @@ _BATCH = 128  # moves between two looks at the clock, the temperature and the pr
 def improve(
     problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
     seed: int = 0, deadline: float | None = None, moves: int | None = None,
-) -> Schedule:
+) -> Order:
     """A schedule within `budget_bytes` that costs no more than `schedule`, which must be within it.
 
     Stops after `time_limit` seconds, at `deadline` (of `time.monotonic`), or after `moves` moves,
@@ -55,7 +56,7 @@ def improve(
 def repair(
     problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
     seed: int = 0, deadline: float | None = None, moves: int | None = None,
-) -> Schedule | None:
+) -> Order | None:
     """A schedule within `budget_bytes`, found from one that may be over it; None if none was found.
 
     Returns at the first one that it finds; limits as in `improve`.
@@ -88,8 +89,8 @@ def _limit(time_limit: float, deadline: float | None, moves: int | None) -> _Lim
     return _Limit(now, min(time_limit, math.inf if deadline is None else deadline - now), moves)
 
 
-def _anneal(problem: Problem, budget: int, schedule: Schedule, limit: _Limit, seed: int,
-            until_feasible: bool = False) -> Schedule | None:
+def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed: int,
+            until_feasible: bool = False) -> Order | None:
     """The best schedule within the budget that the walk met."""
     walk = _Walk(problem, budget, schedule, seed)
     if not walk.candidates:
@@ -126,7 +127,7 @@ class _Rounds:
 class _Walk:
     """A timeline, its energy, and the moves on it."""
 
-    def __init__(self, problem: Problem, budget: int, schedule: Schedule, seed: int) -> None:
+    def __init__(self, problem: Problem, budget: int, schedule: Order, seed: int) -> None:
         self.problem = problem
         self.budget = budget
         self.chance = random.Random(seed)
@@ -140,7 +141,7 @@ class _Walk:
         self.price = 2.0 * self.mean_cost / max(mean_size, 1.0)
         self.peak_only = False
         self.excess = self._excess()
-        self.best: Schedule | None = None
+        self.best: Order | None = None
         self.best_cost = math.inf
         self.chain = 0  # recomputations that the present move may still add
         self._note()

@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
+from solvers.actions import Order
 from solvers.lazy import EvictionTaste, lazy_schedule
 from solvers.local_search import repair
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 from solvers.simulator import simulate
 
 _LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
@@ -102,7 +103,7 @@ def _outlives(problem: Problem, storage: int, index: int) -> bool:
 
 
 def minimum_peak(problem: Problem, *, time_limit: float = 10.0, seed: int = 0,
-                 target_bytes: int = 0) -> Schedule:
+                 target_bytes: int = 0) -> Order:
     """A legal schedule whose peak is as small as can be found within `time_limit` seconds.
 
     Its cost plays no part.  Stops early where the peak meets `working_set_floor` or is at most
@@ -222,5 +223,6 @@ def _tastes(seed: int) -> Iterator[tuple[EvictionTaste, int]]:
     chance = random.Random(seed)
     for effort in (10, 10, 40):
         for _ in range(20):
-            yield EvictionTaste(chance.uniform(0.0, 1.5), chance.uniform(0.0, 1.5),
-                                chance.uniform(0.0, 1.5), chance.uniform(0.0, 0.5)), effort
+            cost, size, distance = (chance.uniform(0.0, 1.5) for _ in range(3))
+            chance.random()  # so that a seed goes on giving the schedules that it gave
+            yield EvictionTaste(cost, size, distance), effort

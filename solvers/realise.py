@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from solvers.problem import Problem, Schedule
+from solvers.actions import Order
+from solvers.problem import Problem
 
 
 def realise(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection[int]], *,
-            early: bool = False) -> Schedule:
+            early: bool = False) -> Order:
     """The schedule that retains `retained[i]` past the first run of op `cuts[i]` (ascending).
 
     With `early`, what is to be retained past a cut and is not at hand is recomputed right before
@@ -33,7 +34,7 @@ def realise(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection
 
 
 def _walk(problem: Problem, cuts: Sequence[int], kept: Sequence[set[int]],
-          early: bool) -> tuple[Schedule, list[tuple[int, int]]]:
+          early: bool) -> tuple[Order, list[tuple[int, int]]]:
     """One pass over the first runs; also the (cut, storage) pairs that must be retained because a
     recomputation is not allowed where it would be needed."""
     ops, storages = problem.ops, problem.storages

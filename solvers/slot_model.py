@@ -18,11 +18,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
+from solvers.actions import Order
 from solvers.milp import Answer, optimise
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 from solvers.simulator import unroll
 
 MOST_ROUNDS = 25
@@ -33,7 +35,7 @@ of the plain cost of its optimum."""
 
 Moment = tuple[int, int]
 """The op about to run for the first time, and the op that runs right before or as it."""
-Literal = mathopt.Variable | int
+Literal: TypeAlias = mathopt.Variable | int
 """A variable between 0 and 1, or the constant 0 or 1."""
 
 
@@ -41,7 +43,7 @@ Literal = mathopt.Variable | int
 class SlotAnswer:
     """What came out of a template."""
 
-    schedule: Schedule | None
+    schedule: Order | None
     """The cheapest schedule found within the budget."""
     moments: frozenset[Moment]
     """Where memory turned out to be tight, for the next template to start with."""
@@ -51,8 +53,8 @@ class SlotAnswer:
     """See `solvers.milp.Answer`."""
 
 
-def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, deadline: float,
-                  nodes: int | None = None, start: Schedule | None = None,
+def best_of_slots(problem: Problem, budget_bytes: int, template: Order, *, deadline: float,
+                  nodes: int | None = None, start: Order | None = None,
                   moments: Iterable[Moment] = (), seed: int = 0) -> SlotAnswer:
     """The cheapest schedule within the budget that only drops recomputations from `template`, as
     far as the time allows, and `nodes` for each round of solving.
@@ -90,7 +92,7 @@ def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, de
 class _SlotModel:
     """The MILP of one template; memory rows come one by one.  Mutable."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, template: Schedule) -> None:
+    def __init__(self, problem: Problem, budget_bytes: int, template: Order) -> None:
         self._problem, self._budget = problem, budget_bytes
         self._runs = template
         self._segments = unroll(problem, template).segments
@@ -120,12 +122,12 @@ class _SlotModel:
         self._lay_out()
         self._replay_state = self._held_replay_state()
 
-    def schedule(self, used: set[int]) -> tuple[Schedule, list[int]]:
+    def schedule(self, used: set[int]) -> tuple[Order, list[int]]:
         """First runs and the used slots, and the template position of each."""
         places = [p for p in range(len(self._runs)) if p not in self._slot or p in used]
         return tuple(self._runs[p] for p in places), places
 
-    def used_by(self, schedule: Schedule) -> set[int]:
+    def used_by(self, schedule: Order) -> set[int]:
         """The slots that a schedule uses, gap by gap; those not in the template are left out."""
         used, seen, low, gap = set(), set(), 0, []
         for op in schedule:

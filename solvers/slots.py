@@ -5,14 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
+from solvers.actions import Order
 from solvers.frontiers import Frontier, Region
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 
 Gaps = dict[int, set[int]]
 """Per op, what may be recomputed just before its first run (`len(problem)`: after the last)."""
 
 
-def gaps_of(problem: Problem, schedules: Iterable[Schedule]) -> Gaps:
+def gaps_of(problem: Problem, schedules: Iterable[Order]) -> Gaps:
     """The recomputations of several schedules together."""
     gaps: Gaps = {}
     for schedule in schedules:
@@ -57,7 +58,7 @@ def block_gaps(problem: Problem, region: Region, chain: tuple[Frontier, ...]) ->
     return gaps
 
 
-def template(problem: Problem, *offers: Gaps) -> Schedule:
+def template(problem: Problem, *offers: Gaps) -> Order:
     """The schedule that recomputes all that any of the offers does, in the order of the ops within
     each gap."""
     schedule: list[int] = []

@@ -53,10 +53,10 @@ def kinds(problem: Problem, runs: Sequence[Run], cuts: Sequence[int],
             for member in members:
                 noted[member].append(number)
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for index, op in enumerate(problem.ops):
+    for index, described in enumerate(problem.ops):
         if index in places:
             groups[places[index], tuple(op_marks[index]),
-                   tuple(tuple(marks[s]) for s in op.outputs)].append(index)
+                   tuple(tuple(marks[s]) for s in described.outputs)].append(index)
         else:
             groups[index].append(index)
     of_op = [0] * len(problem)

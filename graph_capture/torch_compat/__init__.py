@@ -1,7 +1,7 @@
-"""The one door to private torch APIs, for torch 2.11 to 2.13.
+"""The one door to private torch APIs; `requirements` lists them.
 
 What is imported here is not covered by torch's compatibility promise.  Each entry says what it is
-for; nothing else in the project touches a private name of torch.
+for; nothing else in the product touches a private name of torch.
 """
 
 from graph_capture.torch_compat.compilation import (

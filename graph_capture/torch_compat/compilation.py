@@ -1,4 +1,4 @@
-"""Private names of torch that capturing and running compiled regions needs; torch 2.11 to 2.13."""
+"""Private names of torch that capturing and running compiled regions needs."""
 
 from __future__ import annotations
 
@@ -9,45 +9,26 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx, nn
-from torch._dynamo import lookup_backend
+from torch._dynamo import lookup_backend as lookup_backend
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-
-__all__ = [
-    "BackendCompilerFailed",
-    "BoxedCodeGen",
-    "HigherOrderOperator",
-    "OpOverload",
-    "PartitionFunction",
-    "TorchDynamoException",
-    "aot_backend",
-    "boxed",
-    "compile_call",
-    "compile_module",
-    "compile_settings",
-    "copied_module",
-    "cotangent_sources",
-    "eliminate_common_subexpressions",
-    "gradient_targets",
-    "lookup_backend",
-    "mutated_inputs",
-    "pass_absent_gradients",
-    "primal_indices",
-    "quiet_fake_tensors",
-    "sizes_as_they_are",
-    "split_joint_graph",
-]
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -1,5 +1,4 @@
-"""Private names of Inductor: its compilation pipeline, its partitioner's hook, its generated code;
-torch 2.11 to 2.13.
+"""Private names of Inductor: its compilation pipeline, its partitioner's hook, its generated code.
 
 Imported only where a step is planned for or run by Inductor: loading it takes seconds.
 """
@@ -13,6 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
+
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
 
 import torch
 import torch._functorch.config as functorch_config
@@ -29,24 +32,9 @@ FinishGraph = Callable[[list[Any], Any, bool], Any]
 """`finish(inputs, compiled, is_backward)` gives what runs in the place of `compiled`, which takes a
 list of arguments; `inputs` are fake, as the partitioner left them."""
 
-__all__ = [
-    "JointPartitioner",
-    "Kernel",
-    "KernelCall",
-    "declare_fallback",
-    "default_saved_names",
-    "inductor_backend",
-    "is_stored",
-    "lays_out_for_convolutions",
-    "missing_compiler",
-    "store_result",
-    "stub_code",
-    "stub_of",
-]
-
 
 class JointPartitioner(CustomPartitionerFn):
-    """`torch._inductor.config.custom_partitioner_fn` for one function (2.7 and later).
+    """`torch._inductor.config.custom_partitioner_fn` for one function.
 
     Inductor hashes `uuid()` into the keys of its caches, and pickles its configuration, this object
     included; what is pickled is the `uuid` alone.

@@ -1,4 +1,4 @@
-"""Private names of AOTAutograd and Inductor that lie before the partitioner; torch 2.11 to 2.13.
+"""Private names of AOTAutograd and Inductor that lie before the partitioner.
 
 A step that is planned is compiled for one schedule after the other, and everything up to the
 partitioner is the same each time: the traces of the forward and of the joint graph, and Inductor's
@@ -14,14 +14,16 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
 import torch._functorch.aot_autograd as aot
 import torch._inductor.compile_fx as inductor
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from graph_capture.torch_compat.compilation import copied_module
-
-__all__ = ["JointReplay"]
 
 
 class JointReplay:

@@ -1,4 +1,4 @@
-"""Inductor's scheduler: in which order the kernels of a plan run; torch 2.11 to 2.13.
+"""Inductor's scheduler: in which order the kernels of a plan run.
 
 Imported only where a step is planned for or run by Inductor, as `inductor`.
 """
@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPassBase
 
 from graph_capture.torch_compat.compilation import OpOverload
-
-__all__ = ["KernelOrder"]
 
 # Only a pass of the newer class lets Inductor cache; where torch has none, it is not looked for.
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomPassBase)

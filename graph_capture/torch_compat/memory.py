@@ -1,4 +1,4 @@
-"""Private names of torch that the memory account needs; torch 2.11 to 2.13."""
+"""Private names of torch that the memory account needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
 import torch
+
+# `FakeTensor` and its mode are private by module path only: there is no public way to trace a model
+# without allocating its memory.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,21 +24,11 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
 )
 
 from graph_capture.torch_compat.layout import is_dense
 
-# `FakeTensor` and `FakeTensorMode` (2.11-2.13, and since 1.13) are private by module path only:
-# there is no public way to trace a model without allocating its memory.
-# `TorchDispatchMode` and `is_traceable_wrapper_subclass` are documented, and private by path too.
-__all__ = ["FakeTensor", "FakeTensorMode", "GradientSums", "NoStaticShape", "TorchDispatchMode",
-           "active_modes", "cpu_allocations", "cpu_allocations_in_stages", "fake_tensor",
-           "is_traceable_wrapper_subclass", "next_node_number", "no_active_modes",
-           "no_subclass_functions", "running_node_number", "storage_at", "storage_key",
-           "tensor_clone"]
-
-# What a fake tensor answers to an op whose result has a shape that depends on values (2.11-2.13).
+# What a fake tensor answers to an op whose result has a shape that depends on values.
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)
 
 # The function that a `TorchFunctionMode` sees when `Parameter.__deepcopy__` clones the data.
@@ -50,15 +47,15 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
 def no_active_modes() -> AbstractContextManager[object]:
     """Real ops run for real inside, whatever fake, proxy or tracing mode is active outside.
 
-    A mode can be left only by whoever entered it, except through `_disable_current_modes`
-    (2.11-2.13), which torch uses for the same purpose.
+    A mode can be left only by whoever entered it, except through `_disable_current_modes`, which
+    torch uses for the same purpose.
     """
     return _disable_current_modes()
 
 
 def active_modes() -> list[TorchDispatchMode]:
-    """The dispatch modes that are active, the outermost first (2.11-2.13): to be entered again
-    inside of `no_active_modes`."""
+    """The dispatch modes that are active, the outermost first: to be entered again inside of
+    `no_active_modes`."""
     return _get_current_dispatch_mode_stack()
 
 
@@ -70,8 +67,8 @@ def no_subclass_functions() -> AbstractContextManager[object]:
 def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:
     """A CPU storage over memory that somebody else owns.
 
-    `torch.frombuffer` does that for memory that exists; this one (2.11-2.13) lets many storages,
-    each of its own identity, share one address.
+    `torch.frombuffer` does that for memory that exists; this one lets many storages, each of its
+    own identity, share one address.
     """
     return torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), size_bytes)
 
@@ -88,14 +85,14 @@ def storage_key(tensor: torch.Tensor) -> int:
 def next_node_number() -> int:
     """The number that autograd gives to the next node of its graph which this thread makes.
 
-    Torch's own tracing uses it (2.11-2.13) to tell which op of the forward a node belongs to.
+    Torch's own tracing uses it to tell which op of the forward a node belongs to.
     """
     return torch.autograd._get_sequence_nr()
 
 
 def running_node_number() -> int | None:
     """The number of the node that autograd's engine runs on this thread, `None` outside of a
-    backward (2.11-2.13)."""
+    backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -106,7 +103,7 @@ def cpu_allocations(fn: Callable[[], object]) -> list[int]:
 
     `torch.profiler.profile` records the same events, but spends 30 ms per session on tables that
     nobody reads here, where this takes 1 ms; it gives access to them only through private names as
-    well (`kineto_results`).  The functions below are those that it is made of (2.11-2.13).
+    well (`kineto_results`).  The functions below are those that it is made of.
     """
     return cpu_allocations_in_stages([fn])[0]
 
@@ -170,7 +167,7 @@ class GradientSums:
     Where a tensor is used twice, the engine adds the second gradient to the first one if it alone
     holds it and its storage; given a tensor of a subclass, as a fake one is, or while a dispatch
     mode is active, it always makes a third (`torch/csrc/autograd/input_buffer.cpp` and
-    `isTensorSubclassLike`, unchanged 2.11-2.13).  The counts of references, `Tensor._use_count` and
+    `isTensorSubclassLike`).  The counts of references, `Tensor._use_count` and
     `torch._C._storage_Use_Count`, tell whether it alone holds them; what they are in that case
     depends on the version, so they are read off a sum known to be such, of fake and of plain
     tensors.

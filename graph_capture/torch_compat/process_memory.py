@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,9 +21,9 @@ def cpu_levels(fn: Callable[[], object]) -> list[int]:
     """Bytes that torch's CPU allocator has handed out, before `fn` runs (0) and after each event
     that the profiler sees meanwhile, in time order.
 
-    Each event carries the allocator's own count (`total_allocated`, only in the private event tree;
-    2.11-2.13), so that events of several threads add up.  Blocks that were allocated while no
-    profiler ran, and what threads do to which torch does not hand its state, are not in it.
+    Each event carries the allocator's own count (`total_allocated`, only in the private event
+    tree), so that events of several threads add up.  Blocks that were allocated while no profiler
+    ran, and what threads do to which torch does not hand its state, are not in it.
     """
     cpu = [ProfilerActivity.CPU]
     with _quiet_kineto(), profile(activities=cpu, profile_memory=True) as session:

@@ -8,12 +8,13 @@ smaller ones, so overhead never rises with the budget.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from planner.api import capture, check_effort
+from planner.api import prepare_step
+from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.compiled import smallest_plan
@@ -32,7 +33,6 @@ from solvers.problem import Schedule
 from solvers.result import Result
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 _TIME_FACTOR = 4.0
@@ -81,12 +81,9 @@ class Frontier:
         return plain_text(frontier_report(self.plans))
 
 
+@takes_planning()
 def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
-             loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
-             solver: str = "auto", backend: str = "eager", cost_model: str = "roofline",
-             device: torch.device | str | None = None, probe: bool = True,
-             time_limit: float = 60.0, keep: Sequence[str] = (),
-             regions: str | Sequence[str] = "model", progress: Progress | None = None) -> Frontier:
+             progress: Progress | None = None, **arguments: Unpack[PlanArguments]) -> Frontier:
     """The curve of `model` in up to `points` plans.
 
     `time_limit` is that of one plan in seconds.  The plan in the middle of the curve is made with
@@ -94,18 +91,14 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
     (but for `points` searches of a twentieth of a second each).  The other arguments, and the
     errors, are those of `planner.plan`.
     """
-    if isinstance(points, bool) or not isinstance(points, int):
-        raise TypeError(f"points must be a whole number, got {points!r}")
-    if points < 2:
+    if check_count("points", points, 0) < 2:
         raise ValueError(f"points must be at least 2 (both ends of the curve), got {points}")
-    check_effort(solver, time_limit)
+    planning = Planning.of(frontier, arguments)
     started = time.monotonic()
     with watched(progress) as report:
-        prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
-                           cost_model=cost_model, device=device, probe=probe, keep=keep,
-                           regions=regions, progress=report)
+        prepared = prepare_step(model, inputs, planning, report)
         return trace_frontier(prepared, points,
-                              Effort(solver=solver, time_limit=time_limit, progress=report),
+                              Effort(planning.solver, planning.time_limit, progress=report),
                               capture_seconds=time.monotonic() - started)
 
 
