@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
-from planner.errors import CaptureError
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.planning import Effort, PreparedStep, plan_within, prepare
@@ -107,16 +106,12 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
     args, kwargs = split_inputs(model, inputs)
     from apply.runtime import tensor_keys
     from graph_capture.capture import capture_step
-    from graph_capture.errors import CaptureError as Refusal
 
-    try:
-        step = capture_step(
-            model, args, kwargs, loss_fn=planning.loss_fn, device=planning.device,
-            gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
-            cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
-            accumulated=planning.accumulation > 1, regions=planning.regions, progress=progress)
-    except Refusal as refusal:
-        raise CaptureError(str(refusal)) from refusal
+    step = capture_step(
+        model, args, kwargs, loss_fn=planning.loss_fn, device=planning.device, gpu=planning.gpu,
+        keep=tuple(planning.keep), backend=planning.backend, cost_model=planning.cost_model,
+        probe=planning.probe, optimizer=planning.optimizer,
+        accumulated=planning.accumulation > 1, regions=planning.regions, progress=progress)
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
                    backend=planning.backend, cost_model=planning.cost_model,
                    accumulation=planning.accumulation)

@@ -14,16 +14,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from graph_capture.dynamo.block_calls import BlockCalls
+from graph_capture.dynamo.captured_graphs import CapturedGraphs
 from graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import count_cotangents, is_cotangent, primals_of
+from graph_capture.joint_graph.walks import ancestors, descendants
 from graph_capture.memory.tracker import Workspace
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
@@ -40,9 +42,6 @@ from graph_capture.torch_compat import (
 from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 from graph_capture.twins.fake import FakeTwin
 from graph_capture.user_code import is_user_code
-
-if TYPE_CHECKING:
-    from graph_capture.inductor.captured_graphs import CapturedGraphs
 
 
 @dataclass
@@ -146,7 +145,7 @@ def _compiled(model: nn.Module, blocks: Sequence[str], recorder: _Recorder, keep
               ) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
     """The model that `recorder` sees running, inside of the context."""
     if keep_graphs:
-        from graph_capture.inductor.captured_graphs import CapturedGraphs
+
 
         graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
         recorder.running_block = lambda: graphs.running
@@ -304,20 +303,9 @@ class _Recorder:
 
 def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
     """Values of the forward that the backward of an unplanned step would save."""
-    dependent: set[fx.Node] = set()
-    needed: set[fx.Node] = set()
-    pending = [n for n in joint.graph.output_node().args[0][:num_forward_outputs]
-               if isinstance(n, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
-    for node in joint.graph.nodes:
-        if (node.op == "placeholder" and is_cotangent(node)) or any(
-            source in dependent for source in node.all_input_nodes
-        ):
-            dependent.add(node)
+    dependent = descendants(filter(is_cotangent, joint.graph.find_nodes(op="placeholder")))
+    needed = ancestors(n for n in joint.graph.output_node().args[0][:num_forward_outputs]
+                       if isinstance(n, fx.Node))
     return [
         node for node in joint.graph.nodes
         if node not in dependent and node.op != "output"

@@ -19,18 +19,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.errors import CaptureError
-from graph_capture.memory.tracker import MemoryTracker
+from graph_capture.inductor.generated_code import CodeTracker
 from graph_capture.plain_step.loss import LossFn, objective
-from graph_capture.torch_compat import OpOverload, compile_settings
+from graph_capture.torch_compat import OpOverload, TorchDispatchMode, compile_settings
 from graph_capture.training_graph import BufferKind
 from graph_capture.twins.data_less import DataLessMode
 from graph_capture.twins.fake import FakeTwin
 
 if TYPE_CHECKING:
-    from graph_capture.inductor.captured_graphs import CapturedGraphs, GraphCode
+    from graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
     from graph_capture.op_costs.costs import OpCosts
 
 
@@ -71,7 +70,7 @@ class CompiledTracer:
             with twin.mode:
                 self._run(self.graphs.call, None)
                 copies = list(twin.fake_of.values())
-                tracker = _CompiledTracker(self.costs.workspace_bytes, device=twin.device,
+                tracker = CodeTracker(self.costs.workspace_bytes, device=twin.device,
                                            trace_device=twin.trace_device, resident=copies)
                 return self._run(self.graphs.call, tracker)
 
@@ -98,7 +97,7 @@ class CompiledTracer:
         mode = self.twin.mode
         return mode.without_values() if isinstance(mode, DataLessMode) else nullcontext()
 
-    def _run(self, compiled: Callable[..., Any], tracker: _CompiledTracker | None) -> CompiledStep:
+    def _run(self, compiled: Callable[..., Any], tracker: CodeTracker | None) -> CompiledStep:
         twin = self.twin
         leaves = [tensor for tensor in twin.fake_of.values() if tensor.is_leaf]
         try:
@@ -130,15 +129,6 @@ class CompiledTracer:
         return CompiledStep(tracker.peak_bytes, by_category)
 
 
-class _CompiledTracker(MemoryTracker):
-    """Follows storages without keeping Dynamo from running its compiled code."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Under any other mode Dynamo would run the original code."""
-        return True
-
-
 class _OpLog(TorchDispatchMode):
     """Keeps the ops that run, but for views and mere allocations."""
 
@@ -155,7 +145,7 @@ class _OpLog(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """As for `_CompiledTracker`."""
+        """As for `CodeTracker`."""
         return True
 
 

@@ -33,20 +33,9 @@ from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
 from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
+from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
 from graph_capture.twins.fake import FakeTwin
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerFootprint:
-    """Memory of an optimizer, beyond parameters and gradients."""
-
-    name: str
-    """Of its class; `none` without an optimizer."""
-    state_bytes: int
-    """Held from the first step on; where the step evaluates the model, while it does so."""
-    step_peak_bytes: int
-    """The most that a step takes beyond that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +91,16 @@ class OptimizerTrace:
 
 def trace_optimizer(optimizer: object, twin: FakeTwin, *,
                     with_gradient: Collection[str] | None = None,
-                    workspace: Workspace = lambda *call: 0) -> OptimizerFootprint:
-    """The footprint of `optimizer` on the trainable parameters of the twin's model.
+                    workspace: Workspace = lambda *call: 0) -> OptimizerMemory:
+    """The memory of `optimizer` on the trainable parameters of the twin's model.
 
     Arguments and errors are those of `trace_optimizer_steps`.
     """
     if optimizer is None:
-        return OptimizerFootprint("none", 0, 0)
+        return OptimizerMemory("none", 0, 0)
     traced = trace_optimizer_steps(optimizer, twin, with_gradient=with_gradient,
                                    workspace=workspace)
-    return OptimizerFootprint(traced.name, traced.state_bytes, traced.step_peak_bytes)
+    return OptimizerMemory(traced.name, traced.state_bytes, traced.step_peak_bytes)
 
 
 def trace_optimizer_steps(
@@ -150,13 +139,13 @@ class _Steps:
                  settings: OptimizerSettings, workspace: Workspace) -> None:
         self.settings = settings
         # Some look at the norm of an update.
-        self.plain = plain = data_less_twin(twin, unknown_is_zero=True)
-        self.names = {id(tensor): name for name, tensor in reversed(plain.parameters.items())}
-        self.trainable = [p for p in plain.model.parameters() if p.requires_grad]
+        self.data_less = data_less = data_less_twin(twin, unknown_is_zero=True)
+        self.names = {id(tensor): name for name, tensor in reversed(data_less.parameters.items())}
+        self.trainable = [p for p in data_less.model.parameters() if p.requires_grad]
         self.tracker = MemoryTracker(
             _without_multi_tensor_ops(workspace), device=twin.device,
-            trace_device=plain.trace_device, resident=plain.fake_of.values())
-        with plain.mode:  # out of the tracker's sight: the loss is not the optimizer's
+            trace_device=data_less.trace_device, resident=data_less.fake_of.values())
+        with data_less.mode:  # out of the tracker's sight: the loss is not the optimizer's
             self.loss = torch.empty(())
         self.evaluations: list[int] = []
         self.begins: list[int] = []
@@ -165,11 +154,11 @@ class _Steps:
             return
         given = instances(optimizer)
         if given is None:
-            with plain.mode, self.tracker:  # some make their state at once
+            with data_less.mode, self.tracker:  # some make their state at once
                 self.steppers = make_optimizers(
-                    optimizer, self.trainable, [id(plain.parameters[name]) for name in sparse])
+                    optimizer, self.trainable, [id(data_less.parameters[name]) for name in sparse])
         else:
-            self.steppers = _copied(given, twin, plain)
+            self.steppers = _copied(given, twin, data_less)
         groups = [group for stepper in self.steppers for group in stepper.param_groups]
         self.parameters = [p for group in groups for p in group["params"]
                            if p.requires_grad or id(p) not in self.names]
@@ -181,26 +170,26 @@ class _Steps:
             if known in sparse:
                 parameter.grad = sparse[known]
             elif known is not None and (with_gradient is None or known in with_gradient):
-                with plain.mode:  # outside of the tracker: gradients are not the optimizer's
+                with data_less.mode:  # outside of the tracker: gradients are not the optimizer's
                     parameter.grad = torch.empty_like(parameter)
 
     def trace(self) -> OptimizerTrace:
         """From when the optimizers are there to the end of the last step."""
         if not self.trainable:
             return OptimizerTrace("none", MemoryTrace((), ()), 0, 0, 0, frozenset())
-        tracker, plain = self.tracker, self.plain
+        tracker, data_less = self.tracker, self.data_less
         for stepper in self.steppers:
             for tensor in (*self.own_copies, *_tensors(list(stepper.state.values()))):
                 tracker.follow(tensor)
         scaler = None
         if self.settings.grad_scaler:
-            scaler = torch.amp.GradScaler(plain.trace_device.type)
-            with plain.mode, tracker:
-                scaler.scale(torch.ones((), device=plain.trace_device))  # makes its state
+            scaler = torch.amp.GradScaler(data_less.trace_device.type)
+            with data_less.mode, tracker:
+                scaler.scale(torch.ones((), device=data_less.trace_device))  # makes its state
         self._mark()
         own_gradients: set[int | None] = set()
         for _ in self._turns(scaler):
-            with plain.mode, tracker:
+            with data_less.mode, tracker:
                 for parameter in self.own_copies:
                     if parameter.grad is None:
                         parameter.grad = torch.empty_like(parameter)
@@ -241,14 +230,14 @@ class _Steps:
         (stepper,) = self.steppers
         stepper.state.clear()
         trajectory = OptimizerTrajectory(stepper)
-        assert isinstance(self.plain.mode, DataLessMode)
+        assert isinstance(self.data_less.mode, DataLessMode)
         for number, answers in enumerate(trajectory.first_and_fullest()):
             if number:
                 stepper.state.clear()  # before the other one is there
-                with self.plain.mode, self.tracker:
+                with self.data_less.mode, self.tracker:
                     stepper.state = trajectory.state_on(self.parameters)
                 self._mark()
-            self.plain.mode.answer_with(iter(answers))
+            self.data_less.mode.answer_with(iter(answers))
             yield
 
     def _mark(self) -> None:
@@ -313,11 +302,12 @@ def _choose_implementation(group: dict[str, Any], device: torch.device,
         group["foreach"] = True
 
 
-def _copied(optimizers: Sequence[Optimizer], twin: FakeTwin, plain: FakeTwin) -> list[Optimizer]:
+def _copied(optimizers: Sequence[Optimizer], twin: FakeTwin, data_less: FakeTwin
+            ) -> list[Optimizer]:
     """Data-less copies of the optimizers on the data-less parameters."""
     copier = DataLessCopier({})
     for original, fake in twin.fake_of.items():
-        copier.fake_of[original] = copier.memo[id(original)] = plain.fake_of[fake]
+        copier.fake_of[original] = copier.memo[id(original)] = data_less.fake_of[fake]
     return [_copy(optimizer, copier) for optimizer in optimizers]
 
 

@@ -9,15 +9,18 @@ recompute).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from graph_capture.dynamo.uncaptured import UncapturedCode
-from graph_capture.joint_graph.lower import LoweredOp, LoweredRegion, epilogue_name
+from graph_capture.joint_graph.lower import LoweredOp, epilogue_name
 from graph_capture.joint_graph.outline import outline
+from graph_capture.op_costs.costs import OpCost
+from graph_capture.plain_step.loss import LossFootprint
+from graph_capture.step.regions import RegionUse
 from graph_capture.training_graph import (
     LOSS_BACKWARD,
     Buffer,
@@ -34,16 +37,6 @@ SCALAR_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class OpCost:
-    """What one run of an op costs."""
-
-    flops: int
-    bytes_moved: int
-    seconds: float
-    workspace_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class LossMemory:
     """What the user's loss holds outside the model."""
 
@@ -56,27 +49,13 @@ class LossMemory:
     cotangents_held: bool = False
     """Autograd's caller holds the cotangents to the end: they start the backward."""
 
-
-@dataclass(frozen=True)
-class RegionUse:
-    """A lowered region and how its inputs and outputs hang together with the rest of the step."""
-
-    lowered: LoweredRegion
-    cotangents: tuple[bool, ...]
-    parameter_names: Mapping[int, str]
-    """Index of a primal -> name, for those whose gradient the user gets."""
-    linked_inputs: Mapping[int, tuple[int, int]]
-    """Index of a primal -> (region, storage of that region) that it is."""
-    returned: frozenset[int]
-    """Storages of its outputs that the user holds to the end of the step."""
-    released: Mapping[int, int]
-    """Storage of an output -> the last gap in which uncaptured code holds it."""
-    block: str = ""
-    """The submodule that it is the graph of; empty for the whole model."""
-    repeated: bool = False
-    """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
-    early: tuple[int, ...] = ()
-    """See `Region.early`."""
+    @classmethod
+    def of(cls, footprint: LossFootprint) -> LossMemory:
+        """That of a loss outside of the model."""
+        cotangents = sum(gradient.size_bytes for gradient in footprint.outputs)
+        retained = footprint.retained_bytes
+        return cls(retained, footprint.forward_peak_bytes - retained,
+                   max(0, footprint.backward_peak_bytes - retained - cotangents))
 
 
 def assemble(
@@ -129,7 +108,7 @@ class _Assembly:
         if self.uncaptured:
             self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
-                               outline(use.lowered), use.block, use.early)
+                               outline(use.lowered), use.block, use.lowered.hoisted)
                         for number, use in enumerate(self.uses))
         return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
                              str(self.device))

@@ -31,6 +31,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.config.suppress_errors",
         "torch._dynamo.exc.BackendCompilerFailed",
         "torch._dynamo.exc.TorchDynamoException",
+        "torch._dynamo.lookup_backend",
         "torch._functorch._aot_autograd.descriptors.GradAOTOutput(grad_of=)",
         "torch._functorch._aot_autograd.descriptors.InputMutationAOTOutput(mutated_input=)",
         "torch._functorch._aot_autograd.descriptors.PlainAOTInput(idx=)",
@@ -115,6 +116,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch.TorchDispatchMode()",
         "torch.utils._python_dispatch._disable_current_modes()",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack()",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     ),
     "process_memory": (
         "torch._C._profiler._EventType.Allocation",

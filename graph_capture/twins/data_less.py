@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
@@ -32,6 +31,7 @@ from graph_capture.torch_compat import (
     FakeTensorMode,
     NoStaticShape,
     OpOverload,
+    TorchDispatchMode,
     fake_tensor,
     storage_at,
     storage_key,
@@ -100,7 +100,7 @@ class DataLessMode(TorchDispatchMode):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            raise CaptureError(f"cannot trace the higher-order op {func} in plain mode")
+            raise CaptureError(f"cannot trace the higher-order op {func} without data")
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # touches no data
         if func is MAKE_SPARSE or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
@@ -253,7 +253,7 @@ def data_less_storage(size_bytes: int) -> torch.UntypedStorage:
 
 
 def data_less_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A plain tensor in `storage` with the layout of `like`."""
+    """An ordinary tensor in `storage` with the layout of `like`."""
     return torch.empty(0, dtype=like.dtype).set_(
         storage, like.storage_offset(), like.size(), like.stride())
 

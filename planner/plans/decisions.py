@@ -82,7 +82,7 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
                                     if keys[index].digest),
                      cotangents=region.cotangents, insertions=tuple(inserted[number]),
                      inplace_reuses=tuple(taken[number]), outline=region.outline,
-                     block=region.block, hoisted=region.early)
+                     block=region.block, hoisted=region.hoisted)
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=tuple(tensors), regions=regions, training=training,
                   overrides=tuple(overrides), low_peak=low_peak)

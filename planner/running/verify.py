@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planner.arguments.inputs import split_inputs
-from planner.errors import CaptureError, PlanMismatch
+from planner.errors import PlanMismatch
 from planner.plans.plan import Plan
 from planner.running.applying import apply
 
@@ -101,7 +101,6 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     Raises `PlanMismatch` where the plan was made for another graph, `CaptureError` where nothing
     can be differentiated, and `ValueError` for a model without values (on `meta`).
     """
-    from graph_capture.errors import CaptureError as Refusal
     from graph_capture.memory.allocator import record_peak
     from graph_capture.plain_step.loss import objective
 
@@ -115,10 +114,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
 
     def step(module: nn.Module) -> tuple[torch.Tensor, ...]:
         output = module(*args, **kwargs)  # held to the end of the step, as a training loop does
-        try:
-            goal = objective(output, loss_fn)
-        except Refusal as refusal:
-            raise CaptureError(str(refusal)) from refusal
+        goal = objective(output, loss_fn)
         goal.backward()
         return goal.roots
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planner.arguments.inputs import split_inputs
 from planner.arguments.planning import Planning
-from planner.errors import CaptureError, PlanMismatch
+from planner.errors import PlanMismatch
 from planner.progress import Progress, watched
 from planner.training_loop.account import account_of, floor_of
 from planner.training_loop.report import MemoryReport
@@ -73,7 +73,6 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
     dtype = _autocast_dtype(autocast)
     _check_clip(grad_clip)
-    from graph_capture.errors import CaptureError as Refusal
     from graph_capture.optimizer.named import optimizer_name
     from graph_capture.optimizer.step import OptimizerSettings
     from graph_capture.plain_step.loop import PlainLoop
@@ -87,18 +86,15 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     settings = OptimizerSettings(grad_clip=grad_clip, grad_scaler=grad_scaler,
                                  set_to_none=set_to_none)
     with watched(progress) as report:
-        try:
-            report("tracing the plain step")
-            plain = PlainLoop(model, args, kwargs, loss_fn=loss_fn, device=device, probe=probe,
-                              autocast=dtype, grad_scaler=grad_scaler)
-            plain.micro_step()
-            micro_steps: MicroSteps = plain.micro_step
-            if plan is not None:
-                report("capturing the step that the plan is for")
-                micro_steps = _planned(model, inputs, plan, plain, loss_fn, dtype)
-            return _report(plain, micro_steps, optimizer, settings, loop, plan, report)
-        except Refusal as refusal:
-            raise CaptureError(str(refusal)) from refusal
+        report("tracing the plain step")
+        plain = PlainLoop(model, args, kwargs, loss_fn=loss_fn, device=device, probe=probe,
+                          autocast=dtype, grad_scaler=grad_scaler)
+        plain.micro_step()
+        micro_steps: MicroSteps = plain.micro_step
+        if plan is not None:
+            report("capturing the step that the plan is for")
+            micro_steps = _planned(model, inputs, plan, plain, loss_fn, dtype)
+        return _report(plain, micro_steps, optimizer, settings, loop, plan, report)
 
 
 def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
