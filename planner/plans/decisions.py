@@ -8,13 +8,15 @@ from forward to backward, before and after planning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe, Takeover
+from apply.recipe import OpKey, Recipe, Recomputation, RegionRecipe, Takeover
 from graph_capture.training_graph import Phase, TrainingGraph
-from solvers.problem import Problem, Schedule
+from planner.errors import PlanMismatch
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
+from solvers.problem import Schedule
 from solvers.simulator import Timeline, unroll
 
 Action = Literal["keep", "recompute"]
@@ -36,31 +38,31 @@ class Decision:
     saved_bytes: int
     """Bytes of its results that cross from forward to backward under the plan."""
     plain_saved_bytes: int
-    """The same without recomputation."""
+    """The same where everything is kept."""
 
 
-def decide(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> tuple[Decision, ...]:
+def decide(form: Form, schedule: Schedule) -> tuple[Decision, ...]:
     """What `schedule` does with every op of the captured forwards, in their order."""
+    graph = form.graph
     runs = Counter(schedule)
-    saved = _saved_bytes(graph, problem, schedule)
-    plain = _saved_bytes(graph, problem, problem.plain_schedule)
+    saved = _saved_bytes(form, schedule)
+    kept_all = _saved_bytes(form, form.problem.plain_schedule)
     return tuple(
         Decision(op=op.name, module=op.module,
                  action="recompute" if runs[index] > 1 else "keep",
                  recomputations=runs[index] - 1, flops=op.flops,
-                 saved_bytes=saved[index], plain_saved_bytes=plain[index])
+                 saved_bytes=saved[index], plain_saved_bytes=kept_all[index])
         for region in graph.regions for index in region.forward
         for op in (graph.ops[index],) if op.digest)
 
 
-def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[ParameterKey],
-                 training: bool, overrides: Sequence[tuple[str, object]],
-                 lean_backward: bool = False) -> Recipe:
-    """The applier's view of the schedule that `timeline` unrolls.
+def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Recipe:
+    """The applier's view of the schedule that `timeline` unrolls, of one form of the step.
 
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
     or after the last op.
     """
+    graph = form.graph
     again = _recomputations(graph, timeline.schedule)
     taken = _takeovers(graph, timeline)
     # An op without a digest is a moment of the step, not part of the captured graph.
@@ -73,28 +75,27 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
                      takeovers=tuple(taken[number]), outline=region.outline,
                      block=region.block, early=region.early)
         for number, region in enumerate(graph.regions))
-    return Recipe(tensors=tuple(tensors), regions=regions, training=training,
-                  overrides=tuple(overrides), lean_backward=lean_backward)
+    return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
+                  overrides=prepared.overrides, lean_backward=form.low_peak)
 
 
-def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
+def schedule_of(form: Form, recipe: Recipe) -> Schedule:
     """The inverse of `build_recipe`: the schedule of indices that a recipe stands for.
 
-    Raises `KeyError` where the recipe names an op that the graph lacks.
+    Raises `PlanMismatch` where the recipe names an op that the graph lacks.
     """
+    graph = form.graph
     before = {recomputation.before: recomputation.ops
               for region in recipe.regions for recomputation in region.recomputations}
     schedule: list[int] = []
     for index, op in enumerate(graph.ops):
-        schedule.extend(graph.index_of[name] for name in before.get(op.name, ()))
+        for name in before.get(op.name, ()):
+            if name not in graph.index_of:
+                raise PlanMismatch(f"the plan recomputes {name!r}, which this step does not have; "
+                                   "plan this model anew")
+            schedule.append(graph.index_of[name])
         schedule.append(index)
     return tuple(schedule)
-
-
-def _keys(graph: TrainingGraph, indices: range) -> tuple[OpKey, ...]:
-    """The captured ops among these; moments that are no op of the model have no digest."""
-    return tuple(OpKey(op.name, op.digest, op.result)
-                 for op in (graph.ops[index] for index in indices) if op.digest)
 
 
 def _recomputations(graph: TrainingGraph, schedule: Schedule) -> list[list[Recomputation]]:
@@ -131,9 +132,9 @@ def _takeovers(graph: TrainingGraph, timeline: Timeline) -> list[list[Takeover]]
     return groups
 
 
-def _saved_bytes(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> list[int]:
+def _saved_bytes(form: Form, schedule: Schedule) -> list[int]:
     """For each op, the bytes of its results alive across the end of forward and loss."""
-    timeline = unroll(problem, schedule)
+    graph, timeline = form.graph, unroll(form.problem, schedule)
     seen: set[int] = set()
     end = -1  # position of the last first run that does not belong to the backward
     for position, index in enumerate(schedule):

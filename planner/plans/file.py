@@ -26,7 +26,8 @@ from planner.errors import PlanFileError
 from planner.plans.decisions import Decision
 from planner.plans.plan import Plan
 from planner.plans.reader import Reader
-from planner.step.accounting import CATEGORIES, MemoryByCategory, OptimizerMemory
+from planner.step.budget import OptimizerMemory
+from planner.step.categories import CATEGORIES, MemoryByCategory
 from planner.whole_file import write_whole
 
 SCHEMA_VERSION = 5

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from apply.recipe import Recipe
 from planner.plans.decisions import Decision
-from planner.step.accounting import MemoryByCategory, OptimizerMemory
+from planner.step.budget import OptimizerMemory
+from planner.step.categories import MemoryByCategory
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from planner.api import capture
 from planner.arguments.inputs import split_inputs
 from planner.errors import CaptureError
 from planner.progress import Progress
-from planner.search.planning import PreparedStep
+from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
     import torch

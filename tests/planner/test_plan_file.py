@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import planner
 from planner.plans.file import SCHEMA_VERSION, dumps, from_dict, loads
-from planner.search.planning import Effort, plan_within
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
 
 SCHEMA = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))

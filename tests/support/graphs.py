@@ -22,7 +22,7 @@ from graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
-from planner.search.planning import PreparedStep, prepare
+from planner.step.prepared import PreparedStep, prepare
 
 
 @dataclass(frozen=True)
