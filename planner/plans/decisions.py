@@ -8,7 +8,6 @@ from forward to backward, before and after planning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
@@ -17,15 +16,16 @@ from apply.recipe import (
     InsertedAction,
     Insertion,
     OpKey,
-    ParameterKey,
     Recipe,
     RegionRecipe,
     RunAgain,
 )
 from graph_capture.training_graph import Phase, TrainingGraph
+from planner.errors import PlanMismatch
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
 from solvers.actions import Action as ScheduledAction
 from solvers.actions import Run, Schedule
-from solvers.problem import Problem
 from solvers.simulator import Timeline, unroll
 
 Action = Literal["keep", "recompute"]
@@ -47,31 +47,31 @@ class Decision:
     saved_bytes: int
     """Bytes of its results that cross from forward to backward under the plan."""
     plain_saved_bytes: int
-    """The same without recomputation."""
+    """The same where everything is kept."""
 
 
-def decide(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> tuple[Decision, ...]:
+def decide(form: Form, schedule: Schedule) -> tuple[Decision, ...]:
     """What `schedule` does with every op of the captured forwards, in their order."""
+    graph = form.graph
     runs = Counter(schedule)
-    saved = _saved_bytes(graph, problem, schedule)
-    plain = _saved_bytes(graph, problem, problem.plain_schedule)
+    saved = _saved_bytes(form, schedule)
+    kept_all = _saved_bytes(form, form.problem.plain_schedule)
     return tuple(
         Decision(op=op.name, module=op.module,
                  action="recompute" if runs[index] > 1 else "keep",
                  recomputations=runs[index] - 1, flops=op.flops,
-                 saved_bytes=saved[index], plain_saved_bytes=plain[index])
+                 saved_bytes=saved[index], plain_saved_bytes=kept_all[index])
         for region in graph.regions for index in region.forward
         for op in (graph.ops[index],) if op.digest)
 
 
-def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[ParameterKey],
-                 training: bool, overrides: Sequence[tuple[str, object]],
-                 low_peak: bool = False) -> Recipe:
-    """The applier's view of the schedule that `timeline` unrolls.
+def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Recipe:
+    """The applier's view of the schedule that `timeline` unrolls, of one form of the step.
 
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
     or after the last op.
     """
+    graph = form.graph
     inserted = _insertions(graph, timeline.schedule)
     taken = _inplace_reuses(graph, timeline)
     # An op without a digest is a pseudo-op of the step, not part of the captured graph.
@@ -84,18 +84,19 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
                      inplace_reuses=tuple(taken[number]), outline=region.outline,
                      block=region.block, hoisted=region.hoisted)
         for number, region in enumerate(graph.regions))
-    return Recipe(tensors=tuple(tensors), regions=regions, training=training,
-                  overrides=tuple(overrides), low_peak=low_peak)
+    return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
+                  overrides=prepared.overrides, low_peak=form.low_peak)
 
 
-def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
+def schedule_of(form: Form, recipe: Recipe) -> Schedule:
     """The inverse of `build_recipe`: the schedule of indices that a recipe stands for.
 
-    Raises `KeyError` where the recipe names an op that the graph lacks.
+    Raises `PlanMismatch` where the recipe names an op that the graph lacks.
     """
     before = {insertion.before: insertion.actions
               for region in recipe.regions for insertion in region.insertions}
     schedule: list[ScheduledAction] = []
+    graph = form.graph
     for index, op in enumerate(graph.ops):
         schedule.extend(_scheduled(graph, action) for action in before.get(op.name, ()))
         schedule.append(Run(index))
@@ -115,6 +116,9 @@ def _scheduled(graph: TrainingGraph, action: InsertedAction) -> ScheduledAction:
     """The inverse of `_inserted`."""
     match action:
         case RunAgain():
+            if action.op not in graph.index_of:
+                raise PlanMismatch(f"the plan recomputes {action.op!r}, which this step does not "
+                                   "have; plan this model anew")
             return Run(graph.index_of[action.op])
         case _:
             assert_never(action)
@@ -154,9 +158,9 @@ def _inplace_reuses(graph: TrainingGraph, timeline: Timeline) -> list[list[Inpla
     return groups
 
 
-def _saved_bytes(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> list[int]:
+def _saved_bytes(form: Form, schedule: Schedule) -> list[int]:
     """For each op, the bytes of its results alive across the end of forward and loss."""
-    timeline = unroll(problem, schedule)
+    graph, timeline = form.graph, unroll(form.problem, schedule)
     seen: set[int] = set()
     end = -1  # position of the last first run that does not belong to the backward
     for position, index in enumerate(schedule):

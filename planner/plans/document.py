@@ -15,10 +15,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from apply.recipe import InplaceReuse, Insertion, OpKey, ParameterKey, Recipe, RegionRecipe
-from graph_capture.training_graph import CodeMemory, Outline
+from graph_capture.training_graph import CodeMemory, OptimizerMemory, Outline
 from planner.plans.decisions import Decision
 from planner.plans.plan import Change, Plan, Predicted
-from planner.step.accounting import OptimizerMemory
 from solvers.result import Status
 
 SCHEMA_VERSION = 6

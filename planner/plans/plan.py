@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from apply.recipe import Recipe
+from graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision
-from planner.step.accounting import MemoryByCategory, OptimizerMemory
+from planner.step.categories import MemoryByCategory
 from solvers.result import Status
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.step.accounting import CATEGORIES
+from planner.step.categories import CATEGORIES
 from planner.training_loop.account import MemoryHolder, PhaseMemory
 from planner.training_loop.budget_check import BudgetCheck
 from planner.training_loop.report import MemoryReport

@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from graph_capture.training_graph import OptimizerMemory
 from planner.plans.file import SCHEMA_VERSION, dumps, from_dict, loads
 from planner.plans.schema import schema
-from planner.search.planning import Effort, plan_within
-from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
+from tests.support.graphs import HandMadeStep, chain, prepared, steps
 
 SCHEMA = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
@@ -139,7 +141,7 @@ def places(value, path=()):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_missing_field_is_named_by_its_path(data):
-    document = make_plan(optimizer=Footprint("adam", 10, 20)).to_dict()
+    document = make_plan(optimizer=OptimizerMemory("adam", 10, 20)).to_dict()
     free = ("inputs", "overrides")
     path = data.draw(st.sampled_from([
         path for path in places(document)
@@ -161,7 +163,7 @@ def test_a_missing_field_is_named_by_its_path(data):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_value_of_the_wrong_type_is_refused(data):
-    document = make_plan(optimizer=Footprint("adam", 10, 20)).to_dict()
+    document = make_plan(optimizer=OptimizerMemory("adam", 10, 20)).to_dict()
     path = data.draw(st.sampled_from([
         path for path in places(document) if path[0] not in ("inputs", "overrides")]))
     damaged = copy.deepcopy(document)
@@ -232,7 +234,7 @@ def test_an_action_that_no_reader_knows_is_refused_by_its_path():
     (("regions", 0, "surprise"), 1, "the field regions[0].surprise is none of a plan"),
 ])
 def test_an_error_says_where_what_was_expected_and_what_came(path, value, message):
-    document = make_plan(optimizer=Footprint("adam", 10, 20)).to_dict()
+    document = make_plan(optimizer=OptimizerMemory("adam", 10, 20)).to_dict()
     holder = document
     for key in path[:-1]:
         holder = holder[key]
@@ -253,7 +255,8 @@ VERSION_5 = Path(__file__).with_name("plan_version_5.json")
 
 
 def test_a_file_of_version_5_holds_the_same_plan():
-    made = plan_within(prepared(HandMadeStep(chain(12), 2600, Footprint("adam", 10, 20))), 2000)
+    step = HandMadeStep(chain(12), 2600, OptimizerMemory("adam", 10, 20))
+    made = plan_within(prepared(step), 2000)
     assert planner.load(VERSION_5) == replace(made, created_with=planner.load(
         VERSION_5).created_with)
 
