@@ -19,7 +19,7 @@ from planner.step.accounting import (
 )
 from planner.step.lowering import lower
 from solvers.simulator import simulate, unroll
-from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
+from tests.support.graphs import HandMadeStep, chain, prepared, steps
 
 
 def legal_schedule(data, problem):
@@ -99,7 +99,7 @@ def test_a_chain_is_counted_by_hand():
 
 
 def test_the_optimizers_step_may_be_the_fullest_moment():
-    step = HandMadeStep(chain(4), 2000, Footprint("adamw", 300, 5000))
+    step = HandMadeStep(chain(4), 2000, OptimizerMemory("adamw", 300, 5000))
     plan = plan_within(prepared(step), None)
     assert plan.peak_bytes == plan.optimizer_step_peak_bytes == 1110 + 300 + 4 * 7 + 5000
     assert plan.memory["optimizer"] == 300
@@ -131,7 +131,7 @@ def test_only_forward_ops_are_replayed_and_only_beside_their_own_region(step):
 def test_the_smallest_budget_counts_the_optimizer_too():
     step = HandMadeStep(chain(6), 3000)
     optimizer = OptimizerMemory("adam", 0, 700)
-    heavy = HandMadeStep(chain(6), 3000, Footprint("adam", 0, 700))
+    heavy = HandMadeStep(chain(6), 3000, OptimizerMemory("adam", 0, 700))
     light = plan_within(prepared(step), 1452, Effort())
     assert light.peak_bytes <= 1452
     plan = plan_within(prepared(heavy), 1110 + 42 + optimizer.step_peak_bytes, Effort())

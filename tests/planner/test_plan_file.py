@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from graph_capture.training_graph import OptimizerMemory
 from planner.plans.file import SCHEMA_VERSION, dumps, from_dict, loads
 from planner.search.planning import Effort, plan_within
-from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
+from tests.support.graphs import HandMadeStep, chain, prepared, steps
 
 SCHEMA = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
@@ -135,7 +136,7 @@ def places(value, path=()):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_missing_field_is_named_by_its_path(data):
-    document = make_plan(optimizer=Footprint("adam", 10, 20)).to_dict()
+    document = make_plan(optimizer=OptimizerMemory("adam", 10, 20)).to_dict()
     free = ("inputs", "overrides")
     path = data.draw(st.sampled_from([
         path for path in places(document)
@@ -157,7 +158,7 @@ def test_a_missing_field_is_named_by_its_path(data):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_value_of_the_wrong_type_is_refused(data):
-    document = make_plan(optimizer=Footprint("adam", 10, 20)).to_dict()
+    document = make_plan(optimizer=OptimizerMemory("adam", 10, 20)).to_dict()
     path = data.draw(st.sampled_from([
         path for path in places(document) if path[0] not in ("inputs", "overrides")]))
     damaged = copy.deepcopy(document)
