@@ -65,7 +65,8 @@ def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> 
     deadline = begin + time_limit
     start = cheapest_walk(
         problem, budget_bytes, deadline=begin + time_limit / 10, seed=seed,
-    ) or repair(problem, budget_bytes, problem.plain_schedule, time_limit=time_limit / 2, seed=seed)
+    ) or repair(problem, budget_bytes, problem.plain_schedule, time_limit=time_limit / 2,
+                seed=seed)
     if start is None:
         return Found(None, None)
     return Found(improve(problem, budget_bytes, start, time_limit=time_limit, deadline=deadline,

@@ -12,9 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from solvers.actions import Schedule
 from solvers.incumbent import PROOF_TOLERANCE
-from solvers.problem import Problem
+from solvers.problem import Problem, Schedule
 from solvers.result import Result
 from solvers.solve import solve
 from solvers.task import Progress

@@ -30,8 +30,8 @@ from solvers.violations import next_cuts
 ANCHOR_ROUNDS = 6
 GENEROSITY = 3.0
 COARSE_GAP = 2e-4
-"""Models with cuts are solved to within this fraction of the plain cost, and to the end only where
-that could close the proof."""
+"""Models with cuts are solved to within this fraction of the plain cost, and to the end only
+where that could close the proof."""
 FIRST_NODES = 20
 """Nodes of the search for one model at first; doubled where they do not suffice.  Time is no
 measure of work: the result would depend on what else the machine does."""

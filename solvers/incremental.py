@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from solvers.actions import Order
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import unroll
 
 _GAP = 1 << 256  # between neighbours: 256 insertions at one place before keys are dealt anew

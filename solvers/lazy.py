@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.actions import Order
 from solvers.holes import Holes
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.actions import Order
 from solvers.incremental import EditableTimeline
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 _BATCH = 128  # moves between two looks at the clock, the temperature and the price

@@ -17,10 +17,9 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
-from solvers.actions import Order
 from solvers.lazy import EvictionTaste, lazy_schedule
 from solvers.local_search import repair
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 _LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from solvers.actions import Order
+from solvers.actions import Order as Order
 from solvers.actions import Schedule as Schedule
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from solvers.actions import Order
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 
 
 def realise(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection[int]], *,

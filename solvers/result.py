@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from solvers.actions import Action
+from solvers.actions import Schedule
 
 Status = Literal["optimal", "feasible"]
 
@@ -14,7 +14,7 @@ Status = Literal["optimal", "feasible"]
 class Result:
     """A schedule within its budget, judged by `solvers.simulate`."""
 
-    schedule: tuple[Action, ...]
+    schedule: Schedule
     """Also a sequence of node numbers: a run is the number of its op."""
     peak_bytes: int
     """Peak of the schedule, never above the budget."""

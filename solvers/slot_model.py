@@ -22,9 +22,8 @@ from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
-from solvers.actions import Order
 from solvers.milp import Answer, optimise
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import unroll
 
 MOST_ROUNDS = 25

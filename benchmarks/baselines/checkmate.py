@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 
 from ortools.math_opt.python import mathopt
 
-from solvers.actions import Order
 from solvers.milp import Engine, optimise
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 

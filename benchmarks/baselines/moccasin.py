@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 from ortools.sat.python import cp_model
 
-from solvers.actions import Order
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 

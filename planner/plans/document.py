@@ -3,7 +3,7 @@
 
 A file holds the fields of a plan and of its recipe in groups, and the ops of the forward together
 with what is decided about them.  Every field is required, there are no others, and every whole
-number is a count: not below 0.  What a field of the same name means is said where it comes from.
+number is a count: not below 0.  What a field means is said where it comes from (`SOURCES`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ class OpRow:
     """An op of the backward."""
 
     op: str
-    """Module path, op, occurrence."""
     result: str
-    """Dtype, shape and strides of its result."""
     digest: str
-    """Hash of op, arguments, shapes and dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +46,14 @@ class RegionRow:
     """A captured piece of the model."""
 
     block: str
-    """The submodule that is compiled by itself; empty: the whole model."""
     cotangents: tuple[bool, ...]
-    """Into which differentiable outputs a gradient flows."""
     decisions: tuple[DecisionRow, ...]
-    """Every op of the forward, in the order of execution."""
     backward: tuple[OpRow, ...]
-    """Every op of the backward, in the order of execution."""
     insertions: tuple[Insertion, ...]
-    """What happens beside the first run of each op, and where."""
     inplace_reuses: tuple[InplaceReuse, ...]
-    """Runs that write their result over an operand that dies there."""
     outline: Outline | None
-    """Which other sizes of inputs the plan serves; null: none."""
     hoisted: tuple[int, ...]
-    """Positions of backward ops that belong to the forward here (Inductor)."""
     code: tuple[CodeMemory, ...]
-    """What Inductor's code for the forward and the backward takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,37 +72,28 @@ class Document:
     schema_version: Annotated[int, msgspec.Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
     created_with: Annotated[dict[str, str], msgspec.Meta(
         extra_json_schema={"required": ["checkpoint-planner", "torch"]})]
-    """Version of each distribution that the plan depends on."""
     fingerprint: Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
     """Hash of ops, tensors, cotangents and mode; not of what is recomputed."""
     device: str
-    """The device planned for."""
     backend: str
     cost_model: str
     training: bool
-    """Whether the model was in training mode."""
     inputs: Any
-    """Shapes and dtypes of the inputs planned for."""
     overrides: dict[str, Any]
-    """Keyword arguments that capture forced and the applied model repeats."""
     low_peak: bool
-    """Whether parts of gradients are copied so that the backward holds less."""
     strict_order: bool
-    """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
-    stores what is read behind them."""
     optimizer: OptimizerMemory | None
-    """What was counted for the optimizer; null: nothing was."""
     budget_bytes: int | None
-    """Limit on the peak of the whole step; null: no limit."""
     solver: SolverRow
     predicted: Predicted
     notes: tuple[str, ...]
-    """What to know about the capture."""
     tensors: tuple[ParameterKey, ...]
-    """Every parameter, then every buffer of the model, in its own order."""
     regions: tuple[RegionRow, ...]
-    """In the order of their forwards."""
 
+
+SOURCES: dict[type, type] = {Document: Recipe, DecisionRow: OpKey, OpRow: OpKey,
+                             RegionRow: RegionRecipe, SolverRow: Plan}
+"""Where the fields of a group come from and are described."""
 
 FREE_FIELDS = ("inputs", "overrides")
 """Fields of a document with values of any layout."""

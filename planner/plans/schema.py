@@ -2,7 +2,7 @@
 
     python -m planner.plans.schema > planner/plan.schema.json
 
-What a field means is the docstring below it.
+What a field means is the docstring below it, there or where the field comes from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from planner.plans.document import Document
+from planner.plans.document import SOURCES, Document
+from planner.plans.plan import Plan
 
 
 def schema() -> dict[str, Any]:
@@ -25,14 +26,15 @@ def schema() -> dict[str, Any]:
     made = msgspec.json.schema(Document)
     definitions: dict[str, Any] = made["$defs"]
     for kind in {kind.__name__: kind for kind in _types(Document)}.values():
-        described, here = definitions[kind.__name__], _descriptions(kind)
+        described = definitions[kind.__name__]
         described["description"] = _text(inspect.getdoc(kind) or "")
         described["required"] = list(described["properties"])
         described["additionalProperties"] = False
+        texts = {**(_descriptions(Plan) if kind is Document else {}),
+                 **_descriptions(SOURCES.get(kind, kind)), **_descriptions(kind)}
         for name, field in described["properties"].items():
             field.pop("default", None)
-            if name in here:
-                field["description"] = here[name]
+            field.update({"description": texts[name]} if name in texts else {})
     _count(made)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "Plan of checkpoint-planner", **made}

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.baselines import checkmate, moccasin
-from solvers.actions import Order
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 from solvers.task import Algorithm, Progress, Task
 from tests.support.oracle_small import cheapest
