@@ -55,7 +55,7 @@ def decide(form: Form, schedule: Schedule) -> tuple[Decision, ...]:
     graph = form.graph
     runs = Counter(schedule)
     saved = _saved_bytes(form, schedule)
-    kept_all = _saved_bytes(form, form.problem.plain_schedule)
+    kept_all = _saved_bytes(form, form.problem.keep_all_schedule)
     return tuple(
         Decision(op=op.name, module=op.module,
                  action="recompute" if runs[index] > 1 else "keep",

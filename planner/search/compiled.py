@@ -99,7 +99,7 @@ class _Search:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
         what Inductor does by itself takes more."""
         found = None if self.form.low_peak else self._narrow(net_bytes, strict_order=False)
-        price = _STRICTNESS * self.form.problem.plain_cost
+        price = _STRICTNESS * self.form.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
         if found is None or found.cost > self.proposals.cost_within(net_bytes) + 2 * price:
             strict = self._narrow(net_bytes, strict_order=True)
@@ -138,7 +138,7 @@ class _Search:
         schedule = unify_blocks(
             self.form, found.schedule,
             net_peak_bytes=self.form.net_peak_bytes(found.schedule) + left,
-            cost=self.form.cost(found.schedule) + _SIMPLICITY * self.form.problem.plain_cost)
+            cost=self.form.cost(found.schedule) + _SIMPLICITY * self.form.problem.keep_all_cost)
         simpler = self.judge(schedule, found.recipe.strict_order)
         return simpler if simpler.step.peak_bytes <= net_bytes else found
 
@@ -251,7 +251,7 @@ def _smallest(searches: Sequence[_Search], net_bytes: int = 0) -> tuple[_Search,
 
 def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate, base: _Search) -> Plan:
     """The plan of a candidate of one search; `base` is that among schedules of the base form."""
-    prepared, form, base_cost = search.prepared, search.form, base.form.problem.plain_cost
+    prepared, form, base_cost = search.prepared, search.form, base.form.problem.keep_all_cost
     default = base.default()
     unlimited_bytes = form.budget.resident_bytes + default.step.peak_bytes
     # What an estimate takes for a gain, the machine may not.

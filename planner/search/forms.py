@@ -62,7 +62,7 @@ def solve_form(form: Form, net_bytes: int | None, effort: Effort,
     given = warm_start if warm_start and max(warm_start) + 1 == len(form.problem) else None
     result = solve(form.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
                    seed=effort.seed, progress=effort.progress, warm_start=given)
-    return replace(result, plain_cost=form.base_seconds)
+    return replace(result, keep_all_cost=form.base_seconds)
 
 
 def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
@@ -96,7 +96,7 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
         room = 1 - form.net_floor_bytes / max(net_bytes, 1)
         return ask(form, min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE) * effort.time_limit)
 
-    found = choose(forms, attempt, lambda form, best: best.cost > form.problem.plain_cost)
+    found = choose(forms, attempt, lambda form, best: best.cost > form.problem.keep_all_cost)
     if found is None:
         if all(form is not base for form, _ in refusals):
             ask(base, _LEAST_SHARE * effort.time_limit)
@@ -110,5 +110,5 @@ def over_all_forms(result: Result, bounds: Iterable[float]) -> Result:
     of each that may fit."""
     bound = min(*bounds, result.cost)
     proven = result.status == "optimal" and (
-        result.cost <= bound + PROOF_TOLERANCE * result.plain_cost)
+        result.cost <= bound + PROOF_TOLERANCE * result.keep_all_cost)
     return replace(result, lower_bound=bound, status="optimal" if proven else "feasible")

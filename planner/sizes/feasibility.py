@@ -90,7 +90,7 @@ class Feasibility:
 
     def _try_known(self, number: int, form: Form, net_bytes: int) -> bool:
         """Whether a schedule of another size fits."""
-        known = [form.problem.plain_schedule, *self.schedules.values(), *self._small]
+        known = [form.problem.keep_all_schedule, *self.schedules.values(), *self._small]
         return any(self._accept(number, form, schedule, net_bytes)
                    for schedule in known if _transfers(schedule, form.problem))
 

@@ -143,7 +143,7 @@ def _curve(form: Form, budgets: Sequence[int], effort: Effort, seconds: float, *
         most_seconds=effort.time_limit, solver=effort.solver, seed=effort.seed, start=start,
         progress=effort.progress,
         known={net_bytes(budget): result for budget, result in known.items()})
-    return {budget: replace(result, plain_cost=form.base_seconds)
+    return {budget: replace(result, keep_all_cost=form.base_seconds)
             for budget, result in zip(budgets, results, strict=True)}
 
 

@@ -53,7 +53,7 @@ class PreparedStep:
     @property
     def keep_all_peak_bytes(self) -> int:
         """Peak of the step in which nothing is recomputed."""
-        return self.base.peak_bytes(self.base.problem.plain_schedule)
+        return self.base.peak_bytes(self.base.problem.keep_all_schedule)
 
     def form_of(self, recipe: Recipe) -> Form:
         """The form that a plan with this recipe is of."""

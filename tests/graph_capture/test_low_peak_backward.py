@@ -102,7 +102,7 @@ def test_gradients_and_peaks_of_low_peak_steps(layout):
     assert low_peak.low_peak
     expected = reference(case)
     for seed in range(3):
-        schedule = (low_peak.problem.plain_schedule if seed == 0
+        schedule = (low_peak.problem.keep_all_schedule if seed == 0
                     else random_schedule(low_peak.problem, seed, 0.5))
         planned, timeline = apply_schedule(case, step, schedule, low_peak)
         assert train(planned, case).differences(expected) == []
@@ -158,7 +158,7 @@ def test_copies_are_counted_as_extra_time():
 def test_the_cheaper_form_is_taken_and_the_bound_holds_for_both():
     """At every budget, against each form solved alone."""
     step = captured(unet(image=32, depth=1))
-    high, _ = simulate(step.base.problem, step.base.problem.plain_schedule)
+    high, _ = simulate(step.base.problem, step.base.problem.keep_all_schedule)
     low = working_set_floor(step.forms[1].problem)
     for share in (0.3, 0.5, 0.8):
         net = low + int(share * (high - low))
@@ -167,7 +167,7 @@ def test_the_cheaper_form_is_taken_and_the_bound_holds_for_both():
         assert result.cost <= min(one.cost for one in alone) * (1 + 1e-3)
         assert result.lower_bound <= min(one.cost for one in alone) * (1 + 1e-9)
         assert chosen in step.forms
-        assert result.plain_cost == pytest.approx(step.base.problem.plain_cost)
+        assert result.keep_all_cost == pytest.approx(step.base.problem.keep_all_cost)
 
 
 def test_a_budget_that_no_form_meets_is_refused_with_the_smaller_minimum():

@@ -29,7 +29,7 @@ def ways(step, schedule):
 def uneven(step, seed):
     """A schedule that saves something else in each block."""
     rng = random.Random(seed)
-    saved = saved_buffers(step.base, step.base.problem.plain_schedule)
+    saved = saved_buffers(step.base, step.base.problem.keep_all_schedule)
     return schedule_saving(step.base, {b for b in sorted(saved) if rng.random() < 0.7})
 
 
@@ -44,7 +44,7 @@ def test_without_limits_all_blocks_are_treated_alike(step):
 def test_limits_of_memory_and_cost_hold(step, seed):
     schedule = uneven(step, seed)
     before = simulate(step.base.problem, schedule)
-    cost = before.cost + 0.01 * step.base.problem.plain_cost
+    cost = before.cost + 0.01 * step.base.problem.keep_all_cost
     simpler = unify_blocks(step.base, schedule, net_peak_bytes=before.peak_bytes, cost=cost)
     after = simulate(step.base.problem, simpler)
     assert after.peak_bytes <= before.peak_bytes
