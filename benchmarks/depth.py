@@ -27,7 +27,7 @@ def measure(problems: Sequence[tuple[str, Problem]], budget: float, time_limit: 
     """Print a row for each problem under the same fraction of its plain peak."""
     before = None
     for name, problem in problems:
-        plain_peak, _ = simulate(problem, problem.plain_schedule)
+        plain_peak, _ = simulate(problem, problem.keep_all_schedule)
         result = solve(problem, int(budget * plain_peak), time_limit=time_limit)
         factor = "" if before is None else f"{result.seconds / before:.1f}"
         print(f"| {name} | {len(problem)} | {budget:g} | {100 * result.overhead:.3f} "

@@ -4,7 +4,7 @@
 
 Instances are networkx node-link JSON files (see `solvers.instances`); `--models` names models that
 are captured first (see `benchmarks.captured`), and `--problems` takes files that it wrote.
-Budgets are fractions of the peak of the plain order.  Overheads are percentages of the cost of
+Budgets are fractions of the peak of the keep-all order.  Overheads are percentages of the cost of
 running every op once.
 """
 
@@ -60,12 +60,12 @@ def lazy(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> F
 
 
 def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-    """Annealing alone, from lazy walks or, where they fail, from the plain order."""
+    """Annealing alone, from lazy walks or, where they fail, from the keep-all order."""
     begin = time.monotonic()
     deadline = begin + time_limit
     start = cheapest_walk(
         problem, budget_bytes, deadline=begin + time_limit / 10, seed=seed,
-    ) or repair(problem, budget_bytes, problem.plain_schedule, time_limit=time_limit / 2,
+    ) or repair(problem, budget_bytes, problem.keep_all_schedule, time_limit=time_limit / 2,
                 seed=seed)
     if start is None:
         return Found(None, None)
@@ -108,16 +108,16 @@ def machine() -> str:
 def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: Sequence[str],
             time_limit: float, seed: int) -> list[Row]:
     """Run the solvers on one problem, printing each row as it comes."""
-    plain_peak, _ = simulate(problem, problem.plain_schedule)
+    keep_all_peak, _ = simulate(problem, problem.keep_all_schedule)
     rows = []
     for budget in budgets:
         for name in solvers:
             start = time.monotonic()
-            found = METHODS[name](problem, int(budget * plain_peak), time_limit, seed)
+            found = METHODS[name](problem, int(budget * keep_all_peak), time_limit, seed)
             row = Row(instance, len(problem), budget, name, found.schedule, found.bound,
                       time.monotonic() - start)
             rows.append(row)
-            print(_line(problem, row, plain_peak), flush=True)
+            print(_line(problem, row, keep_all_peak), flush=True)
     return rows
 
 
@@ -127,16 +127,16 @@ HEADER = (f"| {'instance':<20} | {'ops':>5} | {'budget':>6} | {'solver':<9} | {'
           f"{'-' * 7}:|---")
 
 
-def _line(problem: Problem, row: Row, plain_peak: int) -> str:
+def _line(problem: Problem, row: Row, keep_all_peak: int) -> str:
     def percent(cost: float) -> str:
-        return f"{100 * (cost / problem.plain_cost - 1):.3f}"
+        return f"{100 * (cost / problem.keep_all_cost - 1):.3f}"
 
     found, peak, bound = "none", "", ""
     if row.schedule is not None:
         simulation = simulate(problem, row.schedule)
-        if simulation.peak_bytes > row.budget * plain_peak:
+        if simulation.peak_bytes > row.budget * keep_all_peak:
             raise AssertionError(f"{row.solver} on {row.instance} at {row.budget} is over budget")
-        found, peak = percent(simulation.cost), f"{simulation.peak_bytes / plain_peak:.4f}"
+        found, peak = percent(simulation.cost), f"{simulation.peak_bytes / keep_all_peak:.4f}"
     if row.bound is not None:
         bound = percent(row.bound)
     published = ", ".join(map(str, PUBLISHED.get((row.instance, round(row.budget, 6)), ())))
@@ -145,12 +145,12 @@ def _line(problem: Problem, row: Row, plain_peak: int) -> str:
 
 
 def _smallest(problem: Problem, instance: str, seed: int) -> str:
-    plain_peak, _ = simulate(problem, problem.plain_schedule)
+    keep_all_peak, _ = simulate(problem, problem.keep_all_schedule)
     start = time.monotonic()
     peak, cost = simulate(problem, minimum_peak(problem, seed=seed))
-    return (f"{instance}: smallest peak found {peak / plain_peak:.4f} of the plain peak "
-            f"(floor {working_set_floor(problem) / plain_peak:.4f}) at "
-            f"{100 * (cost / problem.plain_cost - 1):.1f}% in {time.monotonic() - start:.1f} s")
+    return (f"{instance}: smallest peak found {peak / keep_all_peak:.4f} of the keep-all peak "
+            f"(floor {working_set_floor(problem) / keep_all_peak:.4f}) at "
+            f"{100 * (cost / problem.keep_all_cost - 1):.1f}% in {time.monotonic() - start:.1f} s")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -163,7 +163,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="names of models to capture, e.g. gpt2,llama_8b")
     parser.add_argument("--only", default="", help="instances whose name contains this")
     parser.add_argument("--budgets", default=".9,.8,.7,.5,.4,.3,.2",
-                        help="fractions of the plain peak")
+                        help="fractions of the keep-all peak")
     parser.add_argument("--solvers", default="auto,local",
                         help=f"of {', '.join(METHODS)}; 'all' for each")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds per run")
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = [(name, problem) for name, problem in problems if arguments.only in name]
     print(machine())
     print(f"at most {arguments.time_limit:g} s per run, seed {arguments.seed}; overhead in percent "
-          "of the plain cost, budget and peak as fractions of the plain peak\n")
+          "of the keep-all cost, budget and peak as fractions of the keep-all peak\n")
     print(HEADER)
     for name, problem in problems:
         measure(problem, name, arguments.budgets, arguments.solvers, arguments.time_limit,

@@ -1,7 +1,7 @@
 """A Lagrangian bound: each layer by itself, with a price on the bytes that it retains.
 
 The model of the world: a forward part and a backward part, layers that repeat in the forward part
-(`solvers.repetition`), and memory at the peak of the plain order, the *pivot*, shared by them.
+(`solvers.repetition`), and memory at the peak of the keep-all order, the *pivot*, shared by them.
 With a price on each byte retained past the pivot the layers come apart: whatever the schedule, what
 it recomputes of a layer and pays for that layer's bytes is no less than the least that the layer
 alone costs, seen with nothing else in memory but what surely is.  Summed over the layers, and less
@@ -44,7 +44,7 @@ MOST_ROOMS = 12
 """So many rooms are told apart among layers that are alike otherwise."""
 NODES = 200
 GAP = 2e-5
-"""Layers are solved to within this fraction of the plain cost of the whole."""
+"""Layers are solved to within this fraction of the keep-all cost of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class BlockBound:
             rooms = (self._task.budget_bytes, *([room] * (len(cuts) - 1)))
             model = CutModel(layer, room, cuts, inner=inner, price=price, room_bytes=rooms)
             solution = model.solve(self._task.seconds_left, seed=self._task.seed, nodes=NODES,
-                                   gap=GAP * self._task.problem.plain_cost)
+                                   gap=GAP * self._task.problem.keep_all_cost)
             self.work += solution.work
             least = max(least, solution.extra_bound)
             if solution.retained is None:

@@ -35,7 +35,7 @@ ROUNDS = 13
 def dp(task: Task) -> Proposal:
     """The best segmentation for the largest nominal budget that really fits."""
     problem, budget = task.problem, task.budget_bytes
-    best = problem.plain_schedule
+    best = problem.keep_all_schedule
     best_peak, best_cost = simulate(problem, best)
     if best_peak <= budget:
         return Proposal(best)
@@ -87,8 +87,8 @@ class Chain:
 
     @classmethod
     def of(cls, problem: Problem) -> Chain:
-        """The chain of a problem, with the pivot at the peak of the plain order."""
-        timeline = unroll(problem, problem.plain_schedule)
+        """The chain of a problem, with the pivot at the peak of the keep-all order."""
+        timeline = unroll(problem, problem.keep_all_schedule)
         pivot = timeline.peak_position
         region = region_after(problem, pivot)
         chosen = narrow_frontiers(problem, region, MOST_FRONTIERS)

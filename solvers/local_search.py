@@ -94,7 +94,7 @@ def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed:
     walk = _Walk(problem, budget, schedule, seed)
     if not walk.candidates:
         return walk.best
-    mean_cost = problem.plain_cost / len(problem) or 1.0
+    mean_cost = problem.keep_all_cost / len(problem) or 1.0
     rounds = _Rounds(mean_cost)
     moves = 0
     while (share := limit.spent(moves)) < 1.0 and not (until_feasible and walk.best):
@@ -135,7 +135,7 @@ class _Walk:
             index for index, storage in enumerate(problem.storages)
             if problem.ops[storage.producer].recomputable and problem.consumers[index]
             and not storage.kept_to_end]
-        self.mean_cost = problem.plain_cost / len(problem) or 1.0
+        self.mean_cost = problem.keep_all_cost / len(problem) or 1.0
         mean_size = sum(s.size_bytes for s in problem.storages) / max(len(problem.storages), 1)
         self.price = 2.0 * self.mean_cost / max(mean_size, 1.0)
         self.peak_only = False

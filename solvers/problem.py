@@ -93,12 +93,12 @@ class Problem:
         return len(self.ops)
 
     @cached_property
-    def plain_schedule(self) -> Order:
+    def keep_all_schedule(self) -> Order:
         """Every op once: nothing is recomputed."""
         return tuple(range(len(self.ops)))
 
     @cached_property
-    def plain_cost(self) -> float:
+    def keep_all_cost(self) -> float:
         """Cost of running every op once."""
         return float(sum(op.cost for op in self.ops))
 

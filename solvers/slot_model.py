@@ -30,7 +30,7 @@ MOST_ROUNDS = 25
 ROWS_PER_ROUND = 60
 PASSES = (1e-3, 1e-4)
 """Coarse until a schedule fits, then fine around it: a round of solving stops within this fraction
-of the plain cost of its optimum."""
+of the keep-all cost of its optimum."""
 
 Moment = tuple[int, int]
 """The op about to run for the first time, and the op that runs right before or as it."""
@@ -204,7 +204,7 @@ class _SlotModel:
         values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
                           cutting_planes=False,
-                          gap=gap * self._problem.plain_cost / self._cost_unit)
+                          gap=gap * self._problem.keep_all_cost / self._cost_unit)
         if answer.values is None:
             return None, answer
         return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer

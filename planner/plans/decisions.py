@@ -54,7 +54,7 @@ def decide(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> tuple[
     """What `schedule` does with every op of the captured forwards, in their order."""
     runs = Counter(schedule)
     saved = _saved_bytes(graph, problem, schedule)
-    plain = _saved_bytes(graph, problem, problem.plain_schedule)
+    plain = _saved_bytes(graph, problem, problem.keep_all_schedule)
     return tuple(
         Decision(op=op.name, module=op.module,
                  action="recompute" if runs[index] > 1 else "keep",

@@ -198,7 +198,7 @@ class _Search:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
         what Inductor does by itself takes more."""
         found = None if self.prepared.is_lean else self._narrow(net_bytes, strict_order=False)
-        price = _STRICTNESS * self.problem.plain_cost
+        price = _STRICTNESS * self.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
         if found is None or found.cost > self.cost_within(net_bytes) + 2 * price:
             strict = self._narrow(net_bytes, strict_order=True)
@@ -238,7 +238,7 @@ class _Search:
             self.graph, self.problem, found.schedule,
             peak_bytes=simulate(self.problem, found.schedule).peak_bytes + left,
             cost=simulate(self.problem, found.schedule).cost
-            + _SIMPLICITY * self.problem.plain_cost)
+            + _SIMPLICITY * self.problem.keep_all_cost)
         simpler = self.judge(schedule, found.recipe.strict_order)
         return simpler if simpler.step.peak_bytes <= net_bytes else found
 
@@ -364,7 +364,7 @@ def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate, pla
                ) -> Plan:
     """The plan of a candidate of one search; `plain` is the search among schedules without copies.
     """
-    prepared, plain_cost = search.prepared, plain.problem.plain_cost
+    prepared, keep_all_cost = search.prepared, plain.problem.keep_all_cost
     default = plain.default()
     forward_backward = prepared.resident_bytes + found.step.peak_bytes
     plan = keep_plan(prepared, budget_bytes, found.schedule, search.effort.solver,
@@ -373,7 +373,7 @@ def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate, pla
     if forward_backward >= prepared.optimizer_step_bytes:
         memory = _memory(prepared, found.step)
     # What an estimate takes for a gain, the machine may not.
-    extra = max(0.0, (found.cost - default.cost) / plain_cost) if plain_cost else 0.0
+    extra = max(0.0, (found.cost - default.cost) / keep_all_cost) if keep_all_cost else 0.0
     if prepared.cost_model == "measured" and found.recipe != default.recipe:
         extra = search.account.seconds(found.recipe) / plain.account.seconds(
             default.recipe) - 1

@@ -51,7 +51,7 @@ def solve_variant(step: PreparedStep, net_bytes: int | None, effort: Effort,
     given = warm_start if warm_start and max(warm_start) + 1 == len(step.problem) else None
     result = solve(step.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
                    seed=effort.seed, progress=effort.progress, warm_start=given)
-    return replace(result, plain_cost=step.plain_seconds)
+    return replace(result, keep_all_cost=step.plain_seconds)
 
 
 def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
@@ -84,7 +84,7 @@ def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
         share = min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE)
         bounds.append(attempt(plain, share * effort.time_limit))
     for lean in rest:
-        if not found or found[0][1].cost > lean.problem.plain_cost:
+        if not found or found[0][1].cost > lean.problem.keep_all_cost:
             left = effort.time_limit - (time.monotonic() - started)
             bounds.append(attempt(lean, max(left, _LEAST_SHARE * effort.time_limit)))
     if not found:
@@ -94,7 +94,7 @@ def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
     step, result = min(found, key=lambda pair: pair[1].cost)
     bound = min(*bounds, result.cost)
     proven = result.status == "optimal" and (
-        result.cost <= bound + PROOF_TOLERANCE * result.plain_cost)
+        result.cost <= bound + PROOF_TOLERANCE * result.keep_all_cost)
     return step, replace(result, lower_bound=bound, status="optimal" if proven else "feasible",
                          seconds=time.monotonic() - started)
 

@@ -93,7 +93,7 @@ class PreparedStep:
     @property
     def keep_all_peak_bytes(self) -> int:
         """Peak of the step in which nothing is recomputed."""
-        timeline = unroll(self.problem, self.problem.plain_schedule)
+        timeline = unroll(self.problem, self.problem.keep_all_schedule)
         return account(self.graph, timeline, self.optimizer).peak_bytes
 
 
@@ -250,7 +250,7 @@ def keep_plan(prepared: PreparedStep, budget_bytes: int | None, schedule: Schedu
     return make_plan(prepared, budget_bytes, Result(
         schedule=schedule, peak_bytes=simulation.peak_bytes, cost=simulation.cost,
         lower_bound=0.0, status="feasible", seconds=seconds, solver=solver,
-        plain_cost=prepared.problem.plain_cost))
+        keep_all_cost=prepared.problem.keep_all_cost))
 
 
 def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) -> Plan:

@@ -89,7 +89,7 @@ class Feasibility:
 
     def _try_known(self, number: int, step: PreparedStep, net_bytes: int) -> bool:
         """Whether a schedule of another size fits."""
-        known = [step.problem.plain_schedule, *self.schedules.values(), *self._small]
+        known = [step.problem.keep_all_schedule, *self.schedules.values(), *self._small]
         return any(self._accept(number, step, schedule, net_bytes)
                    for schedule in known if _transfers(schedule, step.problem))
 

@@ -154,8 +154,8 @@ def _curve(step: PreparedStep, budgets: Sequence[int], effort: Effort, seconds: 
         step.problem, nets, seconds=seconds, most_seconds=effort.time_limit, solver=effort.solver,
         seed=effort.seed, start=start, progress=effort.progress,
         known={budget - step.resident_bytes: result for budget, result in known.items()})
-    plain_cost = step.plain_seconds
-    return [make_plan(step, step.resident_bytes + net, replace(result, plain_cost=plain_cost))
+    keep_all_cost = step.plain_seconds
+    return [make_plan(step, step.resident_bytes + net, replace(result, keep_all_cost=keep_all_cost))
             for net, result in zip(nets, results, strict=True)]
 
 

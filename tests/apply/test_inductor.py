@@ -129,7 +129,7 @@ def test_saving_nothing_recomputes_everything_that_may_be(prepared):
 
 def test_what_is_free_to_compute_is_not_saved(prepared):
     graph, problem = prepared.graph, prepared.problem
-    everything = saved_buffers(graph, problem, problem.plain_schedule)
+    everything = saved_buffers(graph, problem, problem.keep_all_schedule)
     free = {index for index, op in enumerate(graph.ops) if "gelu" in op.target
             or op.target.startswith("aten.erf")}
     leaner = without_free(graph, everything, free)

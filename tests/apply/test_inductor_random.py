@@ -69,7 +69,7 @@ def compiled(case, keep):
     step = capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor")
     graph = step.graph
     saved = frozenset(
-        b for b in saved_buffers(graph, step.problem, step.problem.plain_schedule)
+        b for b in saved_buffers(graph, step.problem, step.problem.keep_all_schedule)
         if graph.ops[graph.buffers[b].producer].replay_state_bytes
         and keep(graph.ops[graph.buffers[b].producer].target))
     recipe = build_recipe(

@@ -99,7 +99,7 @@ def test_gradients_and_peaks_of_lean_steps(layout):
     assert lean is not None
     expected = reference(case)
     for seed in range(3):
-        schedule = (lean.problem.plain_schedule if seed == 0
+        schedule = (lean.problem.keep_all_schedule if seed == 0
                     else random_schedule(lean.problem, seed, 0.5))
         planned, timeline = apply_schedule(case, lean, schedule)
         assert train(planned, case).differences(expected) == []
@@ -154,7 +154,7 @@ def test_copies_are_counted_as_extra_time():
 def test_the_cheaper_variant_is_taken_and_the_bound_holds_for_both():
     """At every budget, against each variant solved alone."""
     step = captured(unet(image=32, depth=1))
-    high, _ = simulate(step.problem, step.problem.plain_schedule)
+    high, _ = simulate(step.problem, step.problem.keep_all_schedule)
     low = working_set_floor(step.lean.problem)
     for share in (0.3, 0.5, 0.8):
         net = low + int(share * (high - low))
@@ -163,7 +163,7 @@ def test_the_cheaper_variant_is_taken_and_the_bound_holds_for_both():
         assert result.cost <= min(one.cost for one in alone) * (1 + 1e-3)
         assert result.lower_bound <= min(one.cost for one in alone) * (1 + 1e-9)
         assert chosen in step.variants
-        assert result.plain_cost == pytest.approx(step.problem.plain_cost)
+        assert result.keep_all_cost == pytest.approx(step.problem.keep_all_cost)
 
 
 def test_a_budget_that_no_variant_meets_is_refused_with_the_smaller_minimum():

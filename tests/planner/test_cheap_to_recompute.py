@@ -32,7 +32,7 @@ def cost(prepared, saved, costs):
 def test_no_single_result_is_cheaper_to_give_up(prepared, seed):
     graph, problem = prepared.graph, prepared.problem
     rng = random.Random(seed)
-    everything = saved_buffers(graph, problem, problem.plain_schedule)
+    everything = saved_buffers(graph, problem, problem.keep_all_schedule)
     saved = frozenset(b for b in everything if rng.random() < 0.8)
     # Costs of the same order as the ops', so that some are worth their while and some are not.
     costs = SavingCosts({b: rng.choice((0.1, 1.0, 10.0)) * seconds

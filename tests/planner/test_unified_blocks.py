@@ -29,7 +29,7 @@ def ways(step, schedule):
 def uneven(step, seed):
     """A schedule that saves something else in each block."""
     rng = random.Random(seed)
-    saved = saved_buffers(step.graph, step.problem, step.problem.plain_schedule)
+    saved = saved_buffers(step.graph, step.problem, step.problem.keep_all_schedule)
     return schedule_saving(step.graph, step.problem,
                            {buffer for buffer in sorted(saved) if rng.random() < 0.7})
 
@@ -46,7 +46,7 @@ def test_without_limits_all_blocks_are_treated_alike(step):
 def test_limits_of_memory_and_cost_hold(step, seed):
     schedule = uneven(step, seed)
     before = simulate(step.problem, schedule)
-    cost = before.cost + 0.01 * step.problem.plain_cost
+    cost = before.cost + 0.01 * step.problem.keep_all_cost
     simpler = with_fewer_decisions(step.graph, step.problem, schedule,
                                    peak_bytes=before.peak_bytes, cost=cost)
     after = simulate(step.problem, simpler)
