@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from apply.errors import GraphMismatch
+from apply.errors import PlanMismatch
+from apply.planned_code import PlannedCode, warn_of_mode
 from apply.recipe import OpKey, Recipe, RegionRecipe
-from apply.runtime import PlannedCode, warn_of_mode
 
 
-def apply_by_blocks(model: nn.Module, recipe: Recipe, mismatch: type[Exception]) -> nn.Module:
-    """A copy of `model` with planned blocks; raises `mismatch` where it has no such blocks."""
+def apply_by_blocks(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """A copy of `model` with planned blocks; raises `PlanMismatch` where it has no such blocks."""
     copies: dict[str, nn.Module] = {"": copy.copy(model)}
 
     def copied(path: str) -> nn.Module:
@@ -30,18 +30,18 @@ def apply_by_blocks(model: nn.Module, recipe: Recipe, mismatch: type[Exception])
             outer, _, name = path.rpartition(".")
             parent = copied(outer)
             if parent._modules.get(name) is None:
-                raise mismatch(f"the plan has a block {path}, this model has none; make a plan for "
-                               "this model")
+                raise PlanMismatch(f"the plan has a block {path}, this model has none; make a plan "
+                                   "for this model")
             copies[path] = copy.copy(parent._modules[name])
             parent.__dict__["_modules"] = {**parent._modules, name: copies[path]}
         return copies[path]
 
     for shared in shared_code(recipe):
         first, *_ = shared.blocks
-        code = PlannedCode(type(copied(first)).__name__, model, recipe, mismatch, shared.regions)
+        code = PlannedCode(type(copied(first)).__name__, model, recipe, shared.regions)
         for name in shared.blocks:
             block = copied(name)
-            block._compiled_call_impl = _BlockCall(block, code, recipe, mismatch)
+            block._compiled_call_impl = _BlockCall(block, code, recipe)
     applied = copies[""]
     applied._compiled_call_impl = _ModelCall(applied, recipe)  # type: ignore[assignment]
     return applied
@@ -50,17 +50,13 @@ def apply_by_blocks(model: nn.Module, recipe: Recipe, mismatch: type[Exception])
 class _BlockCall:
     """What runs when a block is called."""
 
-    def __init__(self, block: nn.Module, code: PlannedCode, recipe: Recipe,
-                 mismatch: type[Exception]) -> None:
-        self._block, self._code, self._recipe, self._mismatch = block, code, recipe, mismatch
+    def __init__(self, block: nn.Module, code: PlannedCode, recipe: Recipe) -> None:
+        self._block, self._code, self._recipe = block, code, recipe
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._block.training != self._recipe.training:
             return self._block._call_impl(*args, **kwargs)
-        try:
-            return self._code(self._block, *args, **kwargs)
-        except GraphMismatch as error:
-            raise self._mismatch(str(error)) from None
+        return self._code(self._block, *args, **kwargs)
 
 
 class _ModelCall:
@@ -117,15 +113,15 @@ def _decisions(region: RegionRecipe, index: int) -> object:
 
     def local(name: str) -> str:
         """The op's name within the block."""
-        plain = name.removeprefix(f"{index}:")
-        mark = "~" if plain.startswith("~") else ""
-        return mark + plain.removeprefix(mark).removeprefix(region.block)
+        bare = name.removeprefix(f"{index}:")
+        mark = "~" if bare.startswith("~") else ""
+        return mark + bare.removeprefix(mark).removeprefix(region.block)
 
     def ops(keys: tuple[OpKey, ...]) -> tuple[tuple[str, str], ...]:
         return tuple((local(key.name), key.result) for key in keys)
 
     sizes = region.outline and (region.outline.storage_bytes, region.outline.input_bytes)
-    return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.early,
+    return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.hoisted,
             tuple((local(group.before), tuple(map(local, group.ops)))
                   for group in region.recomputations),
-            tuple((local(taken.op), taken.run, taken.candidate) for taken in region.takeovers))
+            tuple((local(reuse.op), reuse.run, reuse.candidate) for reuse in region.inplace_reuses))

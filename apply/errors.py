@@ -1,8 +1,9 @@
-"""What applying a plan raises; `planner` re-raises it as `PlanMismatch`."""
+"""What applying a plan raises; `planner` hands it on."""
 
 from __future__ import annotations
 
+from graph_capture.errors import PlannerError
 
-class GraphMismatch(ValueError):
-    """The model is not the one that the plan was made for; the message names the first
-    difference."""
+
+class PlanMismatch(PlannerError):
+    """The plan was made for another graph; the message names the first difference."""

@@ -16,18 +16,15 @@ from typing import Any
 
 from torch import fx
 
-from apply.errors import GraphMismatch
+from apply.errors import PlanMismatch
 from apply.layouts import lay_out_weights
 from apply.plan_backend import Match, PlanBackend, checked_backward
-from apply.realized import store_what_waits
-from apply.recipe import Recipe, RegionRecipe
+from apply.realized import realize_across_library_calls
+from apply.recipe import Recipe
 from apply.rewrite import RewrittenRegion
 from graph_capture.inductor.generated_code import memory_of_code
-from graph_capture.inductor.joint_passes import move_to_forward, rearrange
-from graph_capture.joint_graph.joint import JointGraph
-from graph_capture.joint_graph.lower import LoweredRegion
 from graph_capture.joint_graph.random_ops import is_companion
-from graph_capture.joint_graph.realized_copy import EARLY_COPY
+from graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from graph_capture.torch_compat import PartitionFunction
 from graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
 from graph_capture.torch_compat.kernel_order import KernelOrder
@@ -70,7 +67,7 @@ class InductorBackend(PlanBackend):
                 return run
             cotangents = found.region.cotangents
             planned = inputs[len(inputs) - len(cotangents):]
-            return checked_backward(run, planned, cotangents, self._mismatch)
+            return checked_backward(run, planned, cotangents)
 
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
@@ -84,15 +81,15 @@ class InductorBackend(PlanBackend):
 
     def _annotate(self, graphs: RewrittenRegion) -> None:
         for node in (*graphs.forward.graph.nodes, *graphs.backward.graph.nodes):
-            if node.target is EARLY_COPY or is_companion(node.target):
+            if node.target is REALIZED_COPY or is_companion(node.target):
                 declare_fallback(node.target)
         if self._recipe.strict_order:
             lay_out_weights(graphs.backward)
-            store_what_waits(graphs.backward.graph)
+            realize_across_library_calls(graphs.backward.graph)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool
                       ) -> None:
-        """Raise `GraphMismatch` where the code for smaller inputs takes more than planned."""
+        """Raise `PlanMismatch` where the code for smaller inputs takes more than planned."""
         follow = partial(memory_of_code, compiled, inputs)
         if self._generated is not None:
             self._generated[found.index, is_backward] = follow
@@ -100,18 +97,12 @@ class InductorBackend(PlanBackend):
             return
         planned, needed = found.region.code[is_backward], follow()
         if not planned.serves(needed):
-            raise GraphMismatch(
+            raise PlanMismatch(
                 "the code that Inductor generates for the "
                 f"{'backward' if is_backward else 'forward'} with these smaller inputs takes "
                 f"{needed.peak_bytes:,} bytes and leaves {needed.left_bytes:,}, where that of the "
                 f"plan takes {planned.peak_bytes:,} and leaves {planned.left_bytes:,}. Make a plan "
                 "for these inputs")
-
-    def _lower(self, joint: JointGraph, region: RegionRecipe, primal_names: Sequence[str],
-               index: int) -> LoweredRegion:
-        rearrange(joint)
-        move_to_forward(joint, region.early)
-        return super()._lower(joint, region, primal_names, index)
 
 
 def uuid_of(recipe: Recipe) -> str:

@@ -14,19 +14,13 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
-from apply.errors import GraphMismatch
+from apply.errors import PlanMismatch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
-from graph_capture.joint_graph.input_names import region_input_names
-from graph_capture.joint_graph.joint import (
-    JointGraph,
-    clean_joint_graph,
-    count_cotangents,
-    primals_of,
-)
-from graph_capture.joint_graph.low_peak_backward import make_lean
-from graph_capture.joint_graph.lower import LoweredRegion, lower
+from graph_capture.joint_graph.joint import count_cotangents, primals_of
+from graph_capture.joint_graph.lower import LoweredRegion
 from graph_capture.joint_graph.outline import outline
+from graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
 from graph_capture.torch_compat import (
     BoxedCodeGen,
     PartitionFunction,
@@ -53,11 +47,11 @@ class Match:
 class PlanBackend:
     """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception] = GraphMismatch,
-                 regions: Sequence[int] | None = None) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, regions: Sequence[int] | None = None
+                 ) -> None:
+        """`regions`: those of the recipe that may be met, by default all."""
         self._model = model
         self._recipe = recipe
-        self._mismatch = mismatch
         self._regions = tuple(range(len(recipe.regions)) if regions is None else regions)
         self._compiled_regions = 0
         self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
@@ -86,7 +80,7 @@ class PlanBackend:
             nonlocal match
             match = self._matching_region(module, joint, num_fwd_outputs, given)
             region = match.region
-            rewritten = rewrite(match.lowered, region.recomputations, region.takeovers)
+            rewritten = rewrite(match.lowered, region.recomputations, region.inplace_reuses)
             self._annotate(rewritten)
             return rewritten.forward, rewritten.backward
 
@@ -116,14 +110,9 @@ class PlanBackend:
             count = len(cotangents)
             planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
                        ][-count:] if count else []
-            return checked_backward(boxed_callable(graph), planned, cotangents, self._mismatch)
+            return checked_backward(boxed_callable(graph), planned, cotangents)
 
         return aot_backend(partition, forward, backward)(module, list(inputs))
-
-    def _lower(self, joint: JointGraph, region: RegionRecipe, primal_names: Sequence[str],
-               index: int) -> LoweredRegion:
-        """The clean joint graph as the plan for this region saw it."""
-        return lower(joint, primal_names, index, region.block)
 
     def _annotate(self, graphs: RewrittenRegion) -> None:
         """Say on the graphs what their compiler has to know of the plan."""
@@ -133,8 +122,9 @@ class PlanBackend:
         given: Sequence[str | None],
     ) -> Match:
         """The recipe's region that this graph is, whose inputs have these names, if any; raises
-        `GraphMismatch`."""
-        names = region_input_names([given[i] for i in primal_indices(primals_of(joint))])
+        `PlanMismatch`."""
+        names = [given[i] for i in primal_indices(primals_of(joint))]
+        form = JointForm(self._recipe.backend == "inductor", self._recipe.low_peak)
         first_difference = ""
         start = self._compiled_regions % max(len(self._regions), 1)
         for index in (*self._regions[start:], *self._regions[:start]):
@@ -146,10 +136,9 @@ class PlanBackend:
                 continue
             lowered = None if self._lowered is None else self._lowered.get((module, index))
             if lowered is None:
-                clean = clean_joint_graph(joint, num_forward_outputs, region.cotangents)
-                if self._recipe.lean_backward:
-                    make_lean(clean, compiled=self._recipe.backend == "inductor")
-                lowered = self._lower(clean, region, names, index)
+                lowered = lower_joint_graph(
+                    joint, num_forward_outputs, form, cotangents=region.cotangents,
+                    input_names=names, hoisted=region.hoisted, region=index, block=region.block)
             if self._lowered is not None:
                 self._lowered[module, index] = lowered
             difference = _first_difference(region, lowered)
@@ -160,7 +149,7 @@ class PlanBackend:
                 self._compiled_regions += 1
                 return Match(index, region, lowered, is_resized)
             first_difference = first_difference or difference
-        raise GraphMismatch(
+        raise PlanMismatch(
             f"the plan does not fit this model and these inputs; the first difference: "
             f"{first_difference}. Make a plan for them")
 
@@ -204,7 +193,6 @@ def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 def checked_backward(
     run: Callable[[list[Any]], Any], planned: Sequence[torch.Tensor], cotangents: Sequence[bool],
-    mismatch: type[Exception],
 ) -> Callable[[list[Any]], Any]:
     """The backward `run` with a check of its last arguments, the cotangents: zeros like `planned`
     are made where autograd left them out and the plan counts on a gradient, and a gradient through
@@ -215,7 +203,7 @@ def checked_backward(
         for index, expected in enumerate(cotangents):
             is_given = args[first + index] is not None
             if is_given and not expected:
-                raise mismatch(
+                raise PlanMismatch(
                     f"a gradient flows into differentiable output {index} of the model, which "
                     "the plan took for one without; make the plan with the loss_fn that is "
                     "trained with")

@@ -15,10 +15,11 @@ from torch import fx
 
 from graph_capture.inductor.fused_costs import Fusion, fusion_of
 from graph_capture.joint_graph.joint import is_tuple_element, is_view, tensors_of
+from graph_capture.joint_graph.walks import operands, readers
 from graph_capture.torch_compat.inductor import is_stored, store_result
 
 
-def store_what_waits(graph: fx.Graph) -> None:
+def realize_across_library_calls(graph: fx.Graph) -> None:
     """Mark the results, of ops that Inductor generates kernels for, that are read behind a kernel
     of a library."""
     order = {node: position for position, node in enumerate(graph.nodes)}
@@ -27,7 +28,7 @@ def store_what_waits(graph: fx.Graph) -> None:
         following = bisect_right(external, position)
         if (_is_generated(node) and isinstance(node.meta.get("val"), torch.Tensor)
                 and following < len(external) and external[following] < _last_read(node, order)
-                and _bytes_of(node) <= sum(map(_bytes_of, _operands(node)))):
+                and _bytes_of(node) <= sum(map(_bytes_of, _held_for(node)))):
             store_result(node)
 
 
@@ -41,32 +42,25 @@ def _is_generated(node: fx.Node) -> bool:
 
 
 def _makes_values(node: fx.Node) -> bool:
-    return node.op == "call_function" and not is_view(node) and not is_tuple_element(node)
+    return node.op == "call_function" and not _is_alias(node)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    return is_view(node) or is_tuple_element(node)
 
 
 def _last_read(node: fx.Node, order: dict[fx.Node, int]) -> int:
     """Position of the last op that reads the node or a view of it; -1 if none does."""
-    return max((_last_read(user, order) if is_view(user) or is_tuple_element(user)
-                else order[user] for user in node.users if user.op != "output"), default=-1)
+    return max((order[user] for user in readers(node, _is_alias) if user.op != "output"),
+               default=-1)
 
 
-def _operands(node: fx.Node) -> set[fx.Node]:
+def _held_for(node: fx.Node) -> set[fx.Node]:
     """What has to be held until a kernel reads the node, if that is not stored: inputs of the
     graph, results of libraries' kernels and of reductions, and what is stored."""
-    found: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    pending = [node.args[0] if is_tuple_element(node) else node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source in seen:
-                continue
-            seen.add(source)
-            if is_view(source) or (_makes_values(source) and not is_stored(source)
-                                   and fusion_of(source) is Fusion.POINTWISE):
-                pending.append(source)
-            else:
-                found.add(source)
-    return found
+    return operands(node.args[0] if is_tuple_element(node) else node, lambda source: (
+        is_view(source) or (_makes_values(source) and not is_stored(source)
+                            and fusion_of(source) is Fusion.POINTWISE)))
 
 
 def _bytes_of(node: fx.Node) -> int:

@@ -34,7 +34,7 @@ class Recomputation:
 
 
 @dataclass(frozen=True, slots=True)
-class Takeover:
+class InplaceReuse:
     """A run of an op that writes its result over an operand that dies there."""
 
     op: str
@@ -54,13 +54,13 @@ class RegionRecipe:
     """For each differentiable output of the joint graph, whether a gradient flows into it."""
     recomputations: tuple[Recomputation, ...] = ()
     """In the order of the ops before which they stand."""
-    takeovers: tuple[Takeover, ...] = ()
+    inplace_reuses: tuple[InplaceReuse, ...] = ()
     """In the order of the runs."""
     outline: Outline | None = None
     """Which other sizes of inputs the recipe serves; `None`: no others."""
     block: str = ""
     """The submodule that is compiled by itself; empty where the whole model is."""
-    early: tuple[int, ...] = ()
+    hoisted: tuple[int, ...] = ()
     """Positions, in the clean joint graph, of backward ops that belong to the forward here."""
     code: tuple[CodeMemory, ...] = ()
     """What the forward and the backward code that Inductor generated take; empty: not known."""
@@ -90,7 +90,7 @@ class Recipe:
     """Keyword arguments that capture forced (`use_cache=False`) and the applied model repeats."""
     backend: str = "eager"
     """What runs the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""
-    lean_backward: bool = False
+    low_peak: bool = False
     """Whether gradients are copied so that the backward holds less
     (`graph_capture.joint_graph.low_peak_backward`)."""
     strict_order: bool = False

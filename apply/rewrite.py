@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from apply.recipe import Recomputation, Takeover
+from apply.recipe import InplaceReuse, Recomputation
 from graph_capture.joint_graph.inplace import write_inplace
 from graph_capture.joint_graph.joint import is_cotangent, is_tuple_element, tensors_of
 from graph_capture.joint_graph.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
@@ -38,10 +38,10 @@ class RewrittenRegion:
 def rewrite(
     region: LoweredRegion,
     recomputations: Sequence[Recomputation] = (),
-    takeovers: Sequence[Takeover] = (),
+    inplace_reuses: Sequence[InplaceReuse] = (),
 ) -> RewrittenRegion:
     """Forward and backward of `region` with these recomputations and in-place runs."""
-    return _Rewriter(region, recomputations, takeovers).run()
+    return _Rewriter(region, recomputations, inplace_reuses).run()
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Rewriter:
 
     def __init__(
         self, region: LoweredRegion, recomputations: Sequence[Recomputation],
-        takeovers: Sequence[Takeover],
+        inplace_reuses: Sequence[InplaceReuse],
     ) -> None:
         self.region = region
         self.index_of = {op.name: index for index, op in enumerate(region.ops)}
@@ -65,8 +65,8 @@ class _Rewriter:
         groups = {r.before: [self.index_of[name] for name in r.ops] for r in recomputations}
         self.before_epilogue = groups.pop(epilogue, [])
         self.before = {self.index_of[name]: ops for name, ops in groups.items()}
-        self.takeovers: Mapping[tuple[int, int], int] = {
-            (self.index_of[t.op], t.run): t.candidate for t in takeovers}
+        self.inplace_reuses: Mapping[tuple[int, int], int] = {
+            (self.index_of[t.op], t.run): t.candidate for t in inplace_reuses}
         self.replayed = {index for ops in (*self.before.values(), self.before_epilogue)
                          for index in ops}
         self.kept = set(region.held_outputs) | {s for s, _ in region.gradient_storages}
@@ -144,7 +144,7 @@ class _Rewriter:
             self._forget(op)
         elif index in self.replayed:
             self._prepare_replays(index, op)
-        candidate = self.takeovers.get((index, run))
+        candidate = self.inplace_reuses.get((index, run))
         if candidate is not None:
             new = self._emit_inplace(index, op, run, op.inplace_operands[candidate])
         elif run:

@@ -8,31 +8,24 @@ place of what it is given.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from apply.errors import GraphMismatch
-from apply.plan_backend import PlanBackend
+from apply.blocks import apply_by_blocks
+from apply.errors import PlanMismatch
+from apply.planned_code import PlannedCode, warn_of_mode
 from apply.recipe import ParameterKey, Recipe
-from graph_capture.torch_compat import (
-    BackendCompilerFailed,
-    compile_call,
-    compile_settings,
-    sizes_as_they_are,
-)
+from graph_capture.torch_compat import pytree
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
 """Makes a recipe for a model called with these positional and keyword arguments."""
 
 
 def apply_recipe(
-    model: nn.Module, recipe: Recipe, *, mismatch: type[Exception] = GraphMismatch,
-    replan: Replan | None = None,
+    model: nn.Module, recipe: Recipe, *, replan: Replan | None = None,
 ) -> nn.Module:
     """A module that trains as `model` does, with the recipe's recomputations.
 
@@ -44,23 +37,18 @@ def apply_recipe(
     sizes and no tensor is larger than planned; otherwise the recipe that `replan` gives for the
     model and these arguments, asked once for inputs of these shapes.
 
-    Raises `mismatch`, here if parameters or buffers differ from those of the plan, and in the
+    Raises `PlanMismatch`, here if parameters or buffers differ from those of the plan, and in the
     first training step if the captured graph does (and there is no `replan`).
     """
-    try:
-        _check_tensors(model, recipe.tensors)
-    except GraphMismatch as error:
-        raise mismatch(str(error)) from None
+    _check_tensors(model, recipe.tensors)
     if recipe.blocks:
-        from apply.blocks import apply_by_blocks
-
         if replan is not None:
             raise ValueError("replan works with plans of the whole model, and this one is made of "
                              "blocks; leave it out")
-        return apply_by_blocks(model, recipe, mismatch)
+        return apply_by_blocks(model, recipe)
     applied = copy.copy(model)
     applied._compiled_call_impl = _PlannedCall(  # type: ignore[assignment]
-        applied, recipe, mismatch, replan)
+        applied, recipe, replan)
     return applied
 
 
@@ -77,7 +65,7 @@ def _check_tensors(model: nn.Module, expected: Sequence[ParameterKey]) -> None:
     found = tensor_keys(model)
     for have, want in zip(found, expected, strict=False):
         if have != want:
-            raise GraphMismatch(
+            raise PlanMismatch(
                 "the plan was made for another model; the first difference: the plan has "
                 f"{_describe_tensor(want)}, this model has {_describe_tensor(have)}. "
                 "Make a plan for this model")
@@ -85,7 +73,7 @@ def _check_tensors(model: nn.Module, expected: Sequence[ParameterKey]) -> None:
         longer, side = ((found, "this model") if len(found) > len(expected)
                         else (expected, "the plan"))
         extra = longer[min(len(found), len(expected))]
-        raise GraphMismatch(
+        raise PlanMismatch(
             "the plan was made for another model; the first difference: only "
             f"{side} has {_describe_tensor(extra)}. Make a plan for this model")
 
@@ -103,14 +91,12 @@ _FIRST_CALL_HINT = ("; or, if the model sets something up in its first call, cal
 class _PlannedCall:
     """What runs when the applied module is called."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, mismatch: type[Exception],
-                 replan: Replan | None) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, replan: Replan | None) -> None:
         self._model = model
         self._recipe = recipe
-        self._mismatch = mismatch
         self._replan = replan
         self._warned = False
-        self._planned = PlannedCode(type(model).__name__, model, recipe, mismatch)
+        self._planned = PlannedCode(type(model).__name__, model, recipe)
         self._replanned: dict[_Shapes | None, PlannedCode] = {}
         self._is_first_step = True
 
@@ -124,9 +110,10 @@ class _PlannedCall:
             kwargs.setdefault(name, value)
         try:
             result = self._step(args, kwargs)
-        except GraphMismatch as error:
-            hint = _FIRST_CALL_HINT if self._is_first_step else ""
-            raise self._mismatch(f"{error}{hint}") from None
+        except PlanMismatch as error:
+            if not self._is_first_step:
+                raise
+            raise PlanMismatch(f"{error}{_FIRST_CALL_HINT}") from None
         self._is_first_step = False
         return result
 
@@ -135,28 +122,20 @@ class _PlannedCall:
         if shapes not in self._replanned:
             try:
                 return self._planned(self._model, *args, **kwargs)
-            except GraphMismatch:
+            except PlanMismatch:
                 # What has begun may have changed random state and buffers.
                 if self._replan is None or self._planned.has_begun:
                     raise
             assert shapes is not None
             self._replanned[shapes] = PlannedCode(
                 type(self._model).__name__, self._model,
-                self._replan(self._model, args, kwargs), self._mismatch)
+                self._replan(self._model, args, kwargs))
         return self._replanned[shapes](self._model, *args, **kwargs)
 
     def _warn_of_mode(self) -> None:
         if not self._warned:
             self._warned = True
             warn_of_mode(self._recipe)
-
-
-def warn_of_mode(recipe: Recipe) -> None:
-    """Tell the user that a step runs without its plan."""
-    planned, now = ("train", "eval") if recipe.training else ("eval", "train")
-    warnings.warn(
-        f"the plan was made in {planned} mode; this step in {now} mode runs without it",
-        stacklevel=5)
 
 
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -166,49 +145,3 @@ def _shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
     return tuple((tuple(leaf.shape), leaf.dtype)
                  for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items()))))
                  if isinstance(leaf, torch.Tensor))
-
-
-class PlannedCode:
-    """Compiled code of the model, or of blocks that share it, under one recipe; raises
-    `GraphMismatch` where the recipe is for another graph."""
-
-    def __init__(self, name: str, model: nn.Module, recipe: Recipe, mismatch: type[Exception],
-                 regions: Sequence[int] | None = None) -> None:
-        """`regions`: those of the recipe that may be met here, by default all."""
-        self._backend = _backend_of(model, recipe, mismatch, regions)
-        self._compiled = compile_call(name, self._backend)
-        self._donated_buffers = recipe.backend == "inductor"
-        self._warned = False
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a part of the model has run in the last call."""
-        return self._backend.has_begun
-
-    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        self._backend.has_begun = False
-        with (compile_settings(donated_buffers=self._donated_buffers),
-              sizes_as_they_are((args, kwargs))):
-            try:
-                result = self._compiled(module, *args, **kwargs)
-            except BackendCompilerFailed as error:
-                if isinstance(error.inner_exception, GraphMismatch):
-                    raise error.inner_exception from None
-                raise
-        if not self._backend.has_begun and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "torch.compile ran this step as it is written, without the plan: it gave up on the "
-                "model's code, or a dispatch mode is active. If the model sets something up in its "
-                "first call, call it once before the plan is applied", stacklevel=5)
-        return result
-
-
-def _backend_of(model: nn.Module, recipe: Recipe, mismatch: type[Exception],
-                regions: Sequence[int] | None) -> PlanBackend:
-    """The Dynamo backend that runs a recipe's graphs, by default those of all regions."""
-    if recipe.backend == "inductor":
-        from apply.inductor import InductorBackend
-
-        return InductorBackend(model, recipe, mismatch, regions)
-    return PlanBackend(model, recipe, mismatch, regions)

@@ -49,7 +49,7 @@ from benchmarks.measure import (
     time_in_turns,
 )
 from benchmarks.models import WORKLOADS, Workload
-from graph_capture.inductor.captured_graphs import GraphCode
+from graph_capture.dynamo.captured_graphs import GraphCode
 from graph_capture.torch_compat import compile_module, compile_settings
 from graph_capture.torch_compat.inductor import inductor_backend
 from planner.api import capture

@@ -1,12 +1,17 @@
-"""What capturing a model raises; `planner` re-exports it under its own base class."""
+"""The base of all that is raised, and what capturing a model raises; `planner` hands both on."""
 
 from __future__ import annotations
 
 
-class CaptureError(RuntimeError):
-    """The model or its inputs cannot be captured; the message says what to change."""
+class PlannerError(Exception):
+    """Base class of the errors that planning, applying and verifying raise."""
 
 
-class UnsupportedTorch(ImportError):
+class CaptureError(PlannerError):
+    """The model's training step could not be captured as a graph; the message says what to change.
+    """
+
+
+class UnsupportedTorch(PlannerError, ImportError):
     """The installed torch lacks an internal that this package stands on, or has another in its
     place; the message names it."""

@@ -1,7 +1,7 @@
 """The rules that every `TrainingGraph` obeys, and the checker that enforces them.
 
 1. Ops are in the order of execution: forwards by region, the loss, backwards by region in reverse.
-2. Names are unique; every captured op has a digest, every other op is pinned.
+2. Names are unique; every captured op has a digest, every pseudo-op is pinned.
 3. An op reads only buffers that an earlier op made, each listed once; a buffer is made by exactly
    the op that it names, which lists it.
 4. No size, cost or count is negative; seconds are finite.

@@ -22,7 +22,7 @@ from enum import StrEnum
 from functools import cached_property
 
 LOSS_BACKWARD = "loss/backward#0"
-"""Name of the moment at which the backward starts: the loss's own, and the first cotangents."""
+"""Name of the pseudo-op that starts the backward: the loss's own, and the first cotangents."""
 
 
 class Phase(StrEnum):
@@ -159,7 +159,7 @@ class Region:
     """`None`: a plan of this region serves these sizes alone."""
     block: str = ""
     """The submodule that was captured by itself; empty where the whole model was."""
-    early: tuple[int, ...] = ()
+    hoisted: tuple[int, ...] = ()
     """Positions, in the clean joint graph, of backward ops that were moved to the forward."""
 
 
@@ -178,6 +178,18 @@ class ResidentMemory:
         """Their sum."""
         return (self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
                 + self.gradients_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """What an optimizer holds beyond parameters and gradients."""
+
+    name: str
+    """Of its class; `none` without an optimizer."""
+    state_bytes: int
+    """Held from the first step on; where the step evaluates the model, while it does so."""
+    step_peak_bytes: int
+    """The most that a step takes beyond that."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +244,9 @@ class StepForm:
     """A training step as one graph, and what Inductor makes of its buffers."""
 
     graph: TrainingGraph
+    low_peak: bool = False
+    """Whether the backward holds less at the price of copies
+    (`graph_capture.joint_graph.low_peak_backward`); otherwise it is the base form."""
     saved_by_default: frozenset[int] = frozenset()
     """Buffers that Inductor's own partitioner saves for the backward."""
     fused: frozenset[int] = frozenset()

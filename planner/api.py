@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
-from planner.errors import CaptureError
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.planning import Effort, PreparedStep, plan_within, prepare
@@ -119,15 +118,10 @@ def capture(model: nn.Module, inputs: object = None, *,
     args, kwargs = split_inputs(model, inputs)
     from apply.runtime import tensor_keys
     from graph_capture.capture import capture_step
-    from graph_capture.errors import CaptureError as Refusal
 
-    try:
-        step = capture_step(model, args, kwargs, loss_fn=loss_fn, device=device, keep=tuple(keep),
-                            backend=backend, cost_model=cost_model, probe=probe,
-                            optimizer=optimizer, accumulated=accumulation > 1, regions=regions,
-                            progress=progress)
-    except Refusal as refusal:
-        raise CaptureError(str(refusal)) from refusal
+    step = capture_step(model, args, kwargs, loss_fn=loss_fn, device=device, keep=tuple(keep),
+                        backend=backend, cost_model=cost_model, probe=probe, optimizer=optimizer,
+                        accumulated=accumulation > 1, regions=regions, progress=progress)
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
                    backend=backend, cost_model=cost_model, accumulation=accumulation)
 

@@ -6,9 +6,10 @@ look at the model, the budget or a file raises a subclass of `PlannerError`.
 
 from __future__ import annotations
 
+from apply.errors import PlanMismatch
+from graph_capture.errors import CaptureError, PlannerError
 
-class PlannerError(Exception):
-    """Base class of the errors that planning, applying and verifying raise."""
+__all__ = ["CaptureError", "InfeasibleBudget", "PlanFileError", "PlanMismatch", "PlannerError"]
 
 
 class InfeasibleBudget(PlannerError, ValueError):
@@ -28,14 +29,6 @@ class InfeasibleBudget(PlannerError, ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.budget_bytes, self.minimum_bytes, self.bottleneck, str(self)))
-
-
-class CaptureError(PlannerError):
-    """The model's training step could not be captured as a graph."""
-
-
-class PlanMismatch(PlannerError):
-    """The plan was made for another graph; the message names the first difference."""
 
 
 class PlanFileError(PlannerError, ValueError):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-Progress = Callable[[str], None]
-"""Called now and then with one line of text."""
+from graph_capture.progress import Progress
 
 
 @contextmanager

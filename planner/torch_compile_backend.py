@@ -87,7 +87,7 @@ def _without_plan(module: fx.GraphModule, example_inputs: Sequence[Any],
                   options: Options) -> Callable[..., Any]:
     if not options.inductor:
         return module
-    from torch._dynamo import lookup_backend
+    from graph_capture.torch_compat import lookup_backend
 
     return lookup_backend("inductor")(module, list(example_inputs))
 

@@ -22,7 +22,7 @@ from graph_capture.data_parallel.fully_sharded import FullySharded, make_units
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.plain_step.loss import LossFn, objective
-from graph_capture.twins.data_less import hollow_twin
+from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin
 
 CATEGORIES = ("unsharded_parameters", "gradients", "activations", "temporaries", "communication")
@@ -90,11 +90,11 @@ def trace_parallel_step(twin: FakeTwin, wrapper: Wrapper, loss_fn: LossFn | None
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
-    plain = hollow_twin(twin, extra=(loss_fn,)) if twin.trace_device.type == "cpu" else (
+    traced = data_less_twin(twin, extra=(loss_fn,)) if twin.trace_device.type == "cpu" else (
         replace(twin, extra=(*twin.extra, loss_fn)))
-    loss_fn = plain.extra[-1]
-    copies = list(plain.fake_of.values())
-    tracker = MemoryTracker(workspace, device=plain.device, trace_device=plain.trace_device,
+    loss_fn = traced.extra[-1]
+    copies = list(traced.fake_of.values())
+    tracker = MemoryTracker(workspace, device=traced.device, trace_device=traced.trace_device,
                             resident=copies)
     noted: dict[int, str] = {}
 
@@ -104,20 +104,20 @@ def trace_parallel_step(twin: FakeTwin, wrapper: Wrapper, loss_fn: LossFn | None
             noted[number] = what
         return tensor
 
-    wrapper.attach(plain, note)
-    with plain.mode, tracker:
-        output = plain.model(*plain.args, **plain.kwargs)
+    wrapper.attach(traced, note)
+    with traced.mode, tracker:
+        output = traced.model(*traced.args, **traced.kwargs)
         goal = objective(output, loss_fn)
     torch.clear_autocast_cache()
     first_of_backward = tracker.start_of_backward()
-    with plain.mode, torch.autocast(plain.trace_device.type, enabled=False), tracker:
+    with traced.mode, torch.autocast(traced.trace_device.type, enabled=False), tracker:
         goal.backward()
         sharded = wrapper.finish()
     seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
     left = [tensor.grad for tensor in copies if tensor.is_leaf and tensor.grad is not None]
     gradients = {tracker.number_of(gradient) for gradient in left}
     end_bytes = tracker.live_bytes
-    end_gradients_bytes = sum(allocated_bytes(tensor.untyped_storage().nbytes(), plain.device)
+    end_gradients_bytes = sum(allocated_bytes(tensor.untyped_storage().nbytes(), traced.device)
                               for tensor in (*left, *sharded))
     tracker.close()
 

@@ -1,9 +1,9 @@
 """Running a fake twin through Dynamo and AOTAutograd, and keeping the joint graphs.
 
-The forward, the loss and the backward of the twin really take place, on fake (or hollow) tensors:
-that shows
-in which order the captured pieces (regions) run, and into which outputs a gradient flows.  The
-compiled pieces themselves are stand-ins that only make results of the right shapes.
+The forward, the loss and the backward of the twin really take place, on fake (or data-less)
+tensors: that shows in which order the captured pieces (regions) run, and into which outputs a
+gradient flows.  The compiled pieces themselves are stand-ins that only make results of the right
+shapes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from graph_capture.dynamo.block_calls import BlockCalls
+from graph_capture.dynamo.captured_graphs import CapturedGraphs
 from graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import count_cotangents, is_cotangent, primals_of
+from graph_capture.joint_graph.walks import ancestors, descendants
 from graph_capture.memory.tracker import Workspace
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
@@ -35,13 +36,13 @@ from graph_capture.torch_compat import (
     no_active_modes,
     pass_absent_gradients,
     primal_indices,
+    pytree,
     split_joint_graph,
 )
-from graph_capture.twins.data_less import HollowMode, hollow_storage, hollow_tensor
+from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 from graph_capture.twins.fake import FakeTwin
 
-if TYPE_CHECKING:
-    from graph_capture.inductor.captured_graphs import CapturedGraphs
+_PACKAGE = PurePath(__file__).parents[1]
 
 
 @dataclass
@@ -145,7 +146,7 @@ def _compiled(model: nn.Module, blocks: Sequence[str], recorder: _Recorder, keep
               ) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
     """The model that `recorder` sees running, inside of the context."""
     if keep_graphs:
-        from graph_capture.inductor.captured_graphs import CapturedGraphs
+
 
         graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
         recorder.running_block = lambda: graphs.running
@@ -195,7 +196,8 @@ def _summary(error: BaseException) -> str:
 def _failure(error: Exception) -> str:
     """What is said of an error in code that was run as it is."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not {"torch", "graph_capture"} & set(PurePath(frame.filename).parts)]
+              if "torch" not in (path := PurePath(frame.filename)).parts
+              and not path.is_relative_to(_PACKAGE)]
     place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     kind = type(error).__name__
     if kind == "DataDependentOutputException":
@@ -293,9 +295,9 @@ class _Recorder:
 
     def _new_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor of the twin's kind, with values that are not known."""
-        if isinstance(self.mode, HollowMode):
+        if isinstance(self.mode, DataLessMode):
             with no_active_modes():
-                return hollow_tensor(like, hollow_storage(like.untyped_storage().nbytes()))
+                return data_less_tensor(like, data_less_storage(like.untyped_storage().nbytes()))
         with self.mode:
             return torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=like.device)
@@ -303,20 +305,9 @@ class _Recorder:
 
 def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
     """Values of the forward that the backward of an unplanned step would save."""
-    dependent: set[fx.Node] = set()
-    needed: set[fx.Node] = set()
-    pending = [n for n in joint.graph.output_node().args[0][:num_forward_outputs]
-               if isinstance(n, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
-    for node in joint.graph.nodes:
-        if (node.op == "placeholder" and is_cotangent(node)) or any(
-            source in dependent for source in node.all_input_nodes
-        ):
-            dependent.add(node)
+    dependent = descendants(filter(is_cotangent, joint.graph.find_nodes(op="placeholder")))
+    needed = ancestors(n for n in joint.graph.output_node().args[0][:num_forward_outputs]
+                       if isinstance(n, fx.Node))
     return [
         node for node in joint.graph.nodes
         if node not in dependent and node.op != "output"

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 
 from graph_capture.inductor.fused_costs import FusedCosts, fused_storages, stays_in_one_kernel
 from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
-from graph_capture.step.assemble import RegionUse
+from graph_capture.step.regions import RegionUse
 from graph_capture.training_graph import SavingCosts, StepForm, TrainingGraph
 
 
-def compiled_form(graph: TrainingGraph, uses: Sequence[RegionUse],
-                  saved: Sequence[frozenset[str]], costs: FusedCosts | None) -> StepForm:
-    """The form of a step that Inductor compiles; `saved`: for each region the names of the nodes
-    that its own partitioner saves; `costs`: `None` where time does not count."""
+def compiled_form(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts | None, *,
+                  low_peak: bool) -> StepForm:
+    """The form of a step that Inductor compiles; `costs`: `None` where time does not count."""
     fused = frozenset(_buffer_of(graph, use.lowered, storage)
                       for use in uses for storage in fused_storages(use.lowered))
-    return StepForm(graph, _buffers_made_by(graph, uses, saved), fused,
+    return StepForm(graph, low_peak, _saved_by_default(graph, uses), fused,
                     SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
 
 
@@ -36,14 +35,12 @@ def _saving_costs(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedC
     return SavingCosts(to_save, to_read)
 
 
-def _buffers_made_by(graph: TrainingGraph, uses: Sequence[RegionUse],
-                     nodes: Sequence[frozenset[str]]) -> frozenset[int]:
-    """Buffers of the ops that make these nodes, named for each region."""
+def _saved_by_default(graph: TrainingGraph, uses: Sequence[RegionUse]) -> frozenset[int]:
+    """Buffers that Inductor's own partitioner saves."""
     return frozenset(
         _buffer_of(graph, use.lowered, storage)
-        for use, names in zip(uses, nodes, strict=True)
-        for node, storage in use.lowered.storage_of.items()
-        if node.name in names and storage != RESIDENT
+        for use in uses for node, storage in use.lowered.storage_of.items()
+        if node.name in use.lowered.saved_by_default and storage != RESIDENT
         and use.lowered.storages[storage].producer >= 0)
 
 

@@ -2,9 +2,9 @@
 
 The model of the world: Inductor decides which ops become one kernel, in which order kernels run,
 and which buffers they share; the code that it generates says so, line by line.  So that code is
-generated, as for a real run, and executed on fake tensors (hollow ones, where blocks are compiled
-one by one and plain code runs between them) with kernels that do nothing, while the storages that
-it makes and releases are followed.  Forward, loss and backward run under the real
+generated, as for a real run, and executed on fake tensors (data-less ones, where blocks are
+compiled one by one and uncaptured code runs between them) with kernels that do nothing, while the
+storages that it makes and releases are followed.  Forward, loss and backward run under the real
 autograd, so that what AOTAutograd and the user's loss hold counts as well.
 
 Blind spots: those of `memory_tracker`; what a generated kernel takes for itself (on a CPU from the
@@ -19,18 +19,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.errors import CaptureError
-from graph_capture.memory.tracker import MemoryTracker
+from graph_capture.inductor.generated_code import CodeTracker
 from graph_capture.plain_step.loss import LossFn, objective
-from graph_capture.torch_compat import OpOverload, compile_settings
+from graph_capture.torch_compat import OpOverload, TorchDispatchMode, compile_settings
 from graph_capture.training_graph import BufferKind
-from graph_capture.twins.data_less import HollowMode
+from graph_capture.twins.data_less import DataLessMode
 from graph_capture.twins.fake import FakeTwin
 
 if TYPE_CHECKING:
-    from graph_capture.inductor.captured_graphs import CapturedGraphs, GraphCode
+    from graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
     from graph_capture.op_costs.costs import OpCosts
 
 
@@ -71,7 +70,7 @@ class CompiledTracer:
             with twin.mode:
                 self._run(self.graphs.call, None)
                 copies = list(twin.fake_of.values())
-                tracker = _CompiledTracker(self.costs.workspace_bytes, device=twin.device,
+                tracker = CodeTracker(self.costs.workspace_bytes, device=twin.device,
                                            trace_device=twin.trace_device, resident=copies)
                 return self._run(self.graphs.call, tracker)
 
@@ -94,12 +93,11 @@ class CompiledTracer:
             self.costs.seconds(*run) for run in ops.runs)
 
     def _around(self) -> AbstractContextManager[object]:
-        """What generated code runs in: hollow tensors do not have the values that it would write.
-        """
+        """What generated code runs in: data-less tensors lack the values that it would write."""
         mode = self.twin.mode
-        return mode.without_values() if isinstance(mode, HollowMode) else nullcontext()
+        return mode.without_values() if isinstance(mode, DataLessMode) else nullcontext()
 
-    def _run(self, compiled: Callable[..., Any], tracker: _CompiledTracker | None) -> CompiledStep:
+    def _run(self, compiled: Callable[..., Any], tracker: CodeTracker | None) -> CompiledStep:
         twin = self.twin
         leaves = [tensor for tensor in twin.fake_of.values() if tensor.is_leaf]
         try:
@@ -131,15 +129,6 @@ class CompiledTracer:
         return CompiledStep(tracker.peak_bytes, by_category)
 
 
-class _CompiledTracker(MemoryTracker):
-    """Follows storages without keeping Dynamo from running its compiled code."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Under any other mode Dynamo would run the original code."""
-        return True
-
-
 class _OpLog(TorchDispatchMode):
     """Keeps the ops that run, but for views and mere allocations."""
 
@@ -156,7 +145,7 @@ class _OpLog(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """As for `_CompiledTracker`."""
+        """As for `CodeTracker`."""
         return True
 
 

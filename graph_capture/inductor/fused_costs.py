@@ -25,9 +25,10 @@ from torch import fx
 
 from graph_capture.joint_graph.joint import is_view, tensors_of
 from graph_capture.joint_graph.lower import LoweredRegion
+from graph_capture.joint_graph.walks import readers
+from graph_capture.op_costs.costs import OpCost
 from graph_capture.op_costs.devices import device_model
 from graph_capture.op_costs.flops import bytes_moved, op_flops
-from graph_capture.step.assemble import OpCost
 from graph_capture.torch_compat import OpOverload
 
 
@@ -180,17 +181,8 @@ def _elements(node: fx.Node) -> int:
 
 def _is_read_from_outside(node: fx.Node) -> bool:
     """Whether some kernel that is not generated reads the result, itself or a view of it."""
-    pending, seen = list(node.users), set()
-    while pending:
-        user = pending.pop()
-        if user in seen or user.op == "output":
-            continue
-        seen.add(user)
-        if is_view(user):
-            pending.extend(user.users)
-        elif fusion_of(user) is Fusion.EXTERNAL:
-            return True
-    return False
+    return any(user.op != "output" and fusion_of(user) is Fusion.EXTERNAL
+               for user in readers(node, is_view))
 
 
 def _name(target: OpOverload) -> str:

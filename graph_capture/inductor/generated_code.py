@@ -4,7 +4,9 @@ Sizes of inputs decide how Inductor fuses and orders kernels; so a plan made for
 much the code of each of its graphs takes, and what is generated for a smaller size is held against
 that.  Where no graph takes more, and none leaves more, the step does not either.
 
-Blind spots: those of `compiled_step`; the workspace of library kernels is left out on both sides.
+Blind spots: those of `compiled_step`; here, workspace of library kernels is left out on both sides.
+A smaller step is compiled while the user's program runs, perhaps under a profiler, where no kernel
+can be measured; margins on both sides would hide that other tensors take more.
 """
 
 from __future__ import annotations
@@ -19,6 +21,15 @@ from graph_capture.torch_compat import FakeTensor
 from graph_capture.training_graph import CodeMemory
 
 
+class CodeTracker(MemoryTracker):
+    """Follows the storages of compiled code, without keeping Dynamo from running it."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Under any other mode Dynamo would run the original code."""
+        return True
+
+
 def memory_of_code(compiled: Any, inputs: Sequence[Any]) -> CodeMemory:
     """What a graph compiled by Inductor takes, run on new tensors like `inputs`, which are fake."""
     from graph_capture.torch_compat.inductor import stub_of
@@ -29,7 +40,7 @@ def memory_of_code(compiled: Any, inputs: Sequence[Any]) -> CodeMemory:
     run = stub_of(compiled)
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"),
                   tensors[0].device)
-    tracker = MemoryTracker(lambda *_: 0, device=device, trace_device=device, resident=())
+    tracker = CodeTracker(lambda *_: 0, device=device, trace_device=device, resident=())
     with tensors[0].fake_mode, torch.no_grad(), tracker:
         args = [torch.empty_strided(value.size(), value.stride(), dtype=value.dtype,
                                     device=value.device)

@@ -167,8 +167,8 @@ def _out_overload(target: OpOverload) -> tuple[OpOverload | None, str]:
     for name in packet.overloads():
         variant = getattr(packet, name)
         outs = [a for a in variant._schema.arguments if a.is_out]
-        plain = [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out]
-        if len(outs) == 1 and plain == wanted and torch.Tag.generated not in variant.tags:
+        others = [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out]
+        if len(outs) == 1 and others == wanted and torch.Tag.generated not in variant.tags:
             return variant, outs[0].name
     return None, ""
 

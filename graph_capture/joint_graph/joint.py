@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
+from graph_capture.joint_graph.walks import descendants
 from graph_capture.torch_compat import (
     OpOverload,
     copied_module,
@@ -30,6 +30,7 @@ from graph_capture.torch_compat import (
     eliminate_common_subexpressions,
     gradient_targets,
     mutated_inputs,
+    pytree,
 )
 
 
@@ -119,32 +120,33 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     output = graph.output_node()
     of_forward = {node for node in output.args[0][:num_forward_outputs]
                   if isinstance(node, fx.Node)}
-    early = {output}
+    hastened = {output}
     for node in reversed(nodes):
         if (node.op == "call_function" and node.users and node not in of_forward
-                and not node.is_impure() and early.issuperset(node.users)
+                and not node.is_impure() and hastened.issuperset(node.users)
                 and (is_view(node) or all(user is output or len(user.all_input_nodes) == 1
                                            for user in node.users))):
-            early.add(node)
+            hastened.add(node)
     rank: dict[fx.Node, float] = {}
-    in_backward: set[fx.Node] = set()
+    in_backward = _in_backward(graph)
     start = float("inf")  # where the backward begins
     for position, node in enumerate(nodes):
         rank[node] = position
-        operands = node.all_input_nodes
-        starts = node.op == "placeholder" and is_cotangent(node)
-        if starts or not in_backward.isdisjoint(operands):
-            in_backward.add(node)
-            if node.op == "call_function":
-                start = min(start, position)
-                if node in early:
-                    last = max(rank[operand] for operand in operands)
-                    rank[node] = last if last >= start else start - 0.5
+        if node.op == "call_function" and node in in_backward:
+            start = min(start, position)
+            if node in hastened:
+                last = max(rank[operand] for operand in node.all_input_nodes)
+                rank[node] = last if last >= start else start - 0.5
     previous = nodes[0]
     for node in sorted(nodes, key=rank.__getitem__):  # stable: operands stay in front
         if node is not previous:
             previous.append(node)
         previous = node
+
+
+def _in_backward(graph: fx.Graph) -> set[fx.Node]:
+    """The cotangents, and all that is computed from them."""
+    return descendants(filter(is_cotangent, graph.find_nodes(op="placeholder")))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -173,21 +175,12 @@ def _prune_backward(
     """
     if not absent:
         return
-    dependent: set[fx.Node] = set()
+    dependent = _in_backward(graph)
     zero: set[fx.Node] = set(absent)
     for node in list(graph.nodes):
-        if node.op == "placeholder":
-            if is_cotangent(node):
-                dependent.add(node)
-            continue
-        if node.op == "output":
-            break
         sources = [source for source in node.all_input_nodes if source in dependent]
-        if not sources:
-            continue
-        dependent.add(node)
         zeros = [source for source in sources if source in zero]
-        if not zeros:
+        if node.op == "output" or not zeros:
             continue
         if len(zeros) == len(sources):
             zero.add(node)

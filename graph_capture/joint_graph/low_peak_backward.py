@@ -15,13 +15,14 @@ pay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import fx
 
 from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
-from graph_capture.joint_graph.realized_copy import EARLY_COPY
+from graph_capture.joint_graph.realized_copy import REALIZED_COPY
+from graph_capture.joint_graph.walks import descendants, readers
 
 _LARGEST_SHARE = 0.5
 """The parts that are read late are copied if they are at most this part of the whole."""
@@ -34,11 +35,11 @@ _POOL_INPUT = 1
 """Position of the argument of which only the shape is read."""
 
 
-def make_lean(joint: JointGraph, *, compiled: bool = False) -> None:
+def lower_backward_peak(joint: JointGraph, *, compiled: bool = False) -> None:
     """Copy late parts of gradients, and let gradients stand in for inputs of poolings; `compiled`:
     by Inductor."""
     graph = joint.graph
-    target = EARLY_COPY if compiled else torch.ops.aten.clone.default
+    target = REALIZED_COPY if compiled else torch.ops.aten.clone.default
     for part in late_parts(joint):
         with graph.inserting_after(part):
             copy = graph.call_function(target, (part,))
@@ -57,22 +58,21 @@ def make_lean(joint: JointGraph, *, compiled: bool = False) -> None:
 def late_parts(joint: JointGraph) -> list[fx.Node]:
     """Views of a part of a gradient that would, copied, let the whole go early."""
     output = joint.output
-    in_backward = set(joint.cotangents)
+    in_backward = descendants(joint.cotangents) - set(joint.cotangents)
     order = {node: position for position, node in enumerate(
         node for node in joint.graph.nodes if not _is_alias(node) and not is_tuple_element(node))}
     found: list[fx.Node] = []
     for node in joint.graph.nodes:
-        if in_backward.isdisjoint(node.all_input_nodes):
-            continue
-        in_backward.add(node)
         whole = node.meta.get("val")
-        if _is_alias(node) or not isinstance(whole, torch.Tensor) or len(node.users) < 2:
+        if (node not in in_backward or _is_alias(node) or not isinstance(whole, torch.Tensor)
+                or len(node.users) < 2):
             continue
-        readers = {user: list(_readers(user)) for user in node.users}
+        reads = {user: readers(user, _is_alias) if _is_alias(user) else {user}
+                 for user in node.users}
         # What the backward returns is held to its end, whoever else reads it.
-        if all(nodes and output not in nodes for nodes in readers.values()):
+        if all(nodes and output not in nodes for nodes in reads.values()):
             found += _worth_copying(whole, {
-                user: max(map(order.__getitem__, nodes)) for user, nodes in readers.items()})
+                user: max(map(order.__getitem__, nodes)) for user, nodes in reads.items()})
     return found
 
 
@@ -88,13 +88,7 @@ def _worth_copying(whole: torch.Tensor, last_read: Mapping[fx.Node, int]) -> lis
     return []
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """`node` where it computes, else what reads it or a view of it."""
-    if not _is_alias(node):
-        yield node
-        return
-    for user in node.users:
-        yield from _readers(user)
+
 
 
 def _is_alias(node: fx.Node) -> bool:

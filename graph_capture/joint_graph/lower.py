@@ -3,7 +3,7 @@
 Nodes are grouped by the storage that their value lives in.  A node whose result only aliases its
 inputs (a view, `detach`, a tuple element) is no op: it costs nothing and is re-made wherever it is
 needed.  Everything up to the last op that a forward output needs is the forward; the rest is the
-backward.  Capture and apply both lower the same way, so that a plan's names fit.
+backward.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from graph_capture.joint_graph.naming import (
     within,
 )
 from graph_capture.joint_graph.replay import Replay, replay_of
+from graph_capture.joint_graph.walks import ancestors
 from graph_capture.torch_compat import OpOverload, storage_key
 from graph_capture.training_graph import Phase
 
@@ -95,6 +96,10 @@ class LoweredRegion:
     """For each cotangent its storage; `None` where no gradient flows in."""
     base_of: Mapping[fx.Node, fx.Node]
     """Node -> the input or op result that it is, or is a view of."""
+    hoisted: tuple[int, ...] = ()
+    """See `Region.hoisted`."""
+    saved_by_default: frozenset[str] = frozenset()
+    """Names of the nodes that Inductor's own partitioner saves, where what to hoist was chosen."""
 
     def primals_read_by(self, node: fx.Node) -> list[int]:
         """Indices of the region's inputs that an op reads, itself or through a view."""
@@ -103,7 +108,7 @@ class LoweredRegion:
 
 
 def epilogue_name(region: int) -> str:
-    """Name of the moment, after a region's forward, at which mutated inputs are updated."""
+    """Name of the pseudo-op, after a region's forward, that updates mutated inputs."""
     return f"{f'{region}:' if region else ''}/update of mutated inputs#0"
 
 
@@ -316,13 +321,8 @@ _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 def last_forward_node(joint: JointGraph) -> fx.Node | None:
     """The last node, in order, that some forward output needs."""
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
-    needed: set[fx.Node] = set()
-    pending = [node for node in joint.forward_outputs if node is not None]
-    while pending:
-        node = pending.pop()
-        if node not in needed and node.op != "placeholder":
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+    needed = ancestors((node for node in joint.forward_outputs if node is not None),
+                       lambda node: node.op != "placeholder")
     return max(needed, key=order.__getitem__, default=None)
 
 

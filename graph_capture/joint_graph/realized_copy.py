@@ -11,7 +11,7 @@ import torch
 
 from graph_capture.torch_compat import OpOverload
 
-_NAME = "checkpoint_planner::early_copy"
+_NAME = "checkpoint_planner::realized_copy"
 
 
 def _copy(part: torch.Tensor) -> torch.Tensor:
@@ -23,5 +23,5 @@ torch.library.define(_NAME, "(Tensor part) -> Tensor", tags=(torch.Tag.flexible_
 torch.library.impl(_NAME, "CompositeExplicitAutograd", _copy)
 torch.library.register_fake(_NAME, _copy)
 
-EARLY_COPY: OpOverload = torch.ops.checkpoint_planner.early_copy.default
-"""`early_copy(part)`: a copy of `part`, dense, its strides in the same order."""
+REALIZED_COPY: OpOverload = torch.ops.checkpoint_planner.realized_copy.default
+"""`realized_copy(part)`: a copy of `part`, dense, its strides in the same order."""

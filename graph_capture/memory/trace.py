@@ -131,6 +131,6 @@ class MicroStep:
     what the model keeps in attributes."""
     sparse_gradients: Mapping[str, Any] = field(default_factory=dict)
     """Gradients in coordinate form, by parameter: tensors without values."""
-    plain: bool = True
-    """Whether the code ran on what it takes for plain tensors; else on fake ones, which some
-    libraries treat in another way."""
+    data_less: bool = True
+    """Whether the code ran on data-less tensors, which it takes for ordinary ones; else on fake
+    ones, which some libraries treat in another way."""

@@ -6,8 +6,8 @@ followed by weak references, as `torch.distributed._tools.MemTracker` does, and 
 workspace counts as well.
 
 Autograd treats fake tensors differently in one place that matters: where the gradients of a tensor
-that is used twice are summed, it adds in place if the tensors are plain, and makes a third if one
-is of a subclass.  The tracker adds in place where autograd would have.
+that is used twice are summed, it adds in place if the tensors are of no subclass, and makes a third
+if one is.  The tracker adds in place where autograd would have.
 
 Blind spots: formulas of some rare derivatives (`max` over all elements, `prod`) that autograd also
 writes differently for subclasses.
@@ -20,14 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.joint_graph.convolution_backward import halves
 from graph_capture.joint_graph.inplace import can_write_inplace
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.sparse import strided_tensors
 from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
-from graph_capture.torch_compat import GradientSums, OpOverload, storage_key
+from graph_capture.torch_compat import GradientSums, OpOverload, TorchDispatchMode, storage_key
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
 """Bytes that an op allocates for itself: `OpProbe.workspace_bytes`, for one."""

@@ -16,6 +16,7 @@ Blind spot of `measured`: an op run over and over finds its operands in the cach
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,21 @@ from graph_capture.joint_graph.replay import draws
 from graph_capture.op_costs.devices import device_model
 from graph_capture.op_costs.flops import bytes_moved, op_flops
 from graph_capture.op_costs.probe import OpProbe
-from graph_capture.step.assemble import OpCost
+from graph_capture.progress import Progress
 from graph_capture.torch_compat import OpOverload
 
 if TYPE_CHECKING:
     from graph_capture.torch_compat.inductor import KernelCall
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one run of an op costs."""
+
+    flops: int
+    bytes_moved: int
+    seconds: float
+    workspace_bytes: int
 
 
 class OpCosts:
@@ -40,7 +51,7 @@ class OpCosts:
 
     def __init__(
         self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True,
-        progress: Callable[[str], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """`progress` is told now and then how many ops have been timed."""
         self._model = device_model(device)

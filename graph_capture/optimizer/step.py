@@ -1,7 +1,7 @@
 """What an optimizer holds from step to step, and what one step of it takes meanwhile.
 
 The model of the world: the state depends on the shapes and dtypes of the trainable parameters and
-on the optimizer's settings.  So the optimizer's own `step()` runs on hollow tensors, which works
+on the optimizer's settings.  So the optimizer's own `step()` runs on data-less tensors, which works
 for any optimizer written in torch; the first step makes the state, the second is like all that
 follow.  Before it, gradients are unscaled and clipped as the user does.
 
@@ -10,8 +10,8 @@ An optimizer given as an instance may update copies of its own in place of the m
 step.
 
 A step that takes a closure, as that of L-BFGS, evaluates the model when it likes; the trace says
-where.  Its course is that of `optimizer_course`: the first step, and the first of those before
-which the state is as large as it gets, which stands for all later ones.
+where.  Its steps are those of `graph_capture.optimizer.trajectory`: the first, and the first of
+those before which the state is as large as it gets, which stands for all later ones.
 
 Blind spots: kernels of others than torch, and what their state is made of; an optimizer that does
 something else every so many steps.
@@ -26,27 +26,16 @@ from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
-from graph_capture.optimizer.trajectory import Course, needs_closure
-from graph_capture.twins.data_less import HollowCopier, HollowMode, hollow_twin
+from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
+from graph_capture.torch_compat import pytree
+from graph_capture.training_graph import OptimizerMemory
+from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
 from graph_capture.twins.fake import FakeTwin
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerFootprint:
-    """Memory of an optimizer, beyond parameters and gradients."""
-
-    name: str
-    """Of its class; `none` without an optimizer."""
-    state_bytes: int
-    """Held from the first step on; where the step evaluates the model, while it does so."""
-    step_peak_bytes: int
-    """The most that a step takes beyond that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +91,16 @@ class OptimizerTrace:
 
 def trace_optimizer(optimizer: object, twin: FakeTwin, *,
                     with_gradient: Collection[str] | None = None,
-                    workspace: Workspace = lambda *call: 0) -> OptimizerFootprint:
-    """The footprint of `optimizer` on the trainable parameters of the twin's model.
+                    workspace: Workspace = lambda *call: 0) -> OptimizerMemory:
+    """The memory of `optimizer` on the trainable parameters of the twin's model.
 
     Arguments and errors are those of `trace_optimizer_steps`.
     """
     if optimizer is None:
-        return OptimizerFootprint("none", 0, 0)
+        return OptimizerMemory("none", 0, 0)
     traced = trace_optimizer_steps(optimizer, twin, with_gradient=with_gradient,
                                    workspace=workspace)
-    return OptimizerFootprint(traced.name, traced.state_bytes, traced.step_peak_bytes)
+    return OptimizerMemory(traced.name, traced.state_bytes, traced.step_peak_bytes)
 
 
 def trace_optimizer_steps(
@@ -143,20 +132,20 @@ def trace_optimizer_steps(
 
 
 class _Steps:
-    """Steps of optimizers on hollow parameters."""
+    """Steps of optimizers on data-less parameters."""
 
     def __init__(self, optimizer: object, twin: FakeTwin,
                  with_gradient: Collection[str] | None, sparse: Mapping[str, torch.Tensor],
                  settings: OptimizerSettings, workspace: Workspace) -> None:
         self.settings = settings
         # Some look at the norm of an update.
-        self.plain = plain = hollow_twin(twin, unknown_is_zero=True)
-        self.names = {id(tensor): name for name, tensor in reversed(plain.parameters.items())}
-        self.trainable = [p for p in plain.model.parameters() if p.requires_grad]
+        self.data_less = data_less = data_less_twin(twin, unknown_is_zero=True)
+        self.names = {id(tensor): name for name, tensor in reversed(data_less.parameters.items())}
+        self.trainable = [p for p in data_less.model.parameters() if p.requires_grad]
         self.tracker = MemoryTracker(
             _without_multi_tensor_ops(workspace), device=twin.device,
-            trace_device=plain.trace_device, resident=plain.fake_of.values())
-        with plain.mode:  # out of the tracker's sight: the loss is not the optimizer's
+            trace_device=data_less.trace_device, resident=data_less.fake_of.values())
+        with data_less.mode:  # out of the tracker's sight: the loss is not the optimizer's
             self.loss = torch.empty(())
         self.evaluations: list[int] = []
         self.begins: list[int] = []
@@ -165,11 +154,11 @@ class _Steps:
             return
         given = instances(optimizer)
         if given is None:
-            with plain.mode, self.tracker:  # some make their state at once
+            with data_less.mode, self.tracker:  # some make their state at once
                 self.steppers = make_optimizers(
-                    optimizer, self.trainable, [id(plain.parameters[name]) for name in sparse])
+                    optimizer, self.trainable, [id(data_less.parameters[name]) for name in sparse])
         else:
-            self.steppers = _copied(given, twin, plain)
+            self.steppers = _copied(given, twin, data_less)
         groups = [group for stepper in self.steppers for group in stepper.param_groups]
         self.parameters = [p for group in groups for p in group["params"]
                            if p.requires_grad or id(p) not in self.names]
@@ -181,26 +170,26 @@ class _Steps:
             if known in sparse:
                 parameter.grad = sparse[known]
             elif known is not None and (with_gradient is None or known in with_gradient):
-                with plain.mode:  # outside of the tracker: gradients are not the optimizer's
+                with data_less.mode:  # outside of the tracker: gradients are not the optimizer's
                     parameter.grad = torch.empty_like(parameter)
 
     def trace(self) -> OptimizerTrace:
         """From when the optimizers are there to the end of the last step."""
         if not self.trainable:
             return OptimizerTrace("none", MemoryTrace((), ()), 0, 0, 0, frozenset())
-        tracker, plain = self.tracker, self.plain
+        tracker, data_less = self.tracker, self.data_less
         for stepper in self.steppers:
             for tensor in (*self.own_copies, *_tensors(list(stepper.state.values()))):
                 tracker.follow(tensor)
         scaler = None
         if self.settings.grad_scaler:
-            scaler = torch.amp.GradScaler(plain.trace_device.type)
-            with plain.mode, tracker:
-                scaler.scale(torch.ones((), device=plain.trace_device))  # makes its state
+            scaler = torch.amp.GradScaler(data_less.trace_device.type)
+            with data_less.mode, tracker:
+                scaler.scale(torch.ones((), device=data_less.trace_device))  # makes its state
         self._mark()
         own_gradients: set[int | None] = set()
         for _ in self._turns(scaler):
-            with plain.mode, tracker:
+            with data_less.mode, tracker:
                 for parameter in self.own_copies:
                     if parameter.grad is None:
                         parameter.grad = torch.empty_like(parameter)
@@ -230,7 +219,7 @@ class _Steps:
             len(self.own_copies), tuple(self.evaluations))
 
     def _turns(self, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
-        """As many turns as steps are to be traced; before each, its course is known."""
+        """As many turns as steps are to be traced; before each, its trajectory is known."""
         if not any(map(needs_closure, self.steppers)):
             yield from (None, None)
             return
@@ -240,15 +229,15 @@ class _Steps:
             raise ValueError("a step that takes a closure is traced for one optimizer alone")
         (stepper,) = self.steppers
         stepper.state.clear()
-        course = Course(stepper)
-        assert isinstance(self.plain.mode, HollowMode)
-        for number, answers in enumerate(course.first_and_fullest()):
+        trajectory = OptimizerTrajectory(stepper)
+        assert isinstance(self.data_less.mode, DataLessMode)
+        for number, answers in enumerate(trajectory.first_and_fullest()):
             if number:
                 stepper.state.clear()  # before the other one is there
-                with self.plain.mode, self.tracker:
-                    stepper.state = course.state_on(self.parameters)
+                with self.data_less.mode, self.tracker:
+                    stepper.state = trajectory.state_on(self.parameters)
                 self._mark()
-            self.plain.mode.answer_with(iter(answers))
+            self.data_less.mode.answer_with(iter(answers))
             yield
 
     def _mark(self) -> None:
@@ -313,15 +302,16 @@ def _choose_implementation(group: dict[str, Any], device: torch.device,
         group["foreach"] = True
 
 
-def _copied(optimizers: Sequence[Optimizer], twin: FakeTwin, plain: FakeTwin) -> list[Optimizer]:
-    """Hollow copies of the optimizers on the hollow parameters."""
-    copier = HollowCopier({})
+def _copied(optimizers: Sequence[Optimizer], twin: FakeTwin, data_less: FakeTwin
+            ) -> list[Optimizer]:
+    """Data-less copies of the optimizers on the data-less parameters."""
+    copier = DataLessCopier({})
     for original, fake in twin.fake_of.items():
-        copier.fake_of[original] = copier.memo[id(original)] = plain.fake_of[fake]
+        copier.fake_of[original] = copier.memo[id(original)] = data_less.fake_of[fake]
     return [_copy(optimizer, copier) for optimizer in optimizers]
 
 
-def _copy(optimizer: Optimizer, copier: HollowCopier) -> Optimizer:
+def _copy(optimizer: Optimizer, copier: DataLessCopier) -> Optimizer:
     def copied(key: str, value: Any) -> Any:
         return copier.tree(value, f"the optimizer's `{key}`")
 

@@ -1,10 +1,10 @@
-"""The course of an optimizer that evaluates the model within its step, as L-BFGS does.
+"""The trajectory of an optimizer that evaluates the model within its step, as L-BFGS does.
 
 Such a step takes a closure (`optimizer.step(closure)`) and decides by values how often to call it
-and what to remember.  The model of the world: the course is that of the same optimizer, with the
-same settings, on a convex quadratic so badly conditioned that it does not converge: no iteration
-ends early, every line search succeeds, the history fills.  That is a small real run; what its code
-was told of values, a step on tensors without values is told again.
+and what to remember.  The model of the world: the trajectory is that of the same optimizer, with
+the same settings, on a convex quadratic so badly conditioned that it does not converge: no
+iteration ends early, every line search succeeds, the history fills.  That is a small real run; what
+its code was told of values, a step on tensors without values is told again.
 
 Blind spots: a real run may stop a step early, and takes less then.
 """
@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graph_capture.torch_compat import no_active_modes
+from graph_capture.torch_compat import TorchDispatchMode, no_active_modes, pytree
 from graph_capture.twins.data_less import VALUE_OPS
 
 _VARIABLES = 512
@@ -42,7 +40,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-class Course:
+class OptimizerTrajectory:
     """The small real run; mutable, since it goes on."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -32,9 +32,9 @@ class EagerStep:
     with_gradient: frozenset[str]
     """Names of the parameters that get a gradient."""
     loss: LossFootprint
-    plain: bool
-    """Whether the code ran on what it takes for plain tensors; else on fake ones, which some
-    libraries treat in another way."""
+    data_less: bool
+    """Whether the code ran on data-less tensors, which it takes for ordinary ones; else on fake
+    ones, which some libraries treat in another way."""
 
 
 def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
@@ -64,4 +64,5 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         forward_peak_bytes=trace.until(step.backward_begins).peak_bytes,
         end_bytes=sum(trace.blocks[block].size_bytes
                       for block in (*step.gradients, *step.left_blocks)),
-        with_gradient=frozenset(step.gradients.values()), loss=footprint[0], plain=step.plain)
+        with_gradient=frozenset(step.gradients.values()), loss=footprint[0],
+        data_less=step.data_less)

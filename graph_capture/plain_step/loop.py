@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
@@ -26,8 +25,8 @@ from graph_capture.optimizer.step import (
     trace_optimizer_steps,
 )
 from graph_capture.plain_step.loss import LossFn
-from graph_capture.plain_step.micro_step import run_plainly, trace_micro_step
-from graph_capture.torch_compat import quiet_fake_tensors, storage_key
+from graph_capture.plain_step.micro_step import run_without_data, trace_micro_step
+from graph_capture.torch_compat import pytree, quiet_fake_tensors, storage_key
 from graph_capture.twins.fake import FakeTwin, make_twin
 
 
@@ -54,7 +53,7 @@ class PlainLoop:
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the traces made so far."""
         notes = []
-        if any(not step.plain for step in self._micro_steps.values()):
+        if any(not step.data_less for step in self._micro_steps.values()):
             notes.append("the model's code does not run on plain tensors without values; it was "
                          "traced on fake ones, which some libraries treat in another way")
         here, planned = self.twin.trace_device.type, self.twin.device.type
@@ -108,7 +107,7 @@ class PlainLoop:
     def inference(self) -> MemoryTrace:
         """The forward in `eval()` mode without gradients, to where its output is there."""
         with _explained("the forward without gradients"):
-            return run_plainly(self.twin, None, self._trace_inference)
+            return run_without_data(self.twin, None, self._trace_inference)
 
     @quiet_fake_tensors()
     def optimizer(self, optimizer: Optimizer | type[Optimizer] | str,
@@ -124,7 +123,7 @@ class PlainLoop:
             return nullcontext()
         return torch.autocast(self.twin.trace_device.type, self._autocast)
 
-    def _trace_inference(self, twin: FakeTwin, _: LossFn | None, plain: bool) -> MemoryTrace:
+    def _trace_inference(self, twin: FakeTwin, _: LossFn | None, __: bool) -> MemoryTrace:
         locate = ModuleLocator(twin.model)
         tracker = MemoryTracker(self._probe.workspace_bytes, device=twin.device,
                                 trace_device=twin.trace_device, resident=twin.fake_of.values(),

@@ -28,7 +28,7 @@ from graph_capture.memory.trace import Category, MicroStep
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.plain_step.loss import LossFn, Objective, objective
 from graph_capture.torch_compat import NoStaticShape
-from graph_capture.twins.data_less import hollow_twin
+from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
@@ -52,19 +52,20 @@ def trace_micro_step(
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
-    return run_plainly(twin, loss_fn, lambda running, loss, plain: _trace(
-        running, loss, workspace, forward_context, with_gradient, scaled, look, plain=plain))
+    return run_without_data(twin, loss_fn, lambda running, loss, data_less: _trace(
+        running, loss, workspace, forward_context, with_gradient, scaled, look,
+        data_less=data_less))
 
 
-def run_plainly(twin: FakeTwin, loss_fn: LossFn | None,
+def run_without_data(twin: FakeTwin, loss_fn: LossFn | None,
                 run: Callable[[FakeTwin, LossFn | None, bool], _Made]) -> _Made:
-    """`run(twin, loss, True)` on a copy of the twin that looks like plain tensors, where that
-    works; else `run(twin, loss, False)` on the fake one."""
+    """`run(twin, loss, True)` on a data-less copy of the twin, which looks like the real one, where
+    that works; else `run(twin, loss, False)` on the fake one."""
     if twin.trace_device.type == "cpu":
         try:
-            plain = hollow_twin(twin, extra=(loss_fn,))
-            return run(plain, plain.extra[-1], True)
-        except Exception:  # whatever a plain tensor without values cannot do, a fake one may
+            copy = data_less_twin(twin, extra=(loss_fn,))
+            return run(copy, copy.extra[-1], True)
+        except Exception:  # whatever a data-less tensor cannot do, a fake one may
             pass
     try:
         return run(twin, loss_fn, False)
@@ -77,7 +78,7 @@ def run_plainly(twin: FakeTwin, loss_fn: LossFn | None,
 def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
            forward_context: ForwardContext, with_gradient: Collection[str], scaled: bool,
            look: Callable[[FakeTwin, Any, LossFn | None], None] | None, *,
-           plain: bool) -> MicroStep:
+           data_less: bool) -> MicroStep:
     copies = list(twin.fake_of.values())
     parameters = {id(tensor): name for name, tensor in reversed(twin.parameters.items())}
     with twin.mode:
@@ -137,7 +138,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         trace=tracker.trace(category_of, gradients).until(end), loss_begins=loss_begins,
         backward_begins=backward_begins, gradients=kept,
         output_blocks=frozenset(alive - without_output), loss_blocks=frozenset(loss_blocks),
-        left_blocks=frozenset(without_loss - kept.keys()), plain=plain,
+        left_blocks=frozenset(without_loss - kept.keys()), data_less=data_less,
         sparse_gradients=sparse)
 
 

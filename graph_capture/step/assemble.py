@@ -1,23 +1,26 @@
 """Lowered regions, the loss between them, and costs -> one `TrainingGraph`.
 
-Besides the captured ops a step has moments at which memory appears or must still be there, although
-nothing of the model computes: mutated inputs are updated after a forward, autograd makes the
-cotangent of the loss, a gradient in another layout than its parameter is copied, code between two
-regions hands over tensors.  Each is an op without cost (and without a digest: it is nothing that a
-plan can recompute).
+Besides the captured ops a step has pseudo-ops, at which memory appears or must still be there,
+although nothing of the model computes: mutated inputs are updated after a forward, autograd makes
+the cotangent of the loss, a gradient in another layout than its parameter is copied, code between
+two regions hands over tensors.  They have no cost (and no digest: they are nothing that a plan can
+recompute).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from graph_capture.dynamo.uncaptured import UncapturedCode
-from graph_capture.joint_graph.lower import LoweredOp, LoweredRegion, epilogue_name
+from graph_capture.joint_graph.lower import LoweredOp, epilogue_name
 from graph_capture.joint_graph.outline import outline
+from graph_capture.op_costs.costs import OpCost
+from graph_capture.plain_step.loss import LossFootprint
+from graph_capture.step.regions import RegionUse
 from graph_capture.training_graph import (
     LOSS_BACKWARD,
     Buffer,
@@ -34,16 +37,6 @@ SCALAR_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class OpCost:
-    """What one run of an op costs."""
-
-    flops: int
-    bytes_moved: int
-    seconds: float
-    workspace_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class LossMemory:
     """What the user's loss holds outside the model."""
 
@@ -56,27 +49,13 @@ class LossMemory:
     cotangents_held: bool = False
     """Autograd's caller holds the cotangents to the end: they start the backward."""
 
-
-@dataclass(frozen=True)
-class RegionUse:
-    """A lowered region and how its inputs and outputs hang together with the rest of the step."""
-
-    lowered: LoweredRegion
-    cotangents: tuple[bool, ...]
-    parameter_names: Mapping[int, str]
-    """Index of a primal -> name, for those whose gradient the user gets."""
-    linked_inputs: Mapping[int, tuple[int, int]]
-    """Index of a primal -> (region, storage of that region) that it is."""
-    returned: frozenset[int]
-    """Storages of its outputs that the user holds to the end of the step."""
-    released: Mapping[int, int]
-    """Storage of an output -> the last gap in which uncaptured code holds it."""
-    block: str = ""
-    """The submodule that it is the graph of; empty for the whole model."""
-    repeated: bool = False
-    """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
-    early: tuple[int, ...] = ()
-    """See `Region.early`."""
+    @classmethod
+    def of(cls, footprint: LossFootprint) -> LossMemory:
+        """That of a loss outside of the model."""
+        cotangents = sum(gradient.size_bytes for gradient in footprint.outputs)
+        retained = footprint.retained_bytes
+        return cls(retained, footprint.forward_peak_bytes - retained,
+                   max(0, footprint.backward_peak_bytes - retained - cotangents))
 
 
 def assemble(
@@ -129,7 +108,7 @@ class _Assembly:
         if self.uncaptured:
             self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
-                               outline(use.lowered), use.block, use.early)
+                               outline(use.lowered), use.block, use.lowered.hoisted)
                         for number, use in enumerate(self.uses))
         return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
                              str(self.device))
@@ -142,7 +121,7 @@ class _Assembly:
             self._op(number, op)
         if lowered.mutation_sources:
             sources = tuple(self.index[number, s] for s in lowered.mutation_sources)
-            self._moment(epilogue_name(number), Phase.FORWARD, number, sources, ())
+            self._pseudo_op(epilogue_name(number), Phase.FORWARD, number, sources, ())
         return range(start, len(self.ops))
 
     def _loss(self) -> None:
@@ -154,8 +133,8 @@ class _Assembly:
             value = min(SCALAR_BYTES, loss.retained_bytes)
             kept = self._buffer(loss.retained_bytes - value, BufferKind.ACTIVATION)
             scalar = self._buffer(value, BufferKind.ACTIVATION, kept_to_end=True)
-            self._moment("loss/forward#0", Phase.LOSS, -1, (), (kept, scalar),
-                         loss.forward_workspace_bytes)
+            self._pseudo_op("loss/forward#0", Phase.LOSS, -1, (), (kept, scalar),
+                            loss.forward_workspace_bytes)
             reads = (kept,)
             made.append(self._buffer(value, BufferKind.TEMPORARY, kept_to_end=True))
         for number, use in enumerate(self.uses):
@@ -167,8 +146,8 @@ class _Assembly:
                 self.index[number, storage] = self._buffer(
                     size, BufferKind.TEMPORARY, kept_to_end=loss.cotangents_held)
                 made.append(self.index[number, storage])
-        self._moment(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made),
-                     max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
+        self._pseudo_op(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made),
+                        max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
 
     def _gap(self, gap: int, phase: Phase, next_backward: int | None = None) -> None:
         """What uncaptured code makes, and reads for the last time, between two regions.
@@ -198,8 +177,8 @@ class _Assembly:
                     label=storage.parameter if kind is BufferKind.GRADIENT else "")
                 made.append(self.foreign[index])
         if made or last_read or code.workspace_bytes[gap]:
-            self._moment(f"/uncaptured code#{gap}", phase, -1, tuple(dict.fromkeys(last_read)),
-                         tuple(made), code.workspace_bytes[gap])
+            self._pseudo_op(f"/uncaptured code#{gap}", phase, -1, tuple(dict.fromkeys(last_read)),
+                            tuple(made), code.workspace_bytes[gap])
 
     def _foreign_cotangent(self, number: int, position: int) -> int | None:
         """The storage of uncaptured code that is a cotangent of a region."""
@@ -246,8 +225,8 @@ class _Assembly:
         size = self.uses[number].lowered.storages[storage].size_bytes
         total = self._buffer(size, BufferKind.TEMPORARY)
         self.index[number, storage] = total
-        self._moment(f"{number}:/sum of gradients#{position}", Phase.BACKWARD, -1,
-                     tuple(dict.fromkeys(found)), (total,))
+        self._pseudo_op(f"{number}:/sum of gradients#{position}", Phase.BACKWARD, -1,
+                        tuple(dict.fromkeys(found)), (total,))
 
     def _hand_over_gradient(self, number: int, storage: int, primal: int) -> None:
         use = self.uses[number]
@@ -268,8 +247,8 @@ class _Assembly:
             # Autograd copies a gradient whose layout is not the parameter's.
             copied = self._buffer(parameter.numel() * parameter.element_size(),
                                   BufferKind.GRADIENT, kept_to_end=True, label=name)
-            self._moment(f"~/layout of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
-                         (buffer,), (copied,))
+            self._pseudo_op(f"~/layout of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
+                            (buffer,), (copied,))
             return
         kind = self.buffers[buffer].kind
         if kind is BufferKind.TEMPORARY:
@@ -336,7 +315,7 @@ class _Assembly:
             size_bytes, len(self.ops) if producer is None else producer, kind, kept_to_end, label))
         return len(self.buffers) - 1
 
-    def _moment(
+    def _pseudo_op(
         self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
         outputs: tuple[int, ...], workspace_bytes: int = 0,
     ) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx, nn
+from torch._dynamo import lookup_backend as lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException

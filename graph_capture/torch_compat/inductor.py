@@ -225,23 +225,23 @@ def _within(around: Callable[[], AbstractContextManager[object]],
 
 @contextlib.contextmanager
 def _without_vector_code() -> Iterator[None]:
-    """Inside, kernels for CPUs are generated as plain loops.
+    """Inside, kernels for CPUs are generated as scalar loops.
 
-    The plain loops come first in any case, and with them is decided what a kernel allocates and
+    The scalar loops come first in any case, and with them is decided what a kernel allocates and
     reuses.  Only where kernels share their outer loops does the vectorization matter.
     """
     from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode, TilingSelect
 
     generate = CppScheduling.codegen_node
 
-    def plain(scheduling: Any, node: Any) -> None:
+    def scalar_loops(scheduling: Any, node: Any) -> None:
         if isinstance(node, OuterLoopFusedSchedulerNode):
             generate(scheduling, node)
             return
         with mock.patch.object(TilingSelect, "_select_tiling_indices", lambda *args: []):
             generate(scheduling, node)
 
-    with mock.patch.object(CppScheduling, "codegen_node", plain):
+    with mock.patch.object(CppScheduling, "codegen_node", scalar_loops):
         yield
 
 

@@ -13,7 +13,8 @@ require(__name__)
 import torch
 
 # `FakeTensor` and its mode are private by module path only: there is no public way to trace a model
-# without allocating its memory.
+# without allocating its memory.  `TorchDispatchMode` and `is_traceable_wrapper_subclass` are
+# documented, and private by path too.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,6 +25,9 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+)
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 
 from graph_capture.torch_compat.layout import is_dense

@@ -31,6 +31,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.config.suppress_errors",
         "torch._dynamo.exc.BackendCompilerFailed",
         "torch._dynamo.exc.TorchDynamoException",
+        "torch._dynamo.lookup_backend(name)",
         "torch._functorch._aot_autograd.descriptors.GradAOTOutput(grad_of=)",
         "torch._functorch._aot_autograd.descriptors.InputMutationAOTOutput(mutated_input=)",
         "torch._functorch._aot_autograd.descriptors.PlainAOTInput(idx=)",
@@ -45,7 +46,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._ops.OpOverload",
         "torch.fx.graph.CodeGen.gen_fn_def(self, variables, annotation, expanded_def=)",
         "torch.nn.Module._call_impl",
+        "torch.utils._pytree.tree_flatten(tree)",
         "torch.utils._pytree.tree_leaves(tree)",
+        "torch.utils._pytree.tree_map(function, tree)",
+        "torch.utils._pytree.tree_map_only(kind, function, tree)",
+        "torch.utils._pytree.tree_unflatten(leaves, structure)",
     ),
     "inductor": (
         "torch._functorch.config.activation_memory_budget",
@@ -115,6 +120,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch.TorchDispatchMode()",
         "torch.utils._python_dispatch._disable_current_modes()",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack()",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)",
     ),
     "process_memory": (
         "torch._C._profiler._EventType.Allocation",

@@ -1,10 +1,10 @@
 """Plain tensors without memory: for code, and autograd, that treat fake tensors differently.
 
-The model of the world: to the model's Python code and to autograd a hollow tensor is a plain
+The model of the world: to the model's Python code and to autograd a data-less tensor is an ordinary
 `torch.Tensor`; only its storage points to a page of zeros that all of them share, and a dispatch
-mode answers each op with another hollow tensor of the shape that a fake tensor would have.  Small
-integer tensors of the inputs keep their values, and ops on known values run, so that code may look
-at masks and positions as it does in a real step.  (transformers, for one, drops a mask of ones
+mode answers each op with another data-less tensor of the shape that a fake tensor would have.
+Small integer tensors of the inputs keep their values, and ops on known values run, so that code may
+look at masks and positions as it does in a real step.  (transformers, for one, drops a mask of ones
 unless it sees a fake tensor.)
 
 Blind spots: a value that depends on the weights is not known, and asking for it is an error; code
@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
@@ -32,7 +30,9 @@ from graph_capture.torch_compat import (
     FakeTensorMode,
     NoStaticShape,
     OpOverload,
+    TorchDispatchMode,
     fake_tensor,
+    pytree,
     storage_at,
     storage_key,
 )
@@ -51,23 +51,23 @@ class UnknownValue(CaptureError):
     """Code asked for a value that depends on values which a trace without memory lacks."""
 
 
-def hollow_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
+def data_less_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
                 unknown_is_zero: bool = False) -> FakeTwin:
-    """The twin of a twin, with hollow tensors on the CPU in place of the fake ones.
+    """The twin of a twin, with data-less tensors on the CPU in place of the fake ones.
 
     `extra`: further objects that refer to the twin's tensors; the copies come last in the result's
     `extra`.  Integer inputs and buffers have the values of the originals that `twin` was made from,
     as far as those are still alive.  `unknown_is_zero`: code that asks for a value which is not
     known gets 0 instead of an error.
     """
-    copier = HollowCopier({id(fake): original for original, fake in twin.fake_of.items()},
+    copier = DataLessCopier({id(fake): original for original, fake in twin.fake_of.items()},
                           unknown_is_zero=unknown_is_zero)
     return twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
                    twin.device)
 
 
-class HollowMode(TorchDispatchMode):
-    """Runs ops of known values, and answers all others with hollow tensors."""
+class DataLessMode(TorchDispatchMode):
+    """Runs ops of known values, and answers all others with data-less tensors."""
 
     def __init__(self, *, unknown_is_zero: bool = False) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class HollowMode(TorchDispatchMode):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            raise CaptureError(f"cannot trace the higher-order op {func} in plain mode")
+            raise CaptureError(f"cannot trace the higher-order op {func} without data")
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # touches no data
         if func is MAKE_SPARSE or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
-            return run_sparse(func, args, dict(kwargs), self._known, _hollow)
+            return run_sparse(func, args, dict(kwargs), self._known, _without_data)
         known = not self._nothing_is_known and all(
             self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor))
@@ -159,7 +159,7 @@ class HollowMode(TorchDispatchMode):
         key = _signature(func, args, kwargs)
         known = self._results.get(key)
         if known is not None:
-            return pytree.tree_map(_hollow, known)
+            return pytree.tree_map(_without_data, known)
         return self._run_on_fakes(func, args, kwargs, key)
 
     def _run_on_fakes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
@@ -192,7 +192,7 @@ class HollowMode(TorchDispatchMode):
                 return originals[id(leaf)]
             if owner is not None:  # an alias, though the op is no view by its schema
                 return owner.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
-            return _hollow(leaf)
+            return _without_data(leaf)
 
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
         with self._fakes:
@@ -240,26 +240,26 @@ def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return key
 
 
-def _hollow(leaf: Any) -> Any:
-    """A hollow tensor in the place of a fake one, in a storage of its own."""
+def _without_data(leaf: Any) -> Any:
+    """A data-less tensor in the place of a fake one, in a storage of its own."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return hollow_tensor(leaf, hollow_storage(leaf.untyped_storage().nbytes()))
+    return data_less_tensor(leaf, data_less_storage(leaf.untyped_storage().nbytes()))
 
 
-def hollow_storage(size_bytes: int) -> torch.UntypedStorage:
+def data_less_storage(size_bytes: int) -> torch.UntypedStorage:
     """A storage of its own identity whose content is zeros that cost nothing."""
     return storage_at(_ZEROS.address(size_bytes), size_bytes)
 
 
-def hollow_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A plain tensor in `storage` with the layout of `like`."""
+def data_less_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """An ordinary tensor in `storage` with the layout of `like`."""
     return torch.empty(0, dtype=like.dtype).set_(
         storage, like.storage_offset(), like.size(), like.stride())
 
 
-class HollowCopier(TwinCopier):
-    """Deep copies in which each tensor becomes hollow, but for small known values."""
+class DataLessCopier(TwinCopier):
+    """Deep copies in which each tensor becomes data-less, but for small known values."""
 
     def __init__(self, original_of: Mapping[int, torch.Tensor], *,
                  unknown_is_zero: bool = False) -> None:
@@ -267,14 +267,14 @@ class HollowCopier(TwinCopier):
         self._original_of, self._unknown_is_zero = original_of, unknown_is_zero
         super().__init__(torch.device("cpu"))
 
-    def new_mode(self) -> HollowMode:
-        return HollowMode(unknown_is_zero=self._unknown_is_zero)
+    def new_mode(self) -> DataLessMode:
+        return DataLessMode(unknown_is_zero=self._unknown_is_zero)
 
     def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
-        return hollow_storage(size_bytes)
+        return data_less_storage(size_bytes)
 
     def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-        return hollow_tensor(like, storage)
+        return data_less_tensor(like, storage)
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         original = self._original_of.get(id(real), real)

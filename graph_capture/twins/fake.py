@@ -21,8 +21,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graph_capture.errors import CaptureError
@@ -30,8 +28,11 @@ from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     fake_tensor,
+    is_traceable_wrapper_subclass,
     no_subclass_functions,
+    pytree,
     storage_key,
     tensor_clone,
 )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe, Takeover
+from apply.recipe import InplaceReuse, OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe
 from graph_capture.training_graph import Phase, TrainingGraph
 from solvers.problem import Problem, Schedule
 from solvers.simulator import Timeline, unroll
@@ -55,26 +55,26 @@ def decide(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> tuple[
 
 def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[ParameterKey],
                  training: bool, overrides: Sequence[tuple[str, object]],
-                 lean_backward: bool = False) -> Recipe:
+                 low_peak: bool = False) -> Recipe:
     """The applier's view of the schedule that `timeline` unrolls.
 
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
     or after the last op.
     """
     again = _recomputations(graph, timeline.schedule)
-    taken = _takeovers(graph, timeline)
-    # An op without a digest is a moment of the step, not part of the captured graph.
+    taken = _inplace_reuses(graph, timeline)
+    # An op without a digest is a pseudo-op of the step, not part of the captured graph.
     keys = [OpKey(op.name, op.digest, op.result) for op in graph.ops]
     regions = tuple(
         RegionRecipe(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
                      backward=tuple(keys[index] for index in region.backward
                                     if keys[index].digest),
                      cotangents=region.cotangents, recomputations=tuple(again[number]),
-                     takeovers=tuple(taken[number]), outline=region.outline,
-                     block=region.block, early=region.early)
+                     inplace_reuses=tuple(taken[number]), outline=region.outline,
+                     block=region.block, hoisted=region.hoisted)
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=tuple(tensors), regions=regions, training=training,
-                  overrides=tuple(overrides), lean_backward=lean_backward)
+                  overrides=tuple(overrides), low_peak=low_peak)
 
 
 def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
@@ -92,7 +92,7 @@ def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
 
 
 def _keys(graph: TrainingGraph, indices: range) -> tuple[OpKey, ...]:
-    """The captured ops among these; moments that are no op of the model have no digest."""
+    """The captured ops among these; pseudo-ops have no digest."""
     return tuple(OpKey(op.name, op.digest, op.result)
                  for op in (graph.ops[index] for index in indices) if op.digest)
 
@@ -119,14 +119,14 @@ def _recomputations(graph: TrainingGraph, schedule: Schedule) -> list[list[Recom
     return groups
 
 
-def _takeovers(graph: TrainingGraph, timeline: Timeline) -> list[list[Takeover]]:
+def _inplace_reuses(graph: TrainingGraph, timeline: Timeline) -> list[list[InplaceReuse]]:
     """For each region, the runs whose result is written over an operand, as simulated."""
-    groups: list[list[Takeover]] = [[] for _ in graph.regions]
+    groups: list[list[InplaceReuse]] = [[] for _ in graph.regions]
     runs: Counter[int] = Counter()
     for index, storage in zip(timeline.schedule, timeline.inplace_of, strict=True):
         op = graph.ops[index]
         if storage is not None and op.region >= 0:
-            groups[op.region].append(Takeover(op.name, runs[index], op.inplace.index(storage)))
+            groups[op.region].append(InplaceReuse(op.name, runs[index], op.inplace.index(storage)))
         runs[index] += 1
     return groups
 

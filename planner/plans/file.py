@@ -20,7 +20,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from apply.recipe import OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe, Takeover
+from apply.recipe import InplaceReuse, OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe
 from graph_capture.training_graph import CodeMemory, Outline
 from planner.errors import PlanFileError
 from planner.plans.decisions import Decision
@@ -89,7 +89,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "training": plan.recipe.training,
         "inputs": plan.inputs,
         "overrides": dict(plan.recipe.overrides),
-        "lean_backward": plan.recipe.lean_backward,
+        "lean_backward": plan.recipe.low_peak,
         "strict_order": plan.recipe.strict_order,
         "optimizer": None if optimizer is None else {
             "name": optimizer.name,
@@ -126,10 +126,10 @@ def to_dict(plan: Plan) -> dict[str, Any]:
                 "backward": [_op_to_dict(key) for key in region.backward],
                 "recomputations": [{"before": group.before, "ops": list(group.ops)}
                                    for group in region.recomputations],
-                "takeovers": [{"op": taken.op, "run": taken.run, "candidate": taken.candidate}
-                              for taken in region.takeovers],
+                "takeovers": [{"op": reuse.op, "run": reuse.run, "candidate": reuse.candidate}
+                              for reuse in region.inplace_reuses],
                 "outline": _outline_to_dict(region.outline),
-                "early": list(region.early),
+                "early": list(region.hoisted),
                 "code": [{"peak_bytes": code.peak_bytes, "left_bytes": code.left_bytes}
                          for code in region.code],
             }
@@ -159,7 +159,7 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
         training=root.boolean("training"),
         overrides=tuple(root.mapping("overrides").items()),
         backend=root.text("backend"),
-        lean_backward=root.boolean("lean_backward"),
+        low_peak=root.boolean("lean_backward"),
         strict_order=root.boolean("strict_order"),
     )
     plan = Plan(
@@ -204,7 +204,7 @@ def fingerprint(recipe: Recipe) -> str:
         [[key.name, list(key.shape), key.dtype, key.requires_grad] for key in recipe.tensors],
         [[region.block, list(region.cotangents), [[key.name, key.digest] for key in region.forward],
           [[key.name, key.digest] for key in region.backward], _outline_to_dict(region.outline),
-          list(region.early)]
+          list(region.hoisted)]
          for region in recipe.regions],
         recipe.training,
         [list(override) for override in recipe.overrides],
@@ -251,7 +251,7 @@ def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
         cotangents=region.booleans("cotangents"),
         recomputations=tuple(Recomputation(before=row.text("before"), ops=row.texts("ops"))
                              for row in region.objects("recomputations")),
-        takeovers=tuple(Takeover(op=row.text("op"), run=row.integer("run"),
+        inplace_reuses=tuple(InplaceReuse(op=row.text("op"), run=row.integer("run"),
                                  candidate=row.integer("candidate"))
                         for row in region.objects("takeovers")),
         outline=None if outline is None else Outline(
@@ -260,7 +260,7 @@ def _region(region: Reader, decisions: list[Decision]) -> RegionRecipe:
             input_bytes=outline.integers("input_bytes"),
             input_layout=outline.text("input_layout")),
         block=region.text("block"),
-        early=region.integers("early"),
+        hoisted=region.integers("early"),
         code=tuple(CodeMemory(row.integer("peak_bytes"), row.integer("left_bytes"))
                    for row in region.objects("code")),
     )

@@ -22,7 +22,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.arguments.inputs import split_inputs
-from planner.errors import CaptureError
 from planner.step.categories import ByCategory
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graph_capture.data_parallel.rank_step import ParallelStep
-    from graph_capture.optimizer.step import OptimizerFootprint
+    from graph_capture.training_graph import OptimizerMemory
     from graph_capture.twins.fake import FakeTwin
     from planner.ranks.layout import RankLayout
 
@@ -163,12 +162,7 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     args, kwargs = split_inputs(model, inputs)
-    from graph_capture.errors import CaptureError as Refusal
-
-    try:
-        return _trace(model, args, kwargs, parallel, loss_fn, optimizer, device, probe)
-    except Refusal as refusal:
-        raise CaptureError(str(refusal)) from refusal
+    return _trace(model, args, kwargs, parallel, loss_fn, optimizer, device, probe)
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -198,7 +192,7 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _account(twin: FakeTwin, parallel: DataParallel, layout: RankLayout, step: ParallelStep,
-             footprint: OptimizerFootprint | None, notes: tuple[str, ...]) -> RankMemory:
+             footprint: OptimizerMemory | None, notes: tuple[str, ...]) -> RankMemory:
     resident = {
         "parameters": layout.parameters_bytes,
         "buffers": twin.resident.buffers_bytes,

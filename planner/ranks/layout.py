@@ -16,7 +16,8 @@ from graph_capture.data_parallel.fully_sharded import make_units, padded_shard_b
 from graph_capture.data_parallel.rank_step import IntoBuckets, Sharded, Wrapper
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.optimizer.named import instances
-from graph_capture.optimizer.step import OptimizerFootprint, trace_optimizer
+from graph_capture.optimizer.step import trace_optimizer
+from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.fake import FakeTwin, make_twin
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class RankLayout(Protocol):
     def wrapper(self) -> Wrapper:
         """What runs along with the traced step."""
 
-    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerFootprint:
+    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerMemory:
         """What the optimizer of `model` takes on the rank that holds most of its state."""
 
 
@@ -62,7 +63,7 @@ class Replicated:
     def wrapper(self) -> Wrapper:
         return IntoBuckets() if self._parallel.gradient_as_bucket_view else Wrapper()
 
-    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerFootprint:
+    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerMemory:
         if self._parallel.kind == "ddp":
             return trace_optimizer(optimizer, self._twin)
         parts = partition([p for p in model.parameters() if p.requires_grad],
@@ -91,7 +92,7 @@ class FullyShardedLayout:
     def wrapper(self) -> Wrapper:
         return Sharded(self._names, self._parallel.ranks, reshard_after_forward=self._reshard)
 
-    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerFootprint:
+    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerMemory:
         ranks = self._parallel.ranks
         shards = {p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
                   for p in model.parameters() if p.requires_grad}
@@ -168,7 +169,7 @@ class _StandIn(nn.Module):
 
 
 def _trace_on(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object,
-              device: torch.device) -> OptimizerFootprint:
+              device: torch.device) -> OptimizerMemory:
     """The footprint of the optimizer on parts of its parameters."""
     stand_in = _StandIn(shapes)
     if (given := instances(optimizer)) is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import PlanMismatch
 from planner.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -48,8 +47,7 @@ def apply(model: nn.Module, plan: Plan, *,
                         f"planner.Plan, got {type(replan).__name__}")
     from apply.runtime import apply_recipe
 
-    return apply_recipe(model, plan.recipe, mismatch=PlanMismatch,
-                        replan=None if replan is None else _recipes(replan))
+    return apply_recipe(model, plan.recipe, replan=None if replan is None else _recipes(replan))
 
 
 def _recipes(

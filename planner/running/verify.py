@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from graph_capture.torch_compat import pytree
 from planner.arguments.inputs import split_inputs
-from planner.errors import CaptureError, PlanMismatch
+from planner.errors import PlanMismatch
 from planner.plans.plan import Plan
 from planner.running.applying import apply
 
@@ -101,7 +102,6 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     Raises `PlanMismatch` where the plan was made for another graph, `CaptureError` where nothing
     can be differentiated, and `ValueError` for a model without values (on `meta`).
     """
-    from graph_capture.errors import CaptureError as Refusal
     from graph_capture.memory.allocator import record_peak
     from graph_capture.plain_step.loss import objective
 
@@ -115,10 +115,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
 
     def step(module: nn.Module) -> tuple[torch.Tensor, ...]:
         output = module(*args, **kwargs)  # held to the end of the step, as a training loop does
-        try:
-            goal = objective(output, loss_fn)
-        except Refusal as refusal:
-            raise CaptureError(str(refusal)) from refusal
+        goal = objective(output, loss_fn)
         goal.backward()
         return goal.roots
 
@@ -181,7 +178,6 @@ def _state_kept(model: nn.Module, args: tuple[Any, ...],
     """Yields a function that starts over: no gradients, the buffers and random state of now.  At
     the end the gradients of now are back too."""
     import torch
-    from torch.utils import _pytree as pytree
 
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs))
               if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

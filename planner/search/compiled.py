@@ -141,9 +141,9 @@ class _Search:
         recipe = build_recipe(
             self.graph, unroll(self.problem, schedule), tensors=self.prepared.tensors,
             training=self.prepared.training, overrides=self.prepared.overrides,
-            lean_backward=self.prepared.is_lean)
+            low_peak=self.prepared.is_lean)
         recipe = replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
-            replace(region, takeovers=()) for region in recipe.regions))
+            replace(region, inplace_reuses=()) for region in recipe.regions))
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
         return _Candidate(schedule, recipe, self.account.trace(recipe),

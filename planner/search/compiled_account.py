@@ -14,7 +14,7 @@ from apply.recipe import Recipe
 if TYPE_CHECKING:
     from apply.blocks import SharedCode
     from apply.inductor import InductorBackend
-    from graph_capture.inductor.captured_graphs import GraphCode
+    from graph_capture.dynamo.captured_graphs import GraphCode
     from graph_capture.inductor.compiled_step import CompiledStep, CompiledTracer
     from graph_capture.training_graph import SavingCosts
 
@@ -85,7 +85,7 @@ class CompiledAccount:
 
     def _new_code(self, recipe: Recipe, shared: SharedCode) -> _Generated:
         from apply.inductor import InductorBackend
-        from graph_capture.inductor.captured_graphs import GraphCode
+        from graph_capture.dynamo.captured_graphs import GraphCode
 
         if self._backend is None:
             self._backend = InductorBackend(self.tracer.twin.model, recipe)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from graph_capture.training_graph import StepForm, TrainingGraph
+from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_recipe, decide
 from planner.plans.plan import Plan
@@ -19,7 +19,6 @@ from planner.plans.version import created_with
 from planner.progress import Progress
 from planner.search.forms import Refused, cheapest, solve_variant
 from planner.step.accounting import (
-    OptimizerMemory,
     account,
     describe_bottleneck,
     optimizer_step_bytes,
@@ -73,7 +72,7 @@ class PreparedStep:
 
     def variant_of(self, recipe: Recipe) -> PreparedStep:
         """The variant that a plan with this recipe is of."""
-        return self.lean if recipe.lean_backward and self.lean is not None else self
+        return self.lean if recipe.low_peak and self.lean is not None else self
 
     @property
     def plain_seconds(self) -> float:
@@ -117,12 +116,10 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     inputs, in JSON values.  With `accumulation`, any micro-step but the first is planned: the
     gradients of those before are resident.
     """
-    graph, problem, compiled = _ready(step, step.plain, accumulation)
-    baseline_bytes, footprint = step.baseline.peak_bytes, step.optimizer
+    graph, problem, compiled = _ready(step, step.forms[0], accumulation)
+    baseline_bytes, optimizer = step.baseline.peak_bytes, step.optimizer
     if accumulation > 1:
         baseline_bytes = max(baseline_bytes - graph.gradient_bytes, step.later.peak_bytes)
-    optimizer = None if footprint is None else OptimizerMemory(
-        footprint.name, footprint.state_bytes, footprint.step_peak_bytes)
     baseline = resident_bytes(graph, optimizer) + baseline_bytes
     prepared = PreparedStep(
         graph=graph, problem=problem, optimizer=optimizer,
@@ -130,9 +127,10 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         tensors=tuple(tensors), inputs=as_json(inputs), training=step.training,
         overrides=tuple((name, as_json(value)) for name, value in step.overrides),
         backend=backend, cost_model=cost_model, compiled=compiled)
-    if step.lean is None:
-        return prepared
-    return replace(prepared, lean=_lean_variant(prepared, *_ready(step, step.lean, accumulation)))
+    for form in step.forms[1:]:
+        low_peak = _lean_variant(prepared, *_ready(step, form, accumulation))
+        prepared = replace(prepared, lean=low_peak)
+    return prepared
 
 
 def _ready(step: CapturedStep, form: StepForm, accumulation: int
@@ -283,7 +281,7 @@ def make_plan(prepared: PreparedStep, budget_bytes: int | None, result: Result) 
         decisions=decisions,
         recipe=build_recipe(graph, timeline, tensors=prepared.tensors,
                             training=prepared.training, overrides=prepared.overrides,
-                            lean_backward=prepared.is_lean),
+                            low_peak=prepared.is_lean),
         inputs=prepared.inputs,
         notes=graph.notes,
         created_with=created_with(),

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from graph_capture.training_graph import BufferKind, TrainingGraph
+from graph_capture.training_graph import BufferKind, OptimizerMemory, TrainingGraph
 from planner.step.categories import ByCategory
 from planner.units import format_bytes
 from solvers.simulator import Timeline
@@ -46,16 +46,6 @@ class MemoryByCategory(ByCategory):
 
 CATEGORIES = tuple(field.name for field in fields(MemoryByCategory))
 """The categories of memory, in the order in which reports list them."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerMemory:
-    """What the optimizer holds between steps, and allocates during its own."""
-
-    name: str
-    state_bytes: int
-    step_peak_bytes: int
-    """Temporaries of the step, above the gradients and the state."""
 
 
 @dataclass(frozen=True, slots=True)

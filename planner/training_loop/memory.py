@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planner.api import check_accumulation
 from planner.arguments.inputs import split_inputs
-from planner.errors import CaptureError, PlanMismatch
+from planner.errors import PlanMismatch
 from planner.progress import Progress, watched
 from planner.training_loop.account import account_of, floor_of
 from planner.training_loop.report import MemoryReport
@@ -75,7 +75,6 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError("loss_fn must be a function of the model's output, "
                         f"got {type(loss_fn).__name__}")
-    from graph_capture.errors import CaptureError as Refusal
     from graph_capture.optimizer.named import optimizer_name
     from graph_capture.optimizer.step import OptimizerSettings
     from graph_capture.plain_step.loop import PlainLoop
@@ -89,18 +88,15 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     settings = OptimizerSettings(grad_clip=grad_clip, grad_scaler=grad_scaler,
                                  set_to_none=set_to_none)
     with watched(progress) as report:
-        try:
-            report("tracing the plain step")
-            plain = PlainLoop(model, args, kwargs, loss_fn=loss_fn, device=device, probe=probe,
-                              autocast=dtype, grad_scaler=grad_scaler)
-            plain.micro_step()
-            micro_steps: MicroSteps = plain.micro_step
-            if plan is not None:
-                report("capturing the step that the plan is for")
-                micro_steps = _planned(model, inputs, plan, plain, loss_fn, dtype)
-            return _report(plain, micro_steps, optimizer, settings, loop, plan, report)
-        except Refusal as refusal:
-            raise CaptureError(str(refusal)) from refusal
+        report("tracing the plain step")
+        plain = PlainLoop(model, args, kwargs, loss_fn=loss_fn, device=device, probe=probe,
+                          autocast=dtype, grad_scaler=grad_scaler)
+        plain.micro_step()
+        micro_steps: MicroSteps = plain.micro_step
+        if plan is not None:
+            report("capturing the step that the plan is for")
+            micro_steps = _planned(model, inputs, plan, plain, loss_fn, dtype)
+        return _report(plain, micro_steps, optimizer, settings, loop, plan, report)
 
 
 def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
@@ -170,7 +166,7 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
         raise PlanMismatch(f"the plan recomputes {missing.args[0]!r}, which this step does not "
                            "have; plan this model anew") from None
     made = build_recipe(graph, timeline, tensors=prepared.tensors, training=prepared.training,
-                        overrides=prepared.overrides, lean_backward=prepared.is_lean)
+                        overrides=prepared.overrides, low_peak=prepared.is_lean)
     if made != plan.recipe:
         raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
                            "autocast; plan this model with these inputs anew")

@@ -13,11 +13,11 @@ import torch
 from torch import fx, nn
 
 from apply.layouts import lay_out_weights
-from apply.realized import store_what_waits
+from apply.realized import realize_across_library_calls
 from apply.recipe import Recomputation
 from apply.rewrite import rewrite
 from graph_capture.inductor.fused_costs import Fusion, fusion_of
-from graph_capture.joint_graph.realized_copy import EARLY_COPY
+from graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from graph_capture.torch_compat.inductor import is_stored
 from planner.api import capture
 from planner.plans.file import dumps, loads
@@ -51,7 +51,7 @@ def graph_of(build) -> fx.Graph:
 
 
 def stored(graph: fx.Graph) -> list[str]:
-    store_what_waits(graph)
+    realize_across_library_calls(graph)
     return [node.name for node in graph.nodes if is_stored(node)]
 
 
@@ -155,14 +155,15 @@ def prepared():
 
 def test_the_copy_is_a_buffer_and_costs_time(prepared):
     lean = prepared.lean
-    copies = [op for op in lean.graph.ops if op.target == "checkpoint_planner.early_copy.default"]
+    copies = [op for op in lean.graph.ops
+              if op.target == "checkpoint_planner.realized_copy.default"]
     assert copies
     assert all(op.seconds > 0 for op in copies)
     assert all(lean.graph.buffers[op.outputs[0]].size_bytes > 0 for op in copies)
     assert 0 < lean.copy_seconds <= sum(op.seconds for op in copies) * 1.01
     part = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)[:, :2]
-    assert torch.equal(EARLY_COPY(part), part)
-    assert EARLY_COPY(part).untyped_storage().nbytes() == part.numel() * part.element_size()
+    assert torch.equal(REALIZED_COPY(part), part)
+    assert REALIZED_COPY(part).untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
 def test_pools_belong_to_generated_kernels(prepared):
@@ -179,7 +180,7 @@ def test_pools_belong_to_generated_kernels(prepared):
 def test_the_smallest_lean_step_takes_what_was_predicted_with_the_same_gradients(prepared):
     case = small()
     plan = smallest_plan(prepared.lean, Effort(time_limit=4.0))
-    assert plan.recipe.lean_backward
+    assert plan.recipe.low_peak
     assert plan.recipe.strict_order
     assert any("copied" in note for note in plan.notes)
     again = loads(dumps(plan))

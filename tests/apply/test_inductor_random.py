@@ -76,7 +76,7 @@ def compiled(case, keep):
         graph, unroll(step.problem, schedule_saving(graph, step.problem, saved)),
         tensors=step.tensors, training=step.training, overrides=step.overrides)
     recipe = replace(recipe, backend="inductor", regions=tuple(
-        replace(region, takeovers=()) for region in recipe.regions))
+        replace(region, inplace_reuses=()) for region in recipe.regions))
     again = {name for region in recipe.regions for r in region.recomputations for name in r.ops}
     random = {op.name for op in graph.ops if op.replay_state_bytes}
     peak = step.compiled.trace(recipe).peak_bytes

@@ -10,7 +10,7 @@ from torch import nn
 
 import planner
 from graph_capture.memory.allocator import record_stages
-from graph_capture.optimizer.trajectory import Course, needs_closure
+from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
 from tests.support.loops import IDS, Network, check, loss_fn
 
 STEPS = 4
@@ -85,10 +85,10 @@ def test_a_plan_holds_what_lbfgs_holds_while_it_evaluates():
 def test_the_course_fills_the_history_and_never_ends_early():
     """By default 20 iterations to a step, 100 pairs of the history: after six steps it is full."""
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(()))])
-    course = Course(optimizer)
+    trajectory = OptimizerTrajectory(optimizer)
     for _ in range(7):
-        assert course.step()
-    assert course.evaluations == 7 * 20 and not optimizer.state
+        assert trajectory.step()
+    assert trajectory.evaluations == 7 * 20 and not optimizer.state
     assert needs_closure(optimizer) and not needs_closure(torch.optim.SGD([torch.zeros(1)]))
 
 

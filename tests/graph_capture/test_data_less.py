@@ -1,4 +1,4 @@
-"""Hollow tensors: plain to all who ask, without memory, with the values that are known."""
+"""Data-less tensors: plain to all who ask, without memory, with the values that are known."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from graph_capture.torch_compat import storage_key
 from graph_capture.twins.data_less import (
-    HollowMode,
+    DataLessMode,
     UnknownValue,
-    hollow_storage,
-    hollow_tensor,
-    hollow_twin,
+    data_less_storage,
+    data_less_tensor,
+    data_less_twin,
 )
 from graph_capture.twins.fake import make_twin
 
@@ -36,7 +36,7 @@ class Inspecting(nn.Module):
 
 
 def twin_of(model: nn.Module, *args: object) -> object:
-    return hollow_twin(make_twin(model, args))
+    return data_less_twin(make_twin(model, args))
 
 
 def test_code_sees_plain_tensors_and_the_values_of_integers():
@@ -71,7 +71,7 @@ def test_what_is_overwritten_by_an_unknown_value_is_no_longer_known():
 
 
 def test_code_that_writes_behind_the_dispatchers_back_leaves_no_known_values():
-    mode = HollowMode()
+    mode = DataLessMode()
     with mode:
         with mode.without_values():
             written, taken = torch.zeros(3), torch.ones(3)
@@ -105,12 +105,12 @@ def test_aliases_stay_aliases():
 
 def test_random_ops_leave_the_random_state_alone():
     state = torch.get_rng_state()
-    with HollowMode():
+    with DataLessMode():
         torch.nn.functional.dropout(torch.rand(100), 0.5)
         torch.randint(0, 10, (5,))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_reading_behind_the_dispatchers_back_yields_zeros():
-    tensor = hollow_tensor(torch.empty(2, 3, device="meta"), hollow_storage(24))
+    tensor = data_less_tensor(torch.empty(2, 3, device="meta"), data_less_storage(24))
     assert tensor.numpy().tolist() == [[0.0] * 3] * 2

@@ -64,7 +64,7 @@ def test_peak_and_end_equal_the_real_step(name: str, probe: OpProbe):
     case = build(name)
     step, real = trace(case, probe), measure(case)
     tolerance = 0.02 if name in models.CONVOLUTIONAL else 0.001
-    assert step.plain
+    assert step.data_less
     assert step.peak_bytes == pytest.approx(real.peak_bytes, rel=tolerance)
     assert step.end_bytes == pytest.approx(real.end_bytes, abs=256)
     assert sum(step.by_category.values()) == step.peak_bytes >= step.forward_peak_bytes
@@ -77,9 +77,9 @@ def test_fake_tensors_give_the_same_where_code_does_not_ask(name, probe, monkeyp
     """The way taken where plain tensors cannot be: gradients are summed as for plain ones."""
     case = build(name)
     plain = trace(case, probe)
-    monkeypatch.setattr(micro_step, "hollow_twin", None)
+    monkeypatch.setattr(micro_step, "data_less_twin", None)
     fake = trace(case, probe)
-    assert not fake.plain
+    assert not fake.data_less
     assert dataclasses.replace(fake, plain=True) == plain
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.joint_graph.low_peak_backward import late_parts, make_lean
+from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner.search.forms import Refused
 from planner.search.planning import Effort, cheapest, make_plan, plan_within, schedule_within
 from solvers.errors import InfeasibleBudget
@@ -111,7 +111,7 @@ def test_poolings_read_a_gradient_for_the_shape_of_their_input():
     model = unet().model
     joint = joint_graph(model, torch.rand(2, 3, 32, 32), loss_fn=torch.sum)
     pool = torch.ops.aten.max_pool2d_with_indices_backward.default
-    make_lean(joint)
+    lower_backward_peak(joint)
     inputs = [node.args[1] for node in joint.graph.find_nodes(op="call_function", target=pool)]
     assert len(inputs) == 2
     assert {node.target for node in inputs} == {torch.ops.aten.clone.default}
@@ -129,7 +129,7 @@ def test_the_lean_step_fits_where_the_other_cannot(tmp_path):
     path = tmp_path / "plan.json"
     plan_within(step, budget, Effort(time_limit=4.0)).save(path)
     plan = planner.load(path)
-    assert plan.recipe.lean_backward
+    assert plan.recipe.low_peak
     assert any("copied" in note for note in plan.notes)
     model = plan.apply(case.model)
     assert measured_peak(model, case) == plan.peak_bytes - step.resident_bytes
@@ -185,7 +185,7 @@ def test_the_frontier_has_plans_of_both_variants():
     case = channels_last(unet(batch=4, width=16))
     curve = planner.frontier(case.model, case.inputs, loss_fn=case.loss_fn, points=5,
                              time_limit=2.0)
-    assert {plan.recipe.lean_backward for plan in curve} == {True, False}
+    assert {plan.recipe.low_peak for plan in curve} == {True, False}
     plans = list(curve)
     assert [plan.overhead for plan in plans] == sorted(plan.overhead for plan in plans)
     assert all(plan.overhead_bound <= plan.overhead for plan in plans)
@@ -197,7 +197,7 @@ def test_a_lean_plan_serves_smaller_images():
     step = captured(case)
     budget = step.resident_bytes + working_set_floor(step.problem)
     plan = plan_within(step, budget - 1, Effort(time_limit=3.0))
-    assert plan.recipe.lean_backward
+    assert plan.recipe.low_peak
     model = plan.apply(case.model)
     other = channels_last(unet(batch=2, width=16, image=32))
     smaller = Case(case.model, other.args, other.loss_fn)

@@ -11,7 +11,8 @@ from torch import nn
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import AllocationRecord, record_peak_of_op
 from graph_capture.optimizer.named import OPTIMIZERS
-from graph_capture.optimizer.step import OptimizerFootprint, trace_optimizer
+from graph_capture.optimizer.step import trace_optimizer
+from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.fake import make_twin
 
 
@@ -161,7 +162,7 @@ def test_on_a_gpu_all_parameters_are_updated_at_once():
 
 def test_nothing_and_nonsense():
     twin = make_twin(network())
-    assert trace_optimizer(None, twin) == OptimizerFootprint("none", 0, 0)
+    assert trace_optimizer(None, twin) == OptimizerMemory("none", 0, 0)
     assert trace_optimizer("adam", make_twin(network().requires_grad_(False))).state_bytes == 0
     with pytest.raises(ValueError, match="unknown optimizer 'adamv'; expected one of adadelta"):
         trace_optimizer("adamv", twin)

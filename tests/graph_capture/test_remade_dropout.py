@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from graph_capture.inductor.remade_dropout import remake_dropout
 from graph_capture.joint_graph.lower import last_forward_node, lower
+from graph_capture.joint_graph.remade_dropout import remake_dropout
 from tests.support.regions import joint_graph
 
 DROPOUT = torch.ops.aten.native_dropout.default

@@ -101,3 +101,12 @@ def test_errors_share_one_base():
                  planner.PlanFileError):
         assert issubclass(kind, planner.PlannerError)
     assert issubclass(planner.PlanFileError, ValueError)
+
+
+def test_what_lower_rooms_raise_is_what_users_catch():
+    from apply.errors import PlanMismatch
+    from graph_capture.errors import CaptureError
+
+    assert planner.CaptureError is CaptureError and planner.PlanMismatch is PlanMismatch
+    for error in (CaptureError("why"), PlanMismatch("why")):
+        assert repr(pickle.loads(pickle.dumps(error))) == repr(error)

@@ -65,8 +65,8 @@ def test_the_recipe_takes_over_what_the_simulator_says(step, data):
     graph, problem = step.graph, lower(step.graph)
     timeline = unroll(problem, legal_schedule(data, problem))
     recipe = build_recipe(graph, timeline, tensors=(), training=True, overrides=())
-    said = {(taken.op, taken.run): taken.candidate
-            for region in recipe.regions for taken in region.takeovers}
+    said = {(reuse.op, reuse.run): reuse.candidate
+            for region in recipe.regions for reuse in region.inplace_reuses}
     runs = Counter()
     for index, storage in zip(timeline.schedule, timeline.inplace_of, strict=True):
         op = graph.ops[index]

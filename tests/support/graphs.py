@@ -83,8 +83,8 @@ class GraphBuilder:
            pinned: str = "", replay_state_bytes: int = 0, kept: bool = False, label: str = "",
            kind: BufferKind | None = None, inplace: tuple[int, ...] = (),
            captured: bool = True) -> tuple[int, ...]:
-        """The new op's outputs, one for each of `sizes` (bytes).  What was not captured is a moment
-        of the step that is no op of the model."""
+        """The new op's outputs, one for each of `sizes` (bytes).  What was not captured is a
+        pseudo-op."""
         index = len(self.ops)
         outputs = tuple(range(len(self.buffers), len(self.buffers) + len(sizes)))
         if kind is None:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from graph_capture.dynamo.record import Recording, record_step
-from graph_capture.joint_graph.input_names import region_input_names
 from graph_capture.joint_graph.joint import JointGraph, clean_joint_graph
 from graph_capture.joint_graph.lower import LoweredRegion, lower
 from graph_capture.plain_step.loss import objective
@@ -43,4 +42,4 @@ def lowered(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None =
             ) -> LoweredRegion:
     """The lowered region of a model with one."""
     joint = joint_graph(model, *args, loss_fn=loss_fn)
-    return lower(joint, region_input_names([None] * len(joint.primals)))
+    return lower(joint, [f"input:{index}" for index in range(len(joint.primals))])

@@ -142,7 +142,7 @@ def apply_schedule(
     """The model that runs `schedule`, and what the simulator says of it."""
     timeline = unroll(step.problem, schedule)
     recipe = build_recipe(step.graph, timeline, tensors=step.tensors, training=step.training,
-                          overrides=step.overrides, lean_backward=step.is_lean)
+                          overrides=step.overrides, low_peak=step.is_lean)
     return apply_recipe(case.model, recipe), timeline
 
 

@@ -1,0 +1,80 @@
+"""Ops at the end of a joint graph, or in its backward, that belong to the forward.
+
+Inductor's partitioner is a minimum cut between what the forward has and what the backward needs,
+and what it saves may be computed by an op that stands in the backward, though no gradient flows
+into it (the inverse deviation over the width, in the backward of a normalization).  Such ops are
+hoisted into the forward, so that their results can be saved.  Which ones depends on sizes; a plan
+that is to serve several sizes keeps the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from graph_capture.joint_graph.joint import JointGraph
+from graph_capture.joint_graph.lower import last_forward_node
+from graph_capture.joint_graph.walks import ancestors, descendants
+
+
+def saved_by_default(joint: JointGraph) -> frozenset[str]:
+    """Names of the nodes that Inductor's own partitioner saves for the backward."""
+    from graph_capture.torch_compat.inductor import default_saved_names
+
+    return frozenset(default_saved_names(joint.copy(), len(joint.forward_outputs)))
+
+
+def ops_to_hoist(joint: JointGraph, saved: frozenset[str]) -> tuple[int, ...]:
+    """The ops that make `saved`, and what they need, where they stand in the backward: their
+    positions in the graph."""
+    last = last_forward_node(joint)
+    if last is None:
+        return ()
+    order = {node: position for position, node in enumerate(joint.graph.nodes)}
+    late = descendants((last, *joint.cotangents))
+    movable = {node for node in joint.graph.nodes if node.op not in ("placeholder", "output")
+               and node not in late and order[node] > order[last]}
+    chosen = ancestors((node for node in movable if node.name in saved), movable.__contains__)
+    return tuple(sorted(map(order.__getitem__, chosen)))
+
+
+def hoist(joint: JointGraph, positions: Sequence[int]) -> None:
+    """Move the ops at these positions of the graph to the end of the forward, as far as what they
+    read is there: of another graph than the positions are for, anything may stand at them."""
+    last = last_forward_node(joint)
+    if last is None:
+        return
+    nodes = list(joint.graph.nodes)
+    there = {*nodes[:nodes.index(last)], *joint.primals}
+    for position in positions:
+        if position < len(nodes) and there.issuperset(nodes[position].all_input_nodes):
+            last.prepend(nodes[position])
+            there.add(nodes[position])
+
+
+def hoist_updates(joint: JointGraph) -> None:
+    """Move updates of inputs (BatchNorm's running statistics) from the end of the graph, where they
+    stand, to the end of the forward, with what they are computed by.
+
+    Only where nothing else reads the old value: a recomputation would read the new one.
+    """
+    last = last_forward_node(joint)
+    if last is None:
+        return
+    order = {node: position for position, node in enumerate(joint.graph.nodes)}
+    late = descendants((last, *joint.cotangents))
+    for update in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        if (order[update] > order[last] and update not in late
+                and update.args[0] in joint.primals and _is_only_updated(update)):
+            for node in sorted(ancestors((update,), lambda node: node.op != "placeholder"),
+                               key=order.__getitem__):
+                if order[node] > order[last]:
+                    last.prepend(node)
+
+
+def _is_only_updated(update: fx.Node) -> bool:
+    """Whether all that is computed from an input goes into its update."""
+    others = descendants(update.args[0].users, lambda node: node is not update)
+    return all(node.op != "output" and node.users for node in others)

@@ -1,0 +1,73 @@
+"""The one way from a captured joint graph to the region that is planned, and executed by a plan.
+
+A plan names ops by what the rewriting makes of them: what capture plans and what a backend runs
+must be rewritten by the same steps in the same order.  These are called from here alone: clean,
+copy late parts of gradients (low-peak form), move what the forward can have into it and remake
+dropouts (where Inductor compiles), hoist, lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from graph_capture.joint_graph.hoisting import hoist, hoist_updates, ops_to_hoist, saved_by_default
+from graph_capture.joint_graph.joint import clean_joint_graph
+from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
+from graph_capture.joint_graph.lower import LoweredRegion, lower
+from graph_capture.joint_graph.remade_dropout import remake_dropout
+
+
+@dataclass(frozen=True, slots=True)
+class JointForm:
+    """Which of its forms a joint graph is brought into."""
+
+    compiled: bool = False
+    """For Inductor to compile; otherwise it runs op by op."""
+    low_peak: bool = False
+    """The backward holds less at the price of copies, see `low_peak_backward`."""
+
+
+def lower_joint_graph(
+    module: fx.GraphModule, num_forward_outputs: int, form: JointForm, *,
+    cotangents: Sequence[bool], input_names: Sequence[str | None],
+    hoisted: tuple[int, ...] | None = None, region: int = 0, block: str = "",
+) -> LoweredRegion:
+    """The region, the step's `region`-th, of a joint graph in one form; `module` is not changed.
+
+    `cotangents`: which differentiable outputs receive a gradient; `input_names`: those of the
+    parameters and buffers among the inputs, `None` for any other.  `hoisted`: the ops that a plan
+    for Inductor has moved to the forward; `None` chooses them.  `block`: the submodule whose graph
+    it is, empty for the whole model.
+    """
+    joint = clean_joint_graph(module, num_forward_outputs, cotangents)
+    if form.low_peak:
+        lower_backward_peak(joint, compiled=form.compiled)
+    saved: frozenset[str] = frozenset()
+    if form.compiled:
+        hoist_updates(joint)
+        remake_dropout(joint)
+        if hoisted is None:
+            saved = saved_by_default(joint)
+            hoisted = ops_to_hoist(joint, saved)
+        hoist(joint, hoisted)
+    lowered = lower(joint, _stable_names(input_names), region, block)
+    return replace(lowered, hoisted=hoisted or (), saved_by_default=saved)
+
+
+def has_low_peak_form(region: LoweredRegion) -> bool:
+    """Whether there is anything to copy in a region's backward."""
+    return bool(late_parts(region.joint))
+
+
+def _stable_names(known: Sequence[str | None]) -> list[str]:
+    """Parameters and buffers by their qualified name, other inputs (`None`) numbered in order."""
+    found, others = [], 0
+    for name in known:
+        if name is None:
+            name = f"input:{others}"
+            others += 1
+        found.append(name)
+    return found

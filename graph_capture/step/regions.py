@@ -1,0 +1,97 @@
+"""What one recorded step made of each captured region: its ops, and how its inputs and outputs hang
+together with the model, the batch and the other regions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from graph_capture.dynamo.record import Recording, RegionCall
+from graph_capture.joint_graph.joint import count_cotangents
+from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
+from graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
+from graph_capture.plain_step.loss import output_tensors
+from graph_capture.torch_compat import storage_key
+from graph_capture.twins.fake import FakeTwin
+
+
+@dataclass(frozen=True)
+class RegionUse:
+    """A lowered region and how its inputs and outputs hang together with the rest of the step."""
+
+    lowered: LoweredRegion
+    cotangents: tuple[bool, ...]
+    parameter_names: Mapping[int, str]
+    """Index of a primal -> name, for those whose gradient the user gets."""
+    linked_inputs: Mapping[int, tuple[int, int]]
+    """Index of a primal -> (region, storage of that region) that it is."""
+    returned: frozenset[int]
+    """Storages of its outputs that the user holds to the end of the step."""
+    released: Mapping[int, int]
+    """Storage of an output -> the last gap in which uncaptured code holds it."""
+    block: str = ""
+    """The submodule that it is the graph of; empty for the whole model."""
+    repeated: bool = False
+    """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
+
+
+def region_uses(twin: FakeTwin, recording: Recording, output: object, form: JointForm
+                ) -> list[RegionUse]:
+    """The regions of a recorded step of the twin in one form; `output`: what the model returned."""
+    recording.check_any()
+    trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
+    names = trainable | {id(tensor): name for name, tensor in twin.model.named_buffers()}
+    held = {storage_key(tensor) for tensor in output_tensors(output)}
+    runs_by_code = count_runs(recording)
+    made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
+    runs: Counter[int] = Counter()
+    uses: list[RegionUse] = []
+    for number, call in enumerate(recording.calls):
+        cotangents = _cotangents(call, runs[id(call.region)])
+        runs[id(call.region)] += 1
+        lowered = lower_joint_graph(
+            call.region.joint, call.region.num_forward_outputs, form, cotangents=cotangents,
+            input_names=[names.get(id(tensor)) for tensor in call.inputs], region=number,
+            block=call.module)
+        linked = {
+            index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}
+        returned: set[int] = set()
+        released: dict[int, int] = {}
+        outputs = [node for position, node in enumerate(lowered.joint.forward_outputs)
+                   if position not in lowered.joint.mutations]
+        for position, (node, tensor) in enumerate(zip(outputs, call.outputs, strict=False)):
+            storage = None if node is None else lowered.storage_of.get(node)
+            if storage is None or storage == RESIDENT or not isinstance(tensor, torch.Tensor):
+                continue
+            made[storage_key(tensor)] = (number, storage)
+            last = None if recording.uncaptured is None else (
+                recording.uncaptured.outputs_released.get((number, position)))
+            if storage_key(tensor) in held:
+                returned.add(storage)
+            elif last is not None:
+                released[storage] = max(last, released.get(storage, 0))
+        uses.append(RegionUse(
+            lowered=lowered, cotangents=cotangents,
+            parameter_names={index: trainable.get(id(tensor), f"input {index}")
+                             for index, tensor in enumerate(call.inputs)},
+            linked_inputs=linked, returned=frozenset(returned), released=released,
+            block=call.module, repeated=runs_by_code[id(call.region), call.module] > 1))
+    return uses
+
+
+def count_runs(recording: Recording) -> Counter[tuple[int, str]]:
+    """How often each captured piece of code runs in the step."""
+    return Counter((id(call.region), call.module) for call in recording.calls)
+
+
+def _cotangents(call: RegionCall, earlier_runs: int) -> tuple[bool, ...]:
+    """Into which outputs a gradient flows in the backward of a call; backwards run in the reverse
+    order of the forwards."""
+    of_runs = call.region.cotangents
+    backward = len(of_runs) - 1 - earlier_runs
+    return (of_runs[backward] if 0 <= backward < len(of_runs)
+            else (False,) * count_cotangents(call.region.joint))
