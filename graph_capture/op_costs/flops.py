@@ -21,10 +21,9 @@ from math import log2, prod
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from graph_capture.torch_compat import OpOverload, storage_key
+from graph_capture.torch_compat import OpOverload, pytree, storage_key
 
 
 def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
