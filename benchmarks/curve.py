@@ -85,21 +85,25 @@ def compiled(name: str, points: int, rounds: int, time_limit: float) -> list[Poi
 
 
 def draw(panels: Mapping[str, Sequence[Point]], path: str) -> None:
-    """One panel for each executor: time over peak memory."""
+    """One panel for each executor: time, with quartiles, over peak memory."""
     figure, axes = new_figure(len(panels))
     for panel, (title, points) in zip(axes, panels.items(), strict=True):
         for series in dict.fromkeys(point.series for point in points):
             mine = sorted((point for point in points if point.series == series),
                           key=lambda point: point.peak_bytes)
-            panel.plot([point.peak_bytes / MEGABYTE for point in mine],
-                       [point.time.median for point in mine], label=series, marker="o",
-                       linestyle="-" if series == PLANS else "")
+            sizes = [point.peak_bytes / MEGABYTE for point in mine]
+            times = [point.time for point in mine]
+            panel.errorbar(sizes, [time.median for time in times], label=series, marker="o",
+                           linestyle="-" if series == PLANS else "", elinewidth=0.7,
+                           yerr=[[time.median - time.low for time in times],
+                                 [time.high - time.median for time in times]])
             for point in mine if series != PLANS else ():
                 panel.annotate(f" {point.label}", (point.peak_bytes / MEGABYTE, point.time.median))
         panel.axhline(1, color="grey", linewidth=0.8, linestyle=":")
-        panel.set(title=title, xlim=(0, None), xlabel="measured peak above resident memory (MB)",
+        panel.set(title=title, xlim=(0, None), ylim=(0, None),
+                  xlabel="measured peak above resident memory (MB)",
                   ylabel=f"time of a step ÷ {points[0].series}")
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="small", loc="lower left")
     figure.savefig(path)
 
 
