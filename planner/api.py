@@ -13,8 +13,7 @@ from planner.arguments.inputs import describe_inputs, split_inputs
 from planner.errors import CaptureError
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
 from solvers.solve import ALGORITHMS
 

@@ -65,7 +65,7 @@ def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Reci
     graph = form.graph
     again = _recomputations(graph, timeline.schedule)
     taken = _takeovers(graph, timeline)
-    # An op without a digest is a moment of the step, not part of the captured graph.
+    # An op without a digest is a pseudo-op of the step, not part of the captured graph.
     keys = [OpKey(op.name, op.digest, op.result) for op in graph.ops]
     regions = tuple(
         RegionRecipe(forward=tuple(keys[index] for index in region.forward if keys[index].digest),

@@ -55,8 +55,8 @@ def _lower_op(op: TrainingOp) -> Op:
 
 
 def _segments(graph: TrainingGraph) -> tuple[Segment, ...]:
-    """One segment for each run of ops of the same region and direction; moments of the backward
-    that are no captured op (they have no digest) are segments without replays."""
+    """One segment for each run of ops of the same region and direction; pseudo-ops of the
+    backward (not captured, without a digest) are segments without replays."""
     segments: list[Segment] = []
     forward_of: dict[int, int] = {}  # region to the segment of its forward
     previous: tuple[int, Phase, bool] | None = None

@@ -19,8 +19,7 @@ from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.cheap_to_recompute import without_free
 from planner.search.compiled import smallest_plan
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.search.saving import saved_buffers, schedule_saving
 from solvers.simulator import unroll
 from tests.support import training

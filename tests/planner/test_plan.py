@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 import planner
 from planner.api import resolve
 from planner.arguments.budget import parse_budget
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
 
 

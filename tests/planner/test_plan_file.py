@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 
 import planner
 from planner.plans.file import SCHEMA_VERSION, dumps, from_dict, loads
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
 
 SCHEMA = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
 MAKE_AND_PRINT = """
 from planner.plans.file import dumps
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared
 print(dumps(plan_within(prepared(HandMadeStep(chain(9), 2600)), 1800)), end="")
 """
