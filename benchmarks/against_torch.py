@@ -43,8 +43,7 @@ from graph_capture.op_costs.costs import OpCosts
 from graph_capture.torch_compat import aot_backend, compile_module, compile_settings
 from planner.api import capture
 from planner.errors import InfeasibleBudget
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep
 
 RATIOS = tuple(tenths / 10 for tenths in range(10, -1, -1))

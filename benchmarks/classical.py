@@ -21,8 +21,7 @@ import planner
 from benchmarks.measure import MEGABYTE, peak_bytes, run_step, time_in_turns
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep
 
 HEADER = (

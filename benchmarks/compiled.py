@@ -57,8 +57,7 @@ from planner.errors import InfeasibleBudget
 from planner.plans.file import load
 from planner.plans.plan import Plan
 from planner.search.compiled import smallest_plan
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep
 
 FRACTIONS = (0.8, 0.6, 0.4)

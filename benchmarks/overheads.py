@@ -28,8 +28,7 @@ from planner.arguments.planning import BACKENDS
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep
 
 PRICES = ("measured", "roofline")

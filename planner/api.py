@@ -11,8 +11,7 @@ from planner.arguments.inputs import describe_inputs, split_inputs
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ FIRST_TURNS = 4
 """Turns of the MILP before the simple rungs and local search have theirs."""
 GOOD_ENOUGH = 0.001
 """A gap (as a fraction of the keep-all cost) that is not worth the second half of the time limit;
-in the first half it has to be smaller by the cube of the time: an eighth of that after a quarter."""
+in the first half it has to be smaller by the cube of the time: an eighth of it after a quarter."""
 
 
 def auto(task: Task) -> Proposal:

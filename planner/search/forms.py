@@ -17,6 +17,7 @@ from planner.search.effort import Effort
 from planner.step.form import Form
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.incumbent import PROOF_TOLERANCE
+from solvers.minimum import working_set_floor
 from solvers.problem import Schedule
 from solvers.result import Result
 from solvers.solve import solve
@@ -93,7 +94,7 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
             return ask(form, max(left, _LEAST_SHARE * effort.time_limit))
         if not form.may_fit(net_bytes):  # then it is only asked for its minimum, if nothing fits
             return None
-        room = 1 - form.net_floor_bytes / max(net_bytes, 1)
+        room = 1 - working_set_floor(form.problem) / max(net_bytes, 1)
         return ask(form, min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE) * effort.time_limit)
 
     found = choose(forms, attempt, lambda form, best: best.cost > form.problem.keep_all_cost)

@@ -13,6 +13,8 @@ from planner.search.effort import Effort
 from planner.step.prepared import PreparedStep
 from solvers.problem import Schedule
 
+__all__ = ["Effort", "plan_within"]
+
 
 def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort | None = None, *,
                 warm_start: Schedule | None = None) -> Plan:

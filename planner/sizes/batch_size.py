@@ -23,8 +23,7 @@ from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.eager import infeasible
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.feasibility import Feasibility
 from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps

@@ -19,9 +19,8 @@ from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.compiled import smallest_plan
 from planner.search.eager import make_plan, schedule_within, smallest_result
-from planner.search.effort import Effort
 from planner.search.forms import choose, over_all_forms, solve_form
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.curve import solve_all

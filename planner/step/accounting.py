@@ -71,21 +71,20 @@ def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[
 
 def describe_bottleneck(form: Form, timeline: Timeline, *, top: int = 5) -> str:
     """In words: when the step of `timeline` is fullest, and what holds the memory then."""
-    graph, step = form.graph, account(form, timeline)
-    resident = ", ".join(f"{name} {format_bytes(size)}"
-                         for name, size in form.budget.resident.items()
+    graph, budget, optimizer = form.graph, form.budget, form.budget.optimizer
+    resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in budget.resident.items()
                          if size and name != "gradients")
-    earlier_bytes = form.budget.resident.gradients
+    earlier_bytes = budget.resident.gradients
     if earlier_bytes:
         resident += f", gradients of earlier micro-steps {format_bytes(earlier_bytes)}"
-    always = f"{format_bytes(step.resident_bytes)} resident ({resident})" if resident else (
+    always = f"{format_bytes(budget.resident_bytes)} resident ({resident})" if resident else (
         "no resident memory")
-    optimizer = form.budget.optimizer
-    if optimizer is not None and step.optimizer_step_peak_bytes > step.forward_backward_peak_bytes:
+    if optimizer and budget.optimizer_step_bytes > budget.resident_bytes + timeline.peak_bytes:
+        memory = budget.optimizer_step
         return (f"At that minimum the step of {optimizer.name} is the fullest moment: {always}, "
-                f"gradients {format_bytes(step.memory.gradients)}, the model's outputs "
-                f"{format_bytes(step.memory.activations)}, temporaries of the optimizer's step "
-                f"{format_bytes(step.memory.temporaries)}.")
+                f"gradients {format_bytes(memory.gradients)}, the model's outputs "
+                f"{format_bytes(memory.activations)}, temporaries of the optimizer's step "
+                f"{format_bytes(memory.temporaries)}.")
     position = timeline.peak_position
     running = graph.ops[timeline.schedule[position]]
     holders = holders_at(graph, timeline, position)

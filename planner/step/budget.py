@@ -30,19 +30,14 @@ class StepAccount:
     """Memory of one training step under one schedule."""
 
     memory: MemoryByCategory
-    """At the peak of the whole step."""
-    resident_bytes: int
-    """Held before the step begins: parameters, buffers, inputs, optimizer state, gradients of
-    earlier micro-steps."""
+    """At the peak of the whole step; sums to it."""
     forward_backward_peak_bytes: int
     """Peak of forward, loss and backward, resident memory included."""
-    optimizer_step_peak_bytes: int
-    """Peak of the optimizer's step, resident memory included; 0 without an optimizer."""
 
     @property
     def peak_bytes(self) -> int:
         """Peak of the whole step."""
-        return max(self.forward_backward_peak_bytes, self.optimizer_step_peak_bytes)
+        return self.memory.total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +102,10 @@ class StepBudget:
     def account(self, net_peak_bytes: int, made: Mapping[str, int]) -> StepAccount:
         """The account of a step whose forward and backward peak at `net_peak_bytes`, when they
         have `made` so much by category."""
-        resident_bytes, optimizer_step = self.resident_bytes, self.optimizer_step
-        forward_backward, floor = resident_bytes + net_peak_bytes, optimizer_step.total_bytes
-        memory = optimizer_step if floor > forward_backward else self.with_resident(made)
-        account = StepAccount(memory, resident_bytes, forward_backward, floor)
-        assert memory.total_bytes == account.peak_bytes, "the categories must hold every byte"
-        return account
+        forward_backward, floor = self.resident_bytes + net_peak_bytes, self.optimizer_step_bytes
+        memory = self.optimizer_step if floor > forward_backward else self.with_resident(made)
+        assert memory.total_bytes == max(forward_backward, floor), "every byte has a category"
+        return StepAccount(memory, forward_backward)
 
     def refusal(self, limit_bytes: int, net_minimum_bytes: int, bottleneck: str
                 ) -> InfeasibleBudget:

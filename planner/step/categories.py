@@ -13,13 +13,10 @@ class ByCategory(Mapping[str, int]):
     __slots__ = ()
 
     def __getitem__(self, category: str) -> int:
-        if category not in self:
+        if category not in tuple(self):
             raise KeyError(category)
         size_bytes: int = getattr(self, category)
         return size_bytes
-
-    def __contains__(self, category: object) -> bool:
-        return any(category == name for name in self)
 
     def __iter__(self) -> Iterator[str]:
         return (field.name for field in fields(self))  # type: ignore[arg-type]

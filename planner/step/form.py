@@ -39,15 +39,10 @@ class Form:
         """Duration of the step without recomputation and copies."""
         return self.graph.step_seconds - self.extra_seconds
 
-    @property
-    def net_floor_bytes(self) -> int:
-        """A bound: every schedule takes as much, above resident memory."""
-        return working_set_floor(self.problem)
-
     def may_fit(self, net_bytes: int) -> bool:
         """Whether no bound says that every schedule takes more than `net_bytes` above resident
         memory."""
-        return self.net_floor_bytes <= net_bytes
+        return working_set_floor(self.problem) <= net_bytes
 
     def net_peak_bytes(self, schedule: Schedule) -> int:
         """Peak of forward and backward under a schedule, above resident memory."""

@@ -9,9 +9,8 @@ from torch import nn
 import planner
 from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner.search.eager import make_plan, schedule_within
-from planner.search.effort import Effort
 from planner.search.forms import cheapest
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from solvers.errors import InfeasibleBudget
 from solvers.minimum import minimum_peak, working_set_floor
 from solvers.simulator import simulate

@@ -15,8 +15,7 @@ from torch import nn
 from torch.cuda import _memory_viz as viewer
 
 import planner
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.categories import CATEGORIES
 from planner.training_loop.account import account_of
 from tests.support.loops import (

@@ -11,8 +11,7 @@ import planner
 from graph_capture.training_graph import OptimizerMemory
 from planner.api import resolve
 from planner.arguments.budget import parse_budget
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared, steps
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from apply.recipe import Insertion
 from graph_capture.training_graph import OptimizerMemory, Phase
 from planner.plans.decisions import build_recipe, schedule_of
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.accounting import account, holders_at, memory_at
 from planner.step.categories import CATEGORIES, MemoryByCategory
 from planner.step.lowering import lower
@@ -41,7 +40,7 @@ def test_the_peak_is_resident_memory_and_the_fuller_of_the_two_phases(step, data
     optimizer_step = 0 if step.optimizer is None else (
         resident + kept + step.optimizer.step_peak_bytes)
     forward_backward = resident + simulate(ready.base.problem, schedule).peak_bytes
-    assert made.resident_bytes == resident
+    assert ready.resident_bytes == resident
     assert made.peak_bytes == max(forward_backward, optimizer_step) == sum(made.memory.values())
     assert list(made.memory) == list(CATEGORIES)
 

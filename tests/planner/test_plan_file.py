@@ -19,15 +19,15 @@ import planner
 from graph_capture.training_graph import OptimizerMemory
 from planner.plans.file import SCHEMA_VERSION, dumps, from_dict, loads
 from planner.plans.schema import schema
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared, steps
 
 SCHEMA = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
 MAKE_AND_PRINT = """
 from planner.plans.file import dumps
-from planner.search.planning import plan_within
+from planner.plans.schema import schema
+from planner.search.planning import Effort, plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared
 print(dumps(plan_within(prepared(HandMadeStep(chain(9), 2600)), 1800)), end="")
 """

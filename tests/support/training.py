@@ -23,8 +23,7 @@ from planner.api import capture
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_recipe
 from planner.plans.plan import Plan
-from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import Effort, plan_within
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.problem import Problem, Schedule
