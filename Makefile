@@ -1,18 +1,32 @@
 # Two commands set up everything: `make demo` and `make test`.  Both use .venv, which they make from
-# PYTHON and the pinned versions in constraints.txt.
+# PYTHON and the pinned versions in constraints.txt.  `make lint` checks style, types and layers;
+# `make compat TORCH=2.15.0` runs the tests with another torch, in an environment beside .venv.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := -m pip install --quiet --disable-pip-version-check
+PYTEST := -m pytest -n 2 --dist worksteal
+TORCH ?= 2.15.0
+OTHER ?= .venv-torch-$(TORCH)
+MARKED ?= slow or not slow
 
-.PHONY: demo test docs clean
+.PHONY: demo test lint compat docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "slow or not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+compat: $(OTHER)
+	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" "$(OTHER)/bin/python" $(PYTEST) -m "$(MARKED)"
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
@@ -21,9 +35,18 @@ docs: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# torch comes first and by its exact version: a range would fetch a build with CUDA.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/python $(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python $(PIP) -c constraints.txt -e ".[test,lint]"
 	touch $(STAMP)
 
+# Complete or not there at all: it is made beside its place.  The package itself is not in it.
+$(OTHER):
+	rm -rf "$@.partial"
+	$(PYTHON) -m venv "$@.partial"
+	grep -v '^torch==' constraints.txt > "$@.partial/constraints.txt"
+	"$@.partial/bin/python" $(PIP) -c "$@.partial/constraints.txt" "torch==$(TORCH)" ".[test]"
+	"$@.partial/bin/python" -m pip uninstall --quiet --yes checkpoint-planner
+	mv "$@.partial" "$@"
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

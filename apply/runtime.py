@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from apply.blocks import apply_by_blocks
 from apply.errors import PlanMismatch
 from apply.planned_code import PlannedCode, warn_of_mode
 from apply.recipe import ParameterKey, Recipe
+from graph_capture.torch_compat import pytree
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
 """Makes a recipe for a model called with these positional and keyword arguments."""

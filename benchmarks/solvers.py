@@ -65,7 +65,8 @@ def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> 
     deadline = begin + time_limit
     start = cheapest_walk(
         problem, budget_bytes, deadline=begin + time_limit / 10, seed=seed,
-    ) or repair(problem, budget_bytes, problem.plain_schedule, time_limit=time_limit / 2, seed=seed)
+    ) or repair(problem, budget_bytes, problem.keep_all_schedule, time_limit=time_limit / 2,
+                seed=seed)
     if start is None:
         return Found(None, None)
     return Found(improve(problem, budget_bytes, start, time_limit=time_limit, deadline=deadline,
@@ -107,7 +108,7 @@ def machine() -> str:
 def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: Sequence[str],
             time_limit: float, seed: int) -> list[Row]:
     """Run the solvers on one problem, printing each row as it comes."""
-    plain_peak, _ = simulate(problem, problem.plain_schedule)
+    plain_peak, _ = simulate(problem, problem.keep_all_schedule)
     rows = []
     for budget in budgets:
         for name in solvers:
@@ -128,7 +129,7 @@ HEADER = (f"| {'instance':<20} | {'ops':>5} | {'budget':>6} | {'solver':<9} | {'
 
 def _line(problem: Problem, row: Row, plain_peak: int) -> str:
     def percent(cost: float) -> str:
-        return f"{100 * (cost / problem.plain_cost - 1):.3f}"
+        return f"{100 * (cost / problem.keep_all_cost - 1):.3f}"
 
     found, peak, bound = "none", "", ""
     if row.schedule is not None:
@@ -144,12 +145,12 @@ def _line(problem: Problem, row: Row, plain_peak: int) -> str:
 
 
 def _smallest(problem: Problem, instance: str, seed: int) -> str:
-    plain_peak, _ = simulate(problem, problem.plain_schedule)
+    plain_peak, _ = simulate(problem, problem.keep_all_schedule)
     start = time.monotonic()
     peak, cost = simulate(problem, minimum_peak(problem, seed=seed))
     return (f"{instance}: smallest peak found {peak / plain_peak:.4f} of the plain peak "
             f"(floor {working_set_floor(problem) / plain_peak:.4f}) at "
-            f"{100 * (cost / problem.plain_cost - 1):.1f}% in {time.monotonic() - start:.1f} s")
+            f"{100 * (cost / problem.keep_all_cost - 1):.1f}% in {time.monotonic() - start:.1f} s")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

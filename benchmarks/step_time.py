@@ -26,7 +26,8 @@ from benchmarks.measure import MEGABYTE, Times, peak_bytes, run_step, time_in_tu
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
 from planner.errors import InfeasibleBudget
-from planner.search.planning import Effort, plan_within
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 
 TARGETS = {"gpt2": 1.05, "bert": 1.05, "llama": 1.10, "t5": 1.10, "resnet": 1.10, "unet": 1.15}
 """The most that the applied model without recomputation may take, in plain steps."""

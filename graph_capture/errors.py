@@ -12,6 +12,6 @@ class CaptureError(PlannerError):
     """
 
 
-class UnsupportedTorch(ImportError):
+class UnsupportedTorch(PlannerError, ImportError):
     """The installed torch lacks an internal that this package stands on, or has another in its
     place; the message names it."""

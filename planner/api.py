@@ -11,7 +11,9 @@ from planner.arguments.inputs import describe_inputs, split_inputs
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.planning import Effort, PreparedStep, plan_within, prepare
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
+from planner.step.prepared import PreparedStep, prepare
 
 if TYPE_CHECKING:
     import torch

@@ -136,10 +136,11 @@ class _PlannedGraph:
 
     def _plan(self, region: Any, inputs: tuple[Any, ...]) -> Plan:
         options = self._options
-        backend = "inductor" if options.inductor else "eager"
+        arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
+                                    "backend": "inductor" if options.inductor else "eager"}
         log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
         made = plan(region, inputs, budget_gb=options.budget_gb, budget=options.budget,
-                    loss_fn=_loss_among(self._module), backend=backend, **options.arguments)
+                    **arguments)
         log.info("%s", _summary(made))
         return made
 

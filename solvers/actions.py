@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import TypeAlias, assert_never
+from typing import TypeAlias
 
 from solvers.errors import IllegalSchedule
 
@@ -41,8 +41,14 @@ def known_actions(schedule: Iterable[Action | int]) -> Schedule:
     actions = tuple(schedule)
     if _KINDS.issuperset(map(type, actions)):
         return actions
-    return tuple(action if type(action) in _KINDS else _run(action, position)
-                 for position, action in enumerate(actions))
+    known: list[Action | int] = []
+    for position, action in enumerate(actions):
+        try:  # any other whole number, such as one of numpy, stands for a run, too
+            known.append(action if type(action) in _KINDS else Run(index(action)))
+        except TypeError:
+            raise IllegalSchedule(f"position {position} holds {action!r}, which is no known "
+                                  "action: expected a run, or the number of an op") from None
+    return tuple(known)
 
 
 def as_schedule(actions: Iterable[Action | int]) -> tuple[Action, ...]:
@@ -53,20 +59,4 @@ def as_schedule(actions: Iterable[Action | int]) -> tuple[Action, ...]:
 
 def as_order(schedule: Iterable[Action | int]) -> Order:
     """The numbers of the ops in the order in which they run."""
-    order: list[int] = []
-    for action in known_actions(schedule):
-        match action:
-            case int():
-                order.append(int(action))
-            case _:
-                assert_never(action)
-    return tuple(order)
-
-
-def _run(number: object, position: int) -> Run:
-    """The run that any other kind of whole number stands for, such as one of numpy."""
-    try:
-        return Run(index(number))  # type: ignore[arg-type]
-    except TypeError:
-        raise IllegalSchedule(f"position {position} holds {number!r}, which is no known action: "
-                              "expected a run, or the number of an op") from None
+    return tuple(map(int, known_actions(schedule)))

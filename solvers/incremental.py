@@ -2,7 +2,7 @@
 
 The model of the world is that of `solvers.simulator`, which stays the judge; this file only keeps
 its answer current at a small price.  A run is known by its *key*: keys ascend along the schedule,
-with gaps so wide that a run is put between two others without touching them.  Memory per position
+with steps so wide that a run is put between two others without touching them.  Memory per position
 is one numpy array; each life of a storage is a range of it, and an edit changes a handful of
 ranges, found by bisection among the births and reads of the storages concerned.  One edit costs 10
 to 30 microseconds at 1,000 to 3,000 runs.
@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from solvers.actions import Order
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import unroll
 
 _GAP = 1 << 256  # between neighbours: 256 insertions at one place before keys are dealt anew

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.actions import Order
-from solvers.gaps import Gaps
-from solvers.problem import Problem
+from solvers.holes import Holes
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 
@@ -132,7 +131,7 @@ class _Walk:
         for storage, readers in enumerate(problem.consumers):
             if readers:
                 self.next_read[storage] = readers[0]
-        self.gaps = Gaps(problem, taste.both_ways)
+        self.holes = Holes(problem, taste.both_ways)
         self.base = np.array([float(max(s, 1)) ** taste.size for s in self.size])
         self.evictable = np.array([not s.kept_to_end and s.size_bytes > 0
                                    for s in problem.storages], dtype=bool)
@@ -239,7 +238,7 @@ class _Walk:
         use = self._next_uses(victims)
         dead = use >= self.never
         taste = self.taste
-        scores = (np.maximum(self.gaps.price[victims], 1e-9) ** taste.cost
+        scores = (np.maximum(self.holes.price[victims], 1e-9) ** taste.cost
                   / (self.base[victims] * (use - now + 1.0) ** taste.distance))
         if taste.noise:
             scores *= np.exp(taste.noise * self.noise.standard_normal(len(scores)))
@@ -318,7 +317,7 @@ class _Walk:
     def _hold(self, storage: int) -> None:
         self.held[storage] = True
         self.used += self.size[storage]
-        self.gaps.fill(storage)
+        self.holes.fill(storage)
 
     def _drop(self, storage: int) -> None:
         self.held[storage] = False
@@ -334,7 +333,7 @@ class _Walk:
         next_use = self._next_use(storage, start)
         self._drop(storage)
         if next_use < self.never:
-            self.gaps.open(storage)
+            self.holes.open(storage)
             self._want_inputs(storage, next_use, self._last_use(storage))
 
     def _last_use(self, storage: int) -> int:
@@ -353,7 +352,7 @@ class _Walk:
                     continue
                 self.wanted_next[source], self.wanted_last[source] = fresh_next, fresh_last
                 if not self.held[source]:
-                    self.gaps.open(source)
+                    self.holes.open(source)
                     todo.append(source)
 
 

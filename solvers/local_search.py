@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.actions import Order
 from solvers.incremental import EditableTimeline
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 _BATCH = 128  # moves between two looks at the clock, the temperature and the price
@@ -95,7 +94,7 @@ def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed:
     walk = _Walk(problem, budget, schedule, seed)
     if not walk.candidates:
         return walk.best
-    mean_cost = problem.plain_cost / len(problem) or 1.0
+    mean_cost = problem.keep_all_cost / len(problem) or 1.0
     rounds = _Rounds(mean_cost)
     moves = 0
     while (share := limit.spent(moves)) < 1.0 and not (until_feasible and walk.best):
@@ -136,7 +135,7 @@ class _Walk:
             index for index, storage in enumerate(problem.storages)
             if problem.ops[storage.producer].recomputable and problem.consumers[index]
             and not storage.kept_to_end]
-        self.mean_cost = problem.plain_cost / len(problem) or 1.0
+        self.mean_cost = problem.keep_all_cost / len(problem) or 1.0
         mean_size = sum(s.size_bytes for s in problem.storages) / max(len(problem.storages), 1)
         self.price = 2.0 * self.mean_cost / max(mean_size, 1.0)
         self.peak_only = False

@@ -17,10 +17,9 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
-from solvers.actions import Order
 from solvers.lazy import EvictionTaste, lazy_schedule
 from solvers.local_search import repair
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 _LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
@@ -126,7 +125,7 @@ class Descent:
         self.seed = seed
         self.floor = working_set_floor(problem)
         self.goal = max(self.floor, target_bytes)
-        self.best = problem.plain_schedule
+        self.best = problem.keep_all_schedule
         """The schedule with the smallest peak found."""
         self.best_peak = simulate(problem, self.best).peak_bytes
         self._deadline = 0.0
@@ -167,7 +166,7 @@ class Descent:
     def _anneal(self) -> Iterator[float]:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
         lean = len(self.best) <= _LEAN_RUNS_PER_OP * len(self.problem)
-        current = self.best if lean else self.problem.plain_schedule
+        current = self.best if lean else self.problem.keep_all_schedule
         peak = simulate(self.problem, current).peak_bytes
         share, draw, moves, left = 0.1, self.seed, _ANNEAL_MOVES, _ANNEAL_MOVES_IN_ALL
         while peak > self.goal and share > 0.002 and left > 0:

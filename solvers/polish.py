@@ -7,9 +7,8 @@ first, until none can go: the result is minimal, not minimum.
 
 from __future__ import annotations
 
-from solvers.actions import Order
 from solvers.incremental import EditableTimeline
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 
 
 def drop_recomputes(problem: Problem, budget_bytes: int, schedule: Order) -> Order:

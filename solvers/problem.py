@@ -9,6 +9,10 @@ schedule can change (parameters, inputs) is not part of a problem: subtract it f
 Blind spots: the order of first runs is fixed, the cost of an op does not depend on when it runs,
 and memory fragmentation does not exist.
 
+Three words have one meaning each in this package.  A storage is *held* while it is alive; it is
+*retained* where that is a choice, past the run at which a model decides; it is *kept* to the end
+where it is none.  The *gap* is the cost of a schedule above the lower bound, never a place in one.
+
 Two readings share this type: a captured training step (several segments, in-place candidates,
 outputs kept to the end), and published instances (one storage per op, every op recomputable
 anywhere, see `solvers.instances`).
@@ -21,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from solvers.actions import Order
+from solvers.actions import Order as Order
 from solvers.actions import Schedule as Schedule
 
 
@@ -89,12 +93,12 @@ class Problem:
         return len(self.ops)
 
     @cached_property
-    def plain_schedule(self) -> Order:
+    def keep_all_schedule(self) -> Order:
         """Every op once: nothing is recomputed."""
         return tuple(range(len(self.ops)))
 
     @cached_property
-    def plain_cost(self) -> float:
+    def keep_all_cost(self) -> float:
         """Cost of running every op once."""
         return float(sum(op.cost for op in self.ops))
 

@@ -22,16 +22,15 @@ from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
-from solvers.actions import Order
 from solvers.milp import Answer, optimise
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import unroll
 
 MOST_ROUNDS = 25
 ROWS_PER_ROUND = 60
 PASSES = (1e-3, 1e-4)
 """Coarse until a schedule fits, then fine around it: a round of solving stops within this fraction
-of the plain cost of its optimum."""
+of the keep-all cost of its optimum."""
 
 Moment = tuple[int, int]
 """The op about to run for the first time, and the op that runs right before or as it."""
@@ -108,12 +107,12 @@ class _SlotModel:
                 self._slots_of[op].append(position)
             else:
                 self.first[op] = position
-        self._gap_of = [0] * len(template)
+        self._following = [0] * len(template)
         following = len(problem) - 1
         for position in range(len(template) - 1, -1, -1):
             if position not in self._slot:
                 following = template[position]
-            self._gap_of[position] = following
+            self._following[position] = following
         self._cost_unit = max((op.cost for op in problem.ops if op.cost > 0), default=1.0) / 1000
         self._mip.minimize(mathopt.LinearSum(
             problem.ops[template[p]].cost / self._cost_unit * x for p, x in self._slot.items()))
@@ -128,33 +127,33 @@ class _SlotModel:
         return tuple(self._runs[p] for p in places), places
 
     def used_by(self, schedule: Order) -> set[int]:
-        """The slots that a schedule uses, gap by gap; those not in the template are left out."""
-        used, seen, low, gap = set(), set(), 0, []
+        """The slots that a schedule uses; those not in the template are left out."""
+        used, seen, low, waiting = set(), set(), 0, []
         for op in schedule:
             if op in seen:
-                gap.append(op)
+                waiting.append(op)
                 continue
             seen.add(op)
             high = self.first[op]
-            for again in gap:
+            for again in waiting:
                 slots = self._slots_of[again]
                 at = bisect_left(slots, low)
                 if at < len(slots) and slots[at] < high:
                     used.add(slots[at])
-            low, gap = high, []
+            low, waiting = high, []
         return used
 
     @property
     def moments(self) -> frozenset[Moment]:
         """Where memory is watched."""
-        return frozenset((self._gap_of[p], self._runs[p]) for p in self._watched)
+        return frozenset((self._following[p], self._runs[p]) for p in self._watched)
 
     def watch_moment(self, moment: Moment) -> None:
         """Watch the run that a moment names, where the template has it."""
-        gap, op = moment
-        end = self.first[gap]
+        following, op = moment
+        end = self.first[following]
         for position in (end, *reversed(self._slots_of[op])):
-            if self._runs[position] == op and self._gap_of[position] == gap:
+            if self._runs[position] == op and self._following[position] == following:
                 self.watch(position)
                 return
 
@@ -205,7 +204,7 @@ class _SlotModel:
         values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
                           cutting_planes=False,
-                          gap=gap * self._problem.plain_cost / self._cost_unit)
+                          gap=gap * self._problem.keep_all_cost / self._cost_unit)
         if answer.values is None:
             return None, answer
         return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer

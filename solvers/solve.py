@@ -53,24 +53,24 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
         raise ValueError(f"expected a whole number of bytes >= 0 as the budget, got {budget_bytes}")
     if not time_limit > 0:
         raise ValueError(f"expected a time limit of more than 0 seconds, got {time_limit}")
-    plain_peak, _ = simulate(problem, problem.plain_schedule)
-    budget = plain_peak if budget_bytes is None else int(budget_bytes)
+    keep_all_peak, _ = simulate(problem, problem.keep_all_schedule)
+    budget = keep_all_peak if budget_bytes is None else int(budget_bytes)
     for given in (*ideas, *(() if warm_start is None else (warm_start,))):
         simulate(problem, given)  # which refuses illegal ones
 
     start = None if warm_start is None else as_order(warm_start)
     proposal = propose(Task(problem, budget, started + time_limit, seed, start,
                             tuple(map(as_order, ideas)), progress))
-    schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.plain_cost)
+    schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.keep_all_cost)
     if start is not None:
         schedule = min((schedule, start), key=lambda s: _rank(problem, budget, s))
     schedule = as_schedule(schedule)
     peak, cost = simulate(problem, schedule)
     if peak > budget:
         raise InfeasibleBudget(budget, peak, schedule=schedule, lower_bound=bound)
-    proven = cost <= bound + PROOF_TOLERANCE * problem.plain_cost and not proposal.late
+    proven = cost <= bound + PROOF_TOLERANCE * problem.keep_all_cost and not proposal.late
     return Result(
-        schedule=schedule, peak_bytes=peak, cost=cost, plain_cost=problem.plain_cost,
+        schedule=schedule, peak_bytes=peak, cost=cost, keep_all_cost=problem.keep_all_cost,
         lower_bound=min(bound, cost), status="optimal" if proven else "feasible",
         seconds=time.monotonic() - started,
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "given"))

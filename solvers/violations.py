@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from solvers.actions import Order
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import Timeline, unroll
 
 Inner = tuple[tuple[int, int], ...]

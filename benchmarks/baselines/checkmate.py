@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 
 from ortools.math_opt.python import mathopt
 
-from solvers.actions import Order
 from solvers.milp import Engine, optimise
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 
@@ -33,21 +32,21 @@ def checkmate(task: Task) -> Proposal:
     The MILP starts from the recomputations per stage of the warm start.
     """
     problem = task.problem
-    nothing = Proposal(problem.plain_schedule, problem.plain_cost)
+    nothing = Proposal(problem.keep_all_schedule, problem.keep_all_cost)
     program = _Program(problem, task.budget_bytes, task.deadline)
     if program.late:
         return nothing
     hint = None if task.warm_start is None else program.values_of(task.warm_start)
     answer = optimise(program.mip, task.deadline - time.monotonic(), engine=Engine.HIGHS,
                       seed=task.seed, hint=hint)
-    bound = problem.plain_cost + answer.bound * program.cost_unit
+    bound = problem.keep_all_cost + answer.bound * program.cost_unit
     task.report(f"checkmate: no schedule of its class costs less than {bound:.6g}")
     if answer.values is None:
         return nothing
     schedule = program.schedule(answer.values)
     if simulate(problem, schedule).peak_bytes > task.budget_bytes:  # by the engine's tolerance
         return nothing
-    return Proposal(schedule, problem.plain_cost)
+    return Proposal(schedule, problem.keep_all_cost)
 
 
 class _Program:

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 from ortools.sat.python import cp_model
 
-from solvers.actions import Order
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 
@@ -41,14 +40,14 @@ def moccasin(task: Task) -> Proposal:
     solver.parameters.num_workers = _WORKERS
     solver.parameters.random_seed = task.seed % (1 << 31)
     status = solver.solve(program.model)
-    bound = problem.plain_cost + solver.best_objective_bound * program.cost_unit
+    bound = problem.keep_all_cost + solver.best_objective_bound * program.cost_unit
     task.report(f"moccasin: no schedule of its class costs less than {bound:.6g}")
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Proposal(problem.plain_schedule, problem.plain_cost)
+        return Proposal(problem.keep_all_schedule, problem.keep_all_cost)
     schedule = program.schedule(solver)
     if simulate(problem, schedule).peak_bytes > task.budget_bytes:
         raise AssertionError("CP-SAT broke its own cumulative constraint")  # pragma: no cover
-    return Proposal(schedule, problem.plain_cost)
+    return Proposal(schedule, problem.keep_all_cost)
 
 
 def _event(stage: int, op: int) -> int:

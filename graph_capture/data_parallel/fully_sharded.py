@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from graph_capture.torch_compat import pytree
 
 
 @dataclass(eq=False)

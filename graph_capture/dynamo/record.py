@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from graph_capture.dynamo.block_calls import BlockCalls
 from graph_capture.dynamo.captured_graphs import CapturedGraphs
@@ -37,6 +36,7 @@ from graph_capture.torch_compat import (
     no_active_modes,
     pass_absent_gradients,
     primal_indices,
+    pytree,
     split_joint_graph,
 )
 from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor

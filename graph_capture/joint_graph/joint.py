@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
@@ -31,6 +30,7 @@ from graph_capture.torch_compat import (
     eliminate_common_subexpressions,
     gradient_targets,
     mutated_inputs,
+    pytree,
 )
 
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
-from graph_capture.torch_compat import OpOverload, no_active_modes
+from graph_capture.torch_compat import OpOverload, no_active_modes, pytree
 
 MAKE_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 _QUESTIONS = frozenset({torch.ops.aten.is_coalesced.default, torch.ops.aten._nnz.default,

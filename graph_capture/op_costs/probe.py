@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graph_capture.memory.allocator import allocated_bytes, record_peak_of_op
 from graph_capture.memory.sparse import is_sparse, strided_tensors
@@ -32,7 +31,7 @@ from graph_capture.op_costs.cache import OpCache, cache_directory
 from graph_capture.op_costs.devices import device_model
 from graph_capture.op_costs.flops import op_flops
 from graph_capture.op_costs.free_memory import free_bytes
-from graph_capture.torch_compat import OpOverload, no_active_modes, storage_key
+from graph_capture.torch_compat import OpOverload, no_active_modes, pytree, storage_key
 
 _SAFE_FRACTION = 0.25
 """An op is run only if its tensors take at most this part of the memory that is free."""

@@ -26,13 +26,13 @@ from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
 from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
+from graph_capture.torch_compat import pytree
 from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
 from graph_capture.twins.fake import FakeTwin

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
-from graph_capture.torch_compat import TorchDispatchMode, no_active_modes
+from graph_capture.torch_compat import TorchDispatchMode, no_active_modes, pytree
 from graph_capture.twins.data_less import VALUE_OPS
 
 _VARIABLES = 512

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
@@ -27,7 +26,7 @@ from graph_capture.optimizer.step import (
 )
 from graph_capture.plain_step.loss import LossFn
 from graph_capture.plain_step.micro_step import run_without_data, trace_micro_step
-from graph_capture.torch_compat import quiet_fake_tensors, storage_key
+from graph_capture.torch_compat import pytree, quiet_fake_tensors, storage_key
 from graph_capture.twins.fake import FakeTwin, make_twin
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.tracker import MemoryTracker, Workspace
+from graph_capture.torch_compat import pytree
 from graph_capture.twins.fake import FakeTwin
 
 LossFn = Callable[[Any], torch.Tensor]

@@ -13,7 +13,8 @@ require(__name__)
 import torch
 
 # `FakeTensor` and its mode are private by module path only: there is no public way to trace a model
-# without allocating its memory.
+# without allocating its memory.  `TorchDispatchMode` and `is_traceable_wrapper_subclass` are
+# documented, and private by path too.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,

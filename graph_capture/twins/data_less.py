@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
@@ -33,6 +32,7 @@ from graph_capture.torch_compat import (
     OpOverload,
     TorchDispatchMode,
     fake_tensor,
+    pytree,
     storage_at,
     storage_key,
 )

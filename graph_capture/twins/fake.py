@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graph_capture.errors import CaptureError
@@ -33,6 +32,7 @@ from graph_capture.torch_compat import (
     fake_tensor,
     is_traceable_wrapper_subclass,
     no_subclass_functions,
+    pytree,
     storage_key,
     tensor_clone,
 )

@@ -53,11 +53,16 @@ class Flag:
 
     help: str
     kind: Any = str
+    """The type of what is written there; a list: it may be repeated."""
+    name: str | None = None
+    """Such as `--keep`; `None`: that of the field."""
     metavar: str | None = None
-    least: int | None = None
+    min: int | None = None
+    positional: bool = False
 
 
-def _flag(help: str, **details: Any) -> dict[str, Flag]:
+def flag(help: str, **details: Any) -> dict[str, Flag]:
+    """Metadata of a field that the command line takes."""
     return {"flag": Flag(help, **details)}
 
 
@@ -69,22 +74,22 @@ class Planning:
     """
 
     loss_fn: Callable[[Any], torch.Tensor] | None = None
-    optimizer: object = field(default=None, metadata=_flag("sgd, adam, adamw, ..."))
-    solver: str = field(default="auto", metadata=_flag("auto, none, sqrt_n, dp, ilp, ..."))
-    backend: str = field(default="eager", metadata=_flag("eager or inductor."))
-    cost_model: str = field(default="roofline", metadata=_flag(
+    optimizer: object = field(default=None, metadata=flag("sgd, adam, adamw, ..."))
+    solver: str = field(default="auto", metadata=flag("auto, none, sqrt_n, dp, ilp, ..."))
+    backend: str = field(default="eager", metadata=flag("eager or inductor."))
+    cost_model: str = field(default="roofline", metadata=flag(
         "What recomputation costs: roofline (time), measured or flops."))
-    device: torch.device | str | None = field(default=None, metadata=_flag(
+    device: torch.device | str | None = field(default=None, metadata=flag(
         "The device planned for."))
-    gpu: str | None = field(default=None, metadata=_flag("Its model, for estimates: H100, ..."))
-    time_limit: float = field(default=60.0, metadata=_flag("Seconds for the solver.", kind=float))
-    keep: Sequence[str] = field(default=(), metadata=_flag(
+    gpu: str | None = field(default=None, metadata=flag("Its model, for estimates: H100, ..."))
+    time_limit: float = field(default=60.0, metadata=flag("Seconds for the solver.", kind=float))
+    keep: Sequence[str] = field(default=(), metadata=flag(
         "Module or op whose results are kept; may be repeated.", kind=list[str], metavar="NAME"))
-    probe: bool = field(default=True, metadata=_flag(
+    probe: bool = field(default=True, metadata=flag(
         "Measure the workspace of single ops.", kind=bool))
-    accumulation: int = field(default=1, metadata=_flag(
-        "Micro-steps to each step of the optimizer.", kind=int, least=1))
-    regions: str | Sequence[str] = field(default="model", metadata=_flag(
+    accumulation: int = field(default=1, metadata=flag(
+        "Micro-steps to each step of the optimizer.", kind=int, min=1))
+    regions: str | Sequence[str] = field(default="model", metadata=flag(
         "Compiled as one piece: model, blocks, or names of modules."))
 
     def __post_init__(self) -> None:
@@ -143,16 +148,17 @@ def takes_planning(*, without: Collection[str] = ()) -> Callable[[F], F]:
     return complete
 
 
-def check_count(name: str, value: object, least: int = 1, *, of: str = "") -> int:
+def check_count(name: str, value: Any, least: int = 1, *, of: str = "") -> int:
     """A whole number of at least `least`; raises `TypeError` or `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number{of and f' of {of}'}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return int(value)
+    count = int(value)
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    return count
 
 
-def _check_seconds(time_limit: object) -> None:
+def _check_seconds(time_limit: Any) -> None:
     if isinstance(time_limit, bool) or not isinstance(time_limit, numbers.Real):
         raise TypeError(f"time_limit must be a number of seconds, got {time_limit!r}")
     if not time_limit > 0 or not math.isfinite(time_limit):

@@ -16,7 +16,7 @@ from rich.text import Text
 from planner.plans.plan import Plan
 from planner.reporters.layers import layer_rows
 from planner.running.verify import Verification
-from planner.step.accounting import CATEGORIES
+from planner.step.categories import CATEGORIES
 from planner.units import format_bytes, format_flops, format_fraction
 
 _PLAIN_WIDTH = 100

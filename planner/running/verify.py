@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from graph_capture.torch_compat import pytree
 from planner.arguments.inputs import split_inputs
 from planner.errors import PlanMismatch
 from planner.plans.plan import Plan
@@ -177,7 +178,6 @@ def _state_kept(model: nn.Module, args: tuple[Any, ...],
     """Yields a function that starts over: no gradients, the buffers and random state of now.  At
     the end the gradients of now are back too."""
     import torch
-    from torch.utils import _pytree as pytree
 
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs))
               if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -24,10 +24,12 @@ from planner.arguments.planning import PlanArguments, Planning, check_count, tak
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.forms import may_fit
-from planner.search.planning import Effort, PreparedStep, infeasible, plan_within
+from planner.search.eager import infeasible
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 from planner.sizes.bracketing import find_largest, secant
 from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
+from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +149,7 @@ class _Counsel:
         larger: list[int] = []
         for micro_batch in divisors[fit:]:
             step = self.steps.at(micro_batch)
-            if step is not None and not self._possible(step):
+            if step is not None and not step.may_fit(self.budget_bytes):
                 break  # and larger ones are not possible either
             larger += [micro_batch] if step is not None else []
         choices = plain + self._planned(larger)
@@ -190,23 +192,17 @@ class _Counsel:
                 self._seconds_per_sample(micro_batch, step, plan.overhead), plan))
         return choices
 
-    def _possible(self, step: PreparedStep) -> bool:
-        """Whether no bound says that a plan is impossible."""
-        net_bytes = self.budget_bytes - step.resident_bytes
-        return (net_bytes >= 0 and any(may_fit(variant, net_bytes) for variant in step.variants)
-                and step.optimizer_step_bytes <= self.budget_bytes)
-
     def _accumulation(self, micro_batch: int) -> int:
         return self.effective_batch // micro_batch
 
     def _seconds_per_sample(self, micro_batch: int, step: PreparedStep, overhead: float) -> float:
         from graph_capture.op_costs.devices import device_model
 
-        count = self._accumulation(micro_batch)
+        count, graph = self._accumulation(micro_batch), step.base.graph
         # A sum reads both gradients and writes one.
-        device = device_model(step.graph.device, gpu=self.steps.planning.gpu)
-        sums = device.traffic_seconds(3 * step.graph.gradient_bytes)
-        whole = count * step.graph.step_seconds * (1 + overhead) + (count - 1) * sums
+        device = device_model(graph.device, gpu=self.steps.planning.gpu)
+        sums = device.traffic_seconds(3 * graph.gradient_bytes)
+        whole = count * graph.step_seconds * (1 + overhead) + (count - 1) * sums
         return whole / self.effective_batch
 
     def _nothing_fits(self) -> InfeasibleBudget | CaptureError:

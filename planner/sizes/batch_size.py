@@ -22,7 +22,9 @@ from planner.arguments.planning import PlanArguments, Planning, check_count, tak
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.planning import Effort, infeasible, plan_within
+from planner.search.eager import infeasible
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.feasibility import Feasibility
 from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
@@ -302,7 +304,7 @@ class _Search:
         def seconds(number: int | None, overhead: float = 0.0) -> float | None:
             if number is None:
                 return None
-            graph = captured[number * multiple].graph
+            graph = captured[number * multiple].base.graph
             return graph.step_seconds * (1 + overhead) / (number * multiple)
 
         return LargestSize(

@@ -16,7 +16,7 @@ from planner.arguments.inputs import split_inputs
 from planner.arguments.planning import Planning
 from planner.errors import CaptureError
 from planner.progress import Progress
-from planner.search.planning import PreparedStep
+from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
     import torch

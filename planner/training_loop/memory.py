@@ -156,20 +156,14 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
         prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
                            cost_model=plan.cost_model, device=plain.twin.device,
                            regions=plan.recipe.blocks or "model")
-    prepared = prepared.variant_of(plan.recipe)
-    graph = prepared.graph
-    try:
-        timeline = unroll(prepared.problem, schedule_of(graph, plan.recipe))
-    except KeyError as missing:
-        raise PlanMismatch(f"the plan recomputes {missing.args[0]!r}, which this step does not "
-                           "have; plan this model anew") from None
-    made = build_recipe(graph, timeline, tensors=prepared.tensors, training=prepared.training,
-                        overrides=prepared.overrides, low_peak=prepared.is_lean)
+    form = prepared.form_of(plan.recipe)
+    timeline = unroll(form.problem, schedule_of(form, plan.recipe))
+    made = build_recipe(prepared, form, timeline)
     if made != plan.recipe:
         raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
                            "autocast; plan this model with these inputs anew")
     names = plain.twin.parameters.keys()
-    return lambda with_gradient: planned_micro_step(graph, timeline, names, with_gradient)
+    return lambda with_gradient: planned_micro_step(form.graph, timeline, names, with_gradient)
 
 
 def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any,

@@ -19,33 +19,25 @@ from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.cheap_to_recompute import without_free
 from planner.search.compiled import smallest_plan
-from planner.search.planning import Effort, plan_within
+from planner.search.planning import plan_within
 from planner.search.saving import saved_buffers, schedule_saving
 from solvers.simulator import unroll
 from tests.support import training
 from tests.support.compiler import needs_compiler
+from tests.support.inductor import (
+    EFFORT,
+    INPUT,
+    batch,
+    budget_at,
+    gradient,
+    loss_of,
+    make_model,
+    measured_peak,
+    step,
+)
 from tests.support.models import Case
 
 pytestmark = needs_compiler
-
-EFFORT = Effort(time_limit=4.0)
-
-
-def make_model(*, dropout=0.2, width=32, layers=3):
-    torch.manual_seed(0)
-    stack = []
-    for _ in range(layers):
-        stack += [nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout),
-                  nn.Linear(4 * width, width)]
-    return nn.Sequential(*stack)
-
-
-def batch(width=32):
-    return torch.randn(256, width, generator=torch.Generator().manual_seed(1))
-
-
-def loss_of(output):
-    return output.square().mean()
 
 
 @pytest.fixture(scope="module")
@@ -58,78 +50,50 @@ def default(prepared):
     return plan_within(prepared, None, EFFORT)
 
 
-def budget_at(prepared, default, fraction):
-    net = default.peak_bytes - prepared.resident_bytes
-    return prepared.resident_bytes + int(fraction * net)
-
-
 @pytest.fixture(scope="module")
 def tight(prepared, default):
     return plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
-
-
-INPUT = batch()
-"""Resident: made before a step is measured."""
-
-
-def step(model, seed=3):
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    output = model(INPUT)  # held to the end of the step, as a training loop does
-    loss = loss_of(output)
-    loss.backward()
-    return loss.detach()
-
-
-def gradient(model):
-    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
-
-
-def measured_peak(model):
-    step(model)
-    model.zero_grad(set_to_none=True)
-    return record_peak(lambda: step(model), "cpu").peak_bytes
 
 
 # --- The graph and its schedules ------------------------------------------------------------------
 
 
 def test_the_plan_is_made_on_the_graph_that_inductor_partitions(prepared):
-    targets = {op.target for op in prepared.graph.ops}
+    targets = {op.target for op in prepared.base.graph.ops}
     assert "prims.inductor_random.default" in targets
     assert not any("dropout" in target for target in targets)
-    assert prepared.lean is None  # nothing is concatenated
+    assert len(prepared.forms) == 1  # nothing is concatenated
 
 
 def test_random_numbers_are_drawn_once_and_computed_from_seeds_any_number_of_times(prepared):
-    ops = {op.target: op for op in prepared.graph.ops}
+    ops = {op.target: op for op in prepared.base.graph.ops}
     assert ops["prims.inductor_seeds.default"].pinned
     assert not ops["prims.inductor_random.default"].pinned
 
 
 def test_what_inductor_saves_is_what_the_schedule_saves(prepared):
-    graph, problem = prepared.graph, prepared.problem
-    wanted = prepared.compiled.saved_by_default
+    graph, problem = prepared.base.graph, prepared.base.problem
+    wanted = prepared.base.compiled.saved_by_default
     assert wanted
-    schedule = schedule_saving(graph, problem, wanted)
+    schedule = schedule_saving(prepared.base, wanted)
     unroll(problem, schedule)  # raises where the schedule is not legal
-    saved = saved_buffers(graph, problem, schedule)
+    saved = saved_buffers(prepared.base, schedule)
     for b in saved - wanted:
         assert (graph.buffers[b].kept_to_end
                 or not problem.ops[graph.buffers[b].producer].recomputable)
 
 
 def test_saving_nothing_recomputes_everything_that_may_be(prepared):
-    graph, problem = prepared.graph, prepared.problem
-    schedule = schedule_saving(graph, problem, frozenset())
-    for buffer in saved_buffers(graph, problem, schedule):
+    graph, problem = prepared.base.graph, prepared.base.problem
+    schedule = schedule_saving(prepared.base, frozenset())
+    for buffer in saved_buffers(prepared.base, schedule):
         op = problem.ops[graph.buffers[buffer].producer]
         assert not op.recomputable or graph.buffers[buffer].kept_to_end
 
 
 def test_what_is_free_to_compute_is_not_saved(prepared):
-    graph, problem = prepared.graph, prepared.problem
-    everything = saved_buffers(graph, problem, problem.plain_schedule)
+    graph, problem = prepared.base.graph, prepared.base.problem
+    everything = saved_buffers(prepared.base, problem.keep_all_schedule)
     free = {index for index, op in enumerate(graph.ops) if "gelu" in op.target
             or op.target.startswith("aten.erf")}
     leaner = without_free(graph, everything, free)
@@ -138,7 +102,7 @@ def test_what_is_free_to_compute_is_not_saved(prepared):
 
 
 def test_what_a_kernel_keeps_to_itself_takes_no_memory_and_never_crosses(prepared):
-    graph, problem = prepared.graph, prepared.problem
+    graph, problem = prepared.base.graph, prepared.base.problem
     assert [s.size_bytes for s in problem.storages] == [b.size_bytes for b in graph.buffers]
     fused = [index for index, buffer in enumerate(graph.buffers)
              if buffer.size_bytes == 0 and graph.ops[buffer.producer].digest]
@@ -250,7 +214,7 @@ def test_in_half_precision_emulated_casts_keep_recomputed_values_identical():
             # How near a budget can come depends on what matrix products in bfloat16 take for
             # themselves, and that on the number of threads.
             tight = smallest_plan(prepared, EFFORT)
-            assert any(region.recomputations for region in tight.recipe.regions)
+            assert any(region.insertions for region in tight.recipe.regions)
             gradients = []
             for plan in (default, tight):
                 model.zero_grad(set_to_none=True)

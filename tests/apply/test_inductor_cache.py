@@ -17,7 +17,7 @@ import json, sys
 import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
-from tests.apply.test_inductor import EFFORT, batch, budget_at, gradient, loss_of, make_model, step
+from tests.support.inductor import EFFORT, batch, budget_at, gradient, loss_of, make_model, step
 from planner.api import capture
 from planner.search.compiled import smallest_plan
 from planner.plans.file import dumps, loads
@@ -39,8 +39,8 @@ step(plan.apply(model))
 print(json.dumps({"hits": counters["inductor"]["fxgraph_cache_hit"],
                   "misses": counters["inductor"]["fxgraph_cache_miss"],
                   "bypasses": counters["inductor"]["fxgraph_cache_bypass"],
-                  "replays": sum("dropout" in op for region in plan.recipe.regions
-                                 for again in region.recomputations for op in again.ops),
+                  "replays": sum("dropout" in action.op for region in plan.recipe.regions
+                                 for again in region.insertions for action in again.actions),
                   "gradient": float(gradient(model).norm())}))
 """
 

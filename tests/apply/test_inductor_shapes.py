@@ -14,7 +14,8 @@ import planner
 from graph_capture.training_graph import CodeMemory
 from planner.api import capture
 from planner.plans.file import dumps, loads
-from planner.search.planning import Effort, plan_within
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case
 from tests.support.training import measured_peak, reference, train

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.baselines import checkmate, moccasin
-from solvers.actions import Order
-from solvers.problem import Problem
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 from solvers.task import Algorithm, Progress, Task
-from tests.solvers.test_minimum import training_chain, without_replay_state
 from tests.support.oracle_small import cheapest
+from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems
 
 BASELINES = [checkmate, moccasin]
@@ -26,7 +25,7 @@ def run(baseline: Algorithm, problem: Problem, budget: int, *, seconds: float = 
     """What a method found, if anything, and its bound."""
     found = baseline(Task(problem, budget, time.monotonic() + seconds, seed, warm_start,
                           progress=progress))
-    nothing = (found.schedule == problem.plain_schedule
+    nothing = (found.schedule == problem.keep_all_schedule
                and simulate(problem, found.schedule).peak_bytes > budget)
     return None if nothing else found.schedule, found.lower_bound
 
@@ -36,9 +35,9 @@ def run(baseline: Algorithm, problem: Problem, budget: int, *, seconds: float = 
 @given(problem=problems(max_ops=6), share=st.floats(0.3, 1.0))
 def test_what_comes_back_is_legal_and_within_the_budget(
         baseline: Algorithm, problem: Problem, share: float) -> None:
-    budget = int(share * simulate(problem, problem.plain_schedule).peak_bytes)
+    budget = int(share * simulate(problem, problem.keep_all_schedule).peak_bytes)
     found, bound = run(baseline, problem, budget, seconds=20.0)
-    assert bound <= problem.plain_cost
+    assert bound <= problem.keep_all_cost
     if found is None:
         return
     peak, cost = simulate(problem, found)
@@ -87,4 +86,4 @@ def test_a_budget_of_the_plain_peak_costs_nothing(
     total = sum(s.size_bytes for s in plain.storages) + sum(o.workspace_bytes for o in plain.ops)
     found, _ = run(baseline, plain, total)
     assert found is not None
-    assert simulate(plain, found).cost == plain.plain_cost
+    assert simulate(plain, found).cost == plain.keep_all_cost

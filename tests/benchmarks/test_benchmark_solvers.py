@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from benchmarks.problem_file import read_problem, save_problem
 from benchmarks.solvers import main
 from solvers.problem import Problem
-from tests.solvers.test_minimum import training_chain
+from tests.support.problems import training_chain
 from tests.support.strategies_small import problems
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import planner
 from graph_capture.memory.allocator import record_stages
 from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
-from tests.planner.test_training_memory import IDS, Network, check, loss_fn
+from tests.support.loops import IDS, Network, check, loss_fn
 
 STEPS = 4
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import planner
 from graph_capture.memory.allocator import record_peak
-from tests.planner.test_batch_size import Net, make_inputs, mean_square
+from tests.support.sized_models import Net, make_inputs, mean_square
 
 BUDGET = 220_000
 

@@ -15,11 +15,21 @@ from torch import nn
 from torch.cuda import _memory_viz as viewer
 
 import planner
-from planner.search.planning import Effort, plan_within
-from planner.step.accounting import CATEGORIES
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
+from planner.step.categories import CATEGORIES
 from planner.training_loop.account import account_of
-from tests.planner.test_training_memory import IDS, LABELS, Network, adamw, loss_fn, momentum
-from tests.support.loops import RealLoop, deviations, resident_error_bytes
+from tests.support.loops import (
+    IDS,
+    LABELS,
+    Network,
+    RealLoop,
+    adamw,
+    deviations,
+    loss_fn,
+    momentum,
+    resident_error_bytes,
+)
 from tests.support.models import BUILDERS
 from tests.support.training import captured
 

@@ -11,7 +11,8 @@ import planner
 from graph_capture.training_graph import OptimizerMemory
 from planner.api import resolve
 from planner.arguments.budget import parse_budget
-from planner.search.planning import Effort, plan_within
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared, steps
 
 
@@ -36,7 +37,7 @@ def test_a_plan_keeps_its_budget_or_names_one_that_works(step, budget_bytes):
     assert plan.memory.total_bytes == plan.peak_bytes
     assert plan.recompute_flops == sum(row.flops * row.recomputations for row in plan.decisions)
     assert plan.overhead > 0 or all(
-        row.action == "keep" or ready.graph.ops[ready.graph.index_of[row.op]].seconds == 0
+        row.action == "keep" or ready.base.graph.ops[ready.base.graph.index_of[row.op]].seconds == 0
         for row in plan.decisions)
 
 

@@ -1,37 +1,22 @@
 """The account of the step: every byte has a category; the peak is that of the fullest moment."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_capture.training_graph import Phase
+from apply.recipe import Insertion
+from graph_capture.training_graph import OptimizerMemory, Phase
 from planner.plans.decisions import build_recipe, schedule_of
-from planner.search.planning import Effort, plan_within
-from planner.step.accounting import (
-    CATEGORIES,
-    MemoryByCategory,
-    OptimizerMemory,
-    account,
-    holders_at,
-    memory_at,
-)
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
+from planner.step.accounting import account, holders_at, memory_at
+from planner.step.categories import CATEGORIES, MemoryByCategory
 from planner.step.lowering import lower
 from solvers.simulator import simulate, unroll
-from tests.support.graphs import HandMadeStep, chain, prepared, steps
-
-
-def legal_schedule(data, problem):
-    """A schedule with recomputations at random places where they are allowed."""
-    schedule = []
-    for index in range(len(problem)):
-        allowed = [op for op in range(index) if problem.may_replay(op, index)]
-        if allowed:
-            again = data.draw(st.lists(st.sampled_from(allowed), max_size=2, unique=True))
-            schedule.extend(sorted(again))
-        schedule.append(index)
-    return tuple(schedule)
+from tests.support.graphs import HandMadeStep, chain, legal_schedule, prepared, steps
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,14 +33,14 @@ def test_the_categories_sum_to_the_memory_at_every_run(step, data):
 @given(steps(), st.data())
 def test_the_peak_is_resident_memory_and_the_fuller_of_the_two_phases(step, data):
     ready = prepared(step)
-    schedule = legal_schedule(data, ready.problem)
-    made = account(step.graph, unroll(ready.problem, schedule), ready.optimizer)
+    schedule = legal_schedule(data, ready.base.problem)
+    made = account(ready.base, unroll(ready.base.problem, schedule))
     state = 0 if step.optimizer is None else step.optimizer.state_bytes
     resident = step.graph.resident.total_bytes + state
     kept = sum(b.size_bytes for b in step.graph.buffers if b.kept_to_end)
     optimizer_step = 0 if step.optimizer is None else (
         resident + kept + step.optimizer.step_peak_bytes)
-    forward_backward = resident + simulate(ready.problem, schedule).peak_bytes
+    forward_backward = resident + simulate(ready.base.problem, schedule).peak_bytes
     assert made.resident_bytes == resident
     assert made.peak_bytes == max(forward_backward, optimizer_step) == sum(made.memory.values())
     assert list(made.memory) == list(CATEGORIES)
@@ -64,19 +49,32 @@ def test_the_peak_is_resident_memory_and_the_fuller_of_the_two_phases(step, data
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.data())
 def test_a_recipe_stands_for_its_schedule(step, data):
-    problem = lower(step.graph)
-    schedule = legal_schedule(data, problem)
-    recipe = build_recipe(step.graph, unroll(problem, schedule), tensors=(), training=True,
-                          overrides=())
-    assert schedule_of(step.graph, recipe) == schedule
+    ready = prepared(step)
+    schedule = legal_schedule(data, ready.base.problem)
+    recipe = build_recipe(ready, ready.base, unroll(ready.base.problem, schedule))
+    assert schedule_of(ready.base, recipe) == schedule
+
+
+def test_an_action_that_a_recipe_cannot_hold_is_refused_both_ways():
+    ready = prepared(HandMadeStep(chain(4), 2000))
+    form = ready.base
+    timeline = unroll(form.problem, range(len(form.problem)))
+    strange = replace(timeline, schedule=(0, "offload 0", *timeline.schedule[1:]))
+    with pytest.raises(AssertionError, match="'offload 0'"):
+        build_recipe(ready, form, strange)
+    recipe = build_recipe(ready, form, timeline)
+    region = replace(recipe.regions[0],
+                     insertions=(Insertion(form.graph.ops[1].name, ("fetch 0",)),))
+    with pytest.raises(AssertionError, match="'fetch 0'"):
+        schedule_of(form, replace(recipe, regions=(region,)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.data())
 def test_the_recipe_takes_over_what_the_simulator_says(step, data):
-    graph, problem = step.graph, lower(step.graph)
-    timeline = unroll(problem, legal_schedule(data, problem))
-    recipe = build_recipe(graph, timeline, tensors=(), training=True, overrides=())
+    graph, ready = step.graph, prepared(step)
+    timeline = unroll(ready.base.problem, legal_schedule(data, ready.base.problem))
+    recipe = build_recipe(ready, ready.base, timeline)
     said = {(reuse.op, reuse.run): reuse.candidate
             for region in recipe.regions for reuse in region.inplace_reuses}
     runs = Counter()

@@ -9,8 +9,7 @@ from planner.step.accounting import memory_at
 from planner.step.lowering import lower
 from planner.training_loop.planned_step import planned_micro_step
 from solvers.simulator import unroll
-from tests.planner.test_plan_account import legal_schedule
-from tests.support.graphs import steps
+from tests.support.graphs import legal_schedule, steps
 
 
 def labels(graph):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision
 from planner.reporters.layers import Totals, layer_rows
-from planner.search.planning import Effort, plan_within
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 from planner.sizes.frontier import trace_frontier
 from planner.units import format_bytes, format_flops
 from tests.support.graphs import HandMadeStep, chain, prepared

@@ -2,90 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import planner
-from benchmarks import step_memory
-from benchmarks.models import Workload
 from planner.training_loop.trace import StepPhase
-from tests.support.loops import RealLoop, deviations, resident_error_bytes
+from tests.support.loops import (
+    IDS,
+    Network,
+    RealLoop,
+    adamw,
+    check,
+    deviations,
+    loss_fn,
+    momentum,
+    resident_error_bytes,
+)
 from tests.support.models import BUILDERS
-
-
-class Network(nn.Module):
-    """An embedding, wide and narrow layers, a norm with buffers, and a head that is not reached."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(500, 64, dtype=dtype)
-        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(3))
-        self.norm = nn.BatchNorm1d(64, dtype=dtype)
-        self.wide = nn.Sequential(nn.Linear(64, 512, dtype=dtype), nn.GELU(),
-                                  nn.Linear(512, 64, dtype=dtype))
-        self.head = nn.Linear(64, 200, dtype=dtype)
-        self.unused = nn.Linear(64, 64, dtype=dtype)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        x = self.norm(x.flatten(0, 1)).view_as(x)
-        return self.head(self.wide(x))
-
-
-IDS = torch.arange(16 * 12).view(16, 12) % 500
-LABELS = (IDS % 200).flatten()
-
-
-def loss_fn(logits):
-    return F.cross_entropy(logits.flatten(0, 1).float(), LABELS)
-
-
-def check(optimizer=None, *, model=None, step=None, exact=True, **options):
-    """The account of this loop, after it has been compared with the real one."""
-    model = Network() if model is None else model
-    made = optimizer(model) if callable(optimizer) else optimizer
-    report = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer=made, **options)
-    measured = RealLoop(copy.deepcopy(model), (IDS,), loss_fn, optimizer, step,
-                        **options).measure()
-    for (number, phase), off in deviations(report.account, measured).items():
-        assert abs(off) < 0.002, (number, phase, off)
-    if exact:
-        assert resident_error_bytes(report.account, measured) == 0
-    return report
-
-
-def adamw(**options):
-    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
-
-
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-
-@pytest.mark.slow
-def test_the_benchmark_holds_on_a_small_network():
-    workload = Workload("network", Network(), (IDS,), loss_fn)
-    rows = list(step_memory.run(workload, ["adamw-foreach"]))
-    assert len(rows) == 8
-    for row in rows:
-        assert abs(row.worst) < 0.2 and abs(row.worst_phase) < 0.2, row.setting
-        assert row.resident_off_bytes == 0, row.setting
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "optimizer"), [
-    ("gpt2", "momentum"), ("gpt2", "adafactor"), ("resnet", "adamw-fused")])
-def test_the_benchmark_holds_on_a_part_of_its_grid(name, optimizer):
-    for row in step_memory.run(step_memory.MODELS[name](), [optimizer]):
-        assert abs(row.worst) < 1 and abs(row.worst_phase) < 1, row.setting
-        assert row.resident_off_bytes == 0, row.setting
 
 
 @pytest.mark.parametrize(("name", "size", "optimizer", "options"), [

@@ -55,4 +55,4 @@ def test_any_function_from_a_task_to_a_proposal_is_a_solver() -> None:
     problem = training_chain(3)
     result = solve(problem, solver=twice)
     assert result.solver == "twice" and result.schedule[:2] == (0, 0)
-    assert result.cost == problem.plain_cost + problem.ops[0].cost
+    assert result.cost == problem.keep_all_cost + problem.ops[0].cost

@@ -13,24 +13,8 @@ from solvers.minimum import minimum_peak, working_set_floor
 from solvers.problem import Op, Problem, Segment, Storage
 from solvers.simulator import simulate
 from tests.support.oracle_small import cheapest, smallest_peak
+from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems, schedules
-
-
-def training_chain(layers: int, size: int = 10) -> Problem:
-    """Layer i reads activation i-1; its backward reads the gradient and that activation."""
-    ops = [Op(f"forward{i}", 1.0, (i - 1,) if i else (), (i,)) for i in range(layers)]
-    storages = [Storage(size, i) for i in range(layers)]
-    for i in reversed(range(layers)):
-        index = len(ops)
-        gradient = (index - 1,) if index > layers else (layers - 1,)
-        activation = (i - 1,) if i else ()
-        ops.append(Op(f"backward{i}", 2.0, gradient + activation, (index,), recomputable=False))
-        storages.append(Storage(size, index))
-    return Problem(tuple(ops), tuple(storages))
-
-
-def without_replay_state(problem: Problem) -> Problem:
-    return replace(problem, ops=tuple(replace(op, replay_state_bytes=0) for op in problem.ops))
 
 
 @settings(max_examples=300, deadline=None)
@@ -52,7 +36,7 @@ def test_floor_and_schedule_enclose_the_exact_minimum(problem: Problem) -> None:
 @settings(max_examples=200, deadline=None)
 @given(problem=problems(), share=st.floats(0.3, 1.0), noise=st.sampled_from([0.0, 0.4]))
 def test_a_lazy_schedule_is_legal(problem: Problem, share: float, noise: float) -> None:
-    budget = int(share * simulate(problem, problem.plain_schedule).peak_bytes)
+    budget = int(share * simulate(problem, problem.keep_all_schedule).peak_bytes)
     found = lazy_schedule(problem, budget, taste=EvictionTaste(noise=noise), seed=1)
     if found is not None:
         peak = simulate(problem, found).peak_bytes
@@ -62,7 +46,7 @@ def test_a_lazy_schedule_is_legal(problem: Problem, share: float, noise: float) 
 @settings(max_examples=60, deadline=None)
 @given(problems(max_ops=6).map(without_replay_state))
 def test_the_oracle_agrees_with_the_plain_schedule(problem: Problem) -> None:
-    peak, cost = simulate(problem, problem.plain_schedule)
+    peak, cost = simulate(problem, problem.keep_all_schedule)
     assert cheapest(problem, peak) == cost
 
 
@@ -97,7 +81,7 @@ def test_a_long_chain_takes_seconds() -> None:
     found = minimum_peak(problem, time_limit=4.0)
     assert time.monotonic() - start < 15.0
     assert simulate(problem, found).peak_bytes < 0.1 * simulate(
-        problem, problem.plain_schedule).peak_bytes
+        problem, problem.keep_all_schedule).peak_bytes
 
 
 def test_the_same_seed_gives_the_same_schedule() -> None:

@@ -6,48 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Op, Problem, Segment, Storage, simulate, unroll
+from solvers import Op, Problem, Storage, simulate, unroll
 from solvers.cut_model import CutModel, _Program
-from solvers.repetition import LEAST_SPARED, Run, runs_of
-from tests.support.joint_graphs import gpt
+from solvers.repetition import LEAST_SPARED, runs_of
+from solvers.synthetic_gpt import gpt
 from tests.support.oracle_small import cheapest
+from tests.support.problems import all_runs, repeated
 from tests.support.strategies_small import schedules
 
 SECONDS = 10.0
-
-
-@st.composite
-def repeated(draw: st.DrawFn, times: int = 3) -> Problem:
-    """A stretch of forward ops several times in a row, each reading what the one before made, then
-    a backward that reads all of it in the opposite order."""
-    length = draw(st.integers(1, 3))
-    described = [(float(draw(st.integers(0, 5))), draw(st.integers(0, 6)), draw(st.integers(1, 2)))
-                 for _ in range(length)]
-    ops = [Op("start", 1.0, (), (0,), recomputable=draw(st.booleans()))]
-    storages = [Storage(draw(st.integers(0, 6)), 0)]
-    for _ in range(times):
-        for cost, size, reads in described:
-            index = len(ops)
-            inputs = tuple(s for s in range(index - 1, index - 1 - reads, -1) if s >= 0)
-            ops.append(Op("forward", cost, inputs, (index,)))
-            storages.append(Storage(size, index))
-    forward = len(ops)
-    for storage in reversed(range(forward)):
-        if draw(st.integers(0, 3)):
-            index = len(ops)
-            gradient = (index - 1,) if index > forward else ()
-            ops.append(Op("backward", 1.0, (*gradient, storage), (index,), recomputable=False))
-            storages.append(Storage(draw(st.integers(0, 3)), index))
-    segments = (Segment(0, ()), Segment(forward, (0,))) if len(ops) > forward else (
-        Segment(0, (0,)),)
-    return Problem(tuple(ops), tuple(storages), segments)
-
-
-def all_runs(problem: Problem) -> tuple[Run, ...]:
-    """Runs however short: any will do for a bound that holds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("solvers.repetition.LEAST_SPARED", 1)
-        return runs_of(problem)
 
 
 @settings(max_examples=150, deadline=None)
@@ -62,14 +29,14 @@ def test_a_bound_on_counts_holds_for_every_schedule(data: st.DataObject) -> None
     solution = CutModel(problem, peak, tuple(cuts), inner=tuple(sorted(inner)),
                         runs=all_runs(problem)).solve(SECONDS)
     assert solution.solved
-    assert problem.plain_cost + solution.extra_bound <= cost + 1e-6
+    assert problem.keep_all_cost + solution.extra_bound <= cost + 1e-6
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_counting_never_says_more_than_telling_apart(data: st.DataObject) -> None:
     problem = data.draw(repeated(times=2))
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = data.draw(st.integers(plain // 2, plain))
     cuts = tuple(sorted(data.draw(st.sets(
         st.integers(0, len(problem) - 1), min_size=1, max_size=2))))
@@ -78,14 +45,14 @@ def test_counting_never_says_more_than_telling_apart(data: st.DataObject) -> Non
     assert counted.extra_bound <= apart.extra_bound + 1e-6
     best = cheapest(problem, budget) if len(problem) <= 9 else None
     if best is not None:
-        assert problem.plain_cost + apart.extra_bound <= best + 1e-6
+        assert problem.keep_all_cost + apart.extra_bound <= best + 1e-6
 
 
 @pytest.mark.parametrize("fraction", [0.7, 0.5, 0.35])
 @pytest.mark.parametrize("layers", [4, 7])
 def test_with_one_cut_nothing_is_lost_by_counting(layers: int, fraction: float) -> None:
     problem = gpt(layers)
-    timeline = unroll(problem, problem.plain_schedule)
+    timeline = unroll(problem, problem.keep_all_schedule)
     budget = int(fraction * timeline.peak_bytes)
     runs = runs_of(problem)
     assert runs
@@ -102,7 +69,7 @@ def test_the_model_does_not_grow_with_depth() -> None:
     sizes = []
     for layers in (12, 48):
         problem = gpt(layers)
-        timeline = unroll(problem, problem.plain_schedule)
+        timeline = unroll(problem, problem.keep_all_schedule)
         program = _Program(CutModel(problem, timeline.peak_bytes // 2,
                                     (timeline.peak_position,), runs=runs_of(problem)))
         sizes.append(program.mip.get_num_variables())

@@ -23,7 +23,7 @@ from graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
-from planner.search.planning import PreparedStep, prepare
+from planner.step.prepared import PreparedStep, prepare
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,19 @@ def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
         backwards.append(range(start, len(build.ops)))
     regions = tuple(Region(forward, backward, (True,))
                     for forward, backward in zip(forwards, reversed(backwards), strict=True))
-    optimizer = draw(st.sampled_from([
-        None, OptimizerMemory("sgd", 0, 11), OptimizerMemory("adam", 2000, 400)]))
+    optimizer = draw(st.sampled_from(
+        [None, OptimizerMemory("sgd", 0, 11), OptimizerMemory("adam", 2000, 400)]))
     return HandMadeStep(graph=build.graph(regions), baseline_peak_bytes=draw(
         st.integers(3200, 9000)), optimizer=optimizer)
+
+
+def legal_schedule(data, problem):
+    """A schedule with recomputations at random places where they are allowed."""
+    schedule = []
+    for index in range(len(problem)):
+        allowed = [op for op in range(index) if problem.may_replay(op, index)]
+        if allowed:
+            again = data.draw(st.lists(st.sampled_from(allowed), max_size=2, unique=True))
+            schedule.extend(sorted(again))
+        schedule.append(index)
+    return tuple(schedule)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import planner
 from graph_capture.memory.allocator import record_stages
 from graph_capture.plain_step.loss import objective
 from planner.training_loop.account import LoopAccount
@@ -138,3 +141,55 @@ def resident_error_bytes(account: LoopAccount,
     return max((account.resident_bytes - base - phases[StepPhase.OPTIMIZER_STEP][1]
                 for phases in measured[1:]), key=abs)
 
+
+class Network(nn.Module):
+    """An embedding, wide and narrow layers, a norm with buffers, and a head that is not reached."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(500, 64, dtype=dtype)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(3))
+        self.norm = nn.BatchNorm1d(64, dtype=dtype)
+        self.wide = nn.Sequential(nn.Linear(64, 512, dtype=dtype), nn.GELU(),
+                                  nn.Linear(512, 64, dtype=dtype))
+        self.head = nn.Linear(64, 200, dtype=dtype)
+        self.unused = nn.Linear(64, 64, dtype=dtype)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        return self.head(self.wide(x))
+
+
+IDS = torch.arange(16 * 12).view(16, 12) % 500
+
+LABELS = (IDS % 200).flatten()
+
+
+def loss_fn(logits):
+    return F.cross_entropy(logits.flatten(0, 1).float(), LABELS)
+
+
+def check(optimizer=None, *, model=None, step=None, exact=True, **options):
+    """The account of this loop, after it has been compared with the real one."""
+    model = Network() if model is None else model
+    made = optimizer(model) if callable(optimizer) else optimizer
+    report = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer=made, **options)
+    measured = RealLoop(copy.deepcopy(model), (IDS,), loss_fn, optimizer, step,
+                        **options).measure()
+    for (number, phase), off in deviations(report.account, measured).items():
+        assert abs(off) < 0.002, (number, phase, off)
+    if exact:
+        assert resident_error_bytes(report.account, measured) == 0
+    return report
+
+
+def adamw(**options):
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

@@ -6,26 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 import planner
-from planner.cli import app
 from planner.search.planning import plan_within
+from tests.support.command_line import TINY_GPT2, run
 from tests.support.graphs import HandMadeStep, chain, prepared
-
-RUNNER = CliRunner()
-TINY_GPT2 = ["hf:gpt2", "--set", "n_layer=2", "--set", "n_embd=32", "--set", "n_head=2",
-             "--set", "vocab_size=100", "--batch", "2", "--seq", "32"]
-
-
-def run(*arguments, code=0):
-    result = RUNNER.invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, (result.output, result.exception)
-    if code:
-        assert result.stdout == ""
-        assert "Traceback" not in result.stderr
-        assert result.stderr.strip()
-    return result
 
 
 @pytest.fixture(scope="module")

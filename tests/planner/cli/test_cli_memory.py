@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from planner.cli import app
-from tests.planner.cli.test_cli import RUNNER, TINY_GPT2, run
+from tests.support.command_line import RUNNER, TINY_GPT2, run
 
 
 def test_the_account_is_printed_and_its_snapshot_saved(tmp_path):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import planner
-from tests.planner.cli.test_cli import run
+from tests.support.command_line import run
 
 TINY_GPT2 = ["hf:gpt2", "--set", "n_layer=1", "--set", "n_embd=32", "--set", "n_head=2",
              "--set", "vocab_size=100", "--set", "n_positions=64", "--solver", "dp",
