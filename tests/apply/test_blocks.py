@@ -18,6 +18,8 @@ from planner.search.planning import PreparedStep, plan_within
 from tests.support.models import BUILDERS, Case, language_model
 from tests.support.training import EFFORT, measured_peak, reference, train
 
+pytestmark = pytest.mark.compat
+
 
 def prepared(case: Case) -> PreparedStep:
     return capture(case.model, case.inputs, loss_fn=case.loss_fn, regions="blocks")
