@@ -12,7 +12,7 @@ TORCH ?= 2.15.0
 OTHER ?= .venv-torch-$(TORCH)
 MARKED ?= slow or not slow
 
-.PHONY: demo test lint compat clean
+.PHONY: demo test lint compat docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
@@ -27,6 +27,10 @@ lint: $(STAMP)
 
 compat: $(OTHER)
 	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" "$(OTHER)/bin/python" $(PYTEST) -m "$(MARKED)"
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/python -W error -m pdoc planner '!planner\.' --docformat google -o build/docs
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

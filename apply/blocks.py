@@ -122,6 +122,6 @@ def _decisions(region: RegionRecipe, index: int) -> object:
 
     sizes = region.outline and (region.outline.storage_bytes, region.outline.input_bytes)
     return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.hoisted,
-            tuple((local(group.before), tuple(map(local, group.ops)))
-                  for group in region.recomputations),
+            tuple((local(group.before), tuple(local(action.op) for action in group.actions))
+                  for group in region.insertions),
             tuple((local(reuse.op), reuse.run, reuse.candidate) for reuse in region.inplace_reuses))

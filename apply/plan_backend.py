@@ -80,7 +80,7 @@ class PlanBackend:
             nonlocal match
             match = self._matching_region(module, joint, num_fwd_outputs, given)
             region = match.region
-            rewritten = rewrite(match.lowered, region.recomputations, region.inplace_reuses)
+            rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses)
             self._annotate(rewritten)
             return rewritten.forward, rewritten.backward
 

@@ -1,12 +1,15 @@
 """What the applier needs of a plan, and nothing else: plain data, so that a file can hold it.
 
 A recipe names the ops that the training graph must have (in order, each with its digest) and the
-recomputations to insert.  It knows no costs and no budgets.
+actions to insert between their first runs.  It knows no costs and no budgets.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
 
 from graph_capture.training_graph import CodeMemory, Outline
 
@@ -23,14 +26,23 @@ class OpKey:
     """Dtype, shape and strides of its result, for people."""
 
 
+class RunAgain(msgspec.Struct, frozen=True, tag_field="kind", tag="run"):
+    """An op of the forward runs again."""
+
+    op: str
+
+
+InsertedAction: TypeAlias = RunAgain
+"""What can happen between first runs: a union of structs that a file tells apart by their tags."""
+
+
 @dataclass(frozen=True, slots=True)
-class Recomputation:
-    """Ops that run again, in this order, just before an op runs for the first time."""
+class Insertion:
+    """Actions, in this order, just before an op runs for the first time."""
 
     before: str
     """Name of the op whose first run follows."""
-    ops: tuple[str, ...]
-    """Names of the recomputed ops, in the order in which they run."""
+    actions: tuple[InsertedAction, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +58,13 @@ class InplaceReuse:
 
 @dataclass(frozen=True, slots=True)
 class RegionRecipe:
-    """One captured region: its ops and what is recomputed in its forward and backward."""
+    """One captured region: its ops and what is inserted into its forward and backward."""
 
     forward: tuple[OpKey, ...]
     backward: tuple[OpKey, ...]
     cotangents: tuple[bool, ...]
     """For each differentiable output of the joint graph, whether a gradient flows into it."""
-    recomputations: tuple[Recomputation, ...] = ()
+    insertions: tuple[Insertion, ...] = ()
     """In the order of the ops before which they stand."""
     inplace_reuses: tuple[InplaceReuse, ...] = ()
     """In the order of the runs."""

@@ -1,24 +1,24 @@
-"""A lowered region and its recomputations -> the forward and backward graphs that execute them.
+"""A lowered region and its insertions -> the forward and backward graphs that execute them.
 
-The runs are emitted in the order of the schedule: first runs in the order of the region, each
-recomputation just before the op it serves.  A view is made anew where it is first needed after its
-storage was made, and again in the backward, so that what crosses from the forward to the backward
-is one tensor for each storage.  fx drops every name after its last use; the storages then live as
-long as `solvers.simulator` says.
+The runs are emitted in the order of the schedule: first runs in the order of the region, what is
+inserted (`_EMIT` says how) just before the op it serves.  A view is made anew where it is first
+needed after its storage was made, and again in the backward, so that what crosses from the forward
+to the backward is one tensor for each storage.  fx drops every name after its last use; the
+storages then live as long as `solvers.simulator` says.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from apply.recipe import InplaceReuse, Recomputation
+from apply.recipe import InplaceReuse, InsertedAction, Insertion, RunAgain
 from graph_capture.joint_graph.inplace import write_inplace
 from graph_capture.joint_graph.joint import is_cotangent, is_tuple_element, tensors_of
 from graph_capture.joint_graph.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
@@ -37,11 +37,11 @@ class RewrittenRegion:
 
 def rewrite(
     region: LoweredRegion,
-    recomputations: Sequence[Recomputation] = (),
+    insertions: Sequence[Insertion] = (),
     inplace_reuses: Sequence[InplaceReuse] = (),
 ) -> RewrittenRegion:
-    """Forward and backward of `region` with these recomputations and in-place runs."""
-    return _Rewriter(region, recomputations, inplace_reuses).run()
+    """Forward and backward of `region` with these insertions and in-place runs."""
+    return _Rewriter(region, insertions, inplace_reuses).run()
 
 
 @dataclass
@@ -56,19 +56,18 @@ class _Rewriter:
     """Emits the runs one by one into a new joint graph, then splits it."""
 
     def __init__(
-        self, region: LoweredRegion, recomputations: Sequence[Recomputation],
+        self, region: LoweredRegion, insertions: Sequence[Insertion],
         inplace_reuses: Sequence[InplaceReuse],
     ) -> None:
         self.region = region
         self.index_of = {op.name: index for index, op in enumerate(region.ops)}
-        epilogue = epilogue_name(region.index)
-        groups = {r.before: [self.index_of[name] for name in r.ops] for r in recomputations}
-        self.before_epilogue = groups.pop(epilogue, [])
-        self.before = {self.index_of[name]: ops for name, ops in groups.items()}
+        groups = {insertion.before: insertion.actions for insertion in insertions}
+        self.before_epilogue = groups.pop(epilogue_name(region.index), ())
+        self.before = {self.index_of[name]: actions for name, actions in groups.items()}
         self.inplace_reuses: Mapping[tuple[int, int], int] = {
             (self.index_of[t.op], t.run): t.candidate for t in inplace_reuses}
-        self.replayed = {index for ops in (*self.before.values(), self.before_epilogue)
-                         for index in ops}
+        self.replayed = {self.index_of[action.op] for insertion in insertions
+                         for action in insertion.actions if isinstance(action, RunAgain)}
         self.kept = set(region.held_outputs) | {s for s, _ in region.gradient_storages}
         self.nodes_of: dict[int, list[fx.Node]] = {}
         for node, storage in region.storage_of.items():
@@ -91,13 +90,11 @@ class _Rewriter:
         outputs: list[object] = []
         for index in range(len(self.region.ops) + 1):
             if index == self.region.num_forward:
-                for replayed in self.before_epilogue:
-                    self._emit_run(replayed)
+                self._emit_inserted(self.before_epilogue)
                 outputs.extend(self._resolved(joint.output.args[0][:len(joint.forward_outputs)]))
                 self._enter_backward()
             if index < len(self.region.ops):
-                for replayed in self.before.get(index, ()):
-                    self._emit_run(replayed)
+                self._emit_inserted(self.before.get(index, ()))
                 self._emit_run(index)
         outputs.extend(self._resolved(joint.output.args[0][len(joint.forward_outputs):]))
         output = self.graph.output(outputs)
@@ -131,6 +128,16 @@ class _Rewriter:
                 self._value(source)
             self._emit_copy(node)
         return self.env[node]
+
+    def _emit_inserted(self, actions: Sequence[InsertedAction]) -> None:
+        for action in actions:
+            if type(action) not in _EMIT:
+                raise ValueError(f"{action!r} is no action that the rewriter can emit; it knows "
+                                 f"{', '.join(known.__name__ for known in _EMIT)}")
+            _EMIT[type(action)](self, action)
+
+    def _emit_run_again(self, action: RunAgain) -> None:
+        self._emit_run(self.index_of[action.op])
 
     def _emit_run(self, index: int) -> None:
         op = self.region.ops[index]
@@ -267,3 +274,7 @@ class _Rewriter:
         new.meta["partitioner_tag"] = f"must_be_in_{phase.value}"
         if self.in_forward:
             self.forward_nodes.add(new)
+
+
+_EMIT: Mapping[type, Callable[[_Rewriter, Any], None]] = {RunAgain: _Rewriter._emit_run_again}
+"""What emits each kind of inserted action."""

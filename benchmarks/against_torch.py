@@ -43,7 +43,8 @@ from graph_capture.op_costs.costs import OpCosts
 from graph_capture.torch_compat import aot_backend, compile_module, compile_settings
 from planner.api import capture
 from planner.errors import InfeasibleBudget
-from planner.search.planning import Effort, PreparedStep, plan_within
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep
 
 RATIOS = tuple(tenths / 10 for tenths in range(10, -1, -1))
 """Values of `activation_memory_budget`."""
@@ -214,11 +215,12 @@ def line(row: Row) -> str:
 
 def for_least_flops(prepared: PreparedStep) -> PreparedStep:
     """The same step, planned for the least FLOPs; time only decides between equals."""
-    problem, ops = prepared.problem, prepared.graph.ops
-    per_second = prepared.graph.step_flops / prepared.graph.step_seconds
-    return replace(prepared, problem=replace(problem, ops=tuple(
+    problem, graph = prepared.base.problem, prepared.base.graph
+    per_second = graph.step_flops / graph.step_seconds
+    base = replace(prepared.base, problem=replace(problem, ops=tuple(
         replace(op, cost=captured.flops / per_second + captured.seconds / 1000)
-        for op, captured in zip(problem.ops, ops, strict=True))))
+        for op, captured in zip(problem.ops, graph.ops, strict=True))))
+    return replace(prepared, forms=(base, *prepared.forms[1:]))
 
 
 def plan_at(workload: Workload, prepared: PreparedStep, peak: int, expected: torch.Tensor,
@@ -246,7 +248,7 @@ def compare(workload: Workload, prepared: PreparedStep, ratio: float, expected: 
             plan_at(workload, step, peak, expected, time_limit)
             for step in (for_least_flops(prepared), prepared))
     return Row(ratio, peak, partition.recomputed.flops,
-               partition.recomputed.seconds / prepared.graph.step_seconds,
+               partition.recomputed.seconds / prepared.base.graph.step_seconds,
                relative_error(gradients(workload, theirs), expected), least_flops, least_time)
 
 
@@ -269,8 +271,8 @@ def run(workload: Workload, ratios: Sequence[float], time_limit: float) -> bool:
         expected = gradients(workload, reference)
     plain_peak = peak_bytes(workload, workload.model)
     prepared = capture(workload.model, workload.inputs, loss_fn=workload.loss_fn)
-    print(f"\n{workload.name}: {len(prepared.graph.ops)} ops, "
-          f"{prepared.graph.step_flops / 1e6:.0f} MFLOP, "
+    print(f"\n{workload.name}: {len(prepared.base.graph.ops)} ops, "
+          f"{prepared.base.graph.step_flops / 1e6:.0f} MFLOP, "
           f"plain eager step {plain_peak / MEGABYTE:.2f} MB, nothing recomputed "
           f"{(prepared.keep_all_peak_bytes - prepared.resident_bytes) / MEGABYTE:.2f} MB\n{HEADER}",
           flush=True)

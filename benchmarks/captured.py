@@ -22,7 +22,7 @@ from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.models import WORKLOADS
 from benchmarks.problem_file import save_problem
 from planner.api import capture
-from planner.search.planning import PreparedStep
+from planner.step.prepared import PreparedStep
 
 
 def _gpt2(layers: int) -> tuple[nn.Module, Mapping[str, Any]]:
@@ -77,11 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = captured(arguments.model)
     seconds = time.monotonic() - start
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{arguments.model}: {len(step.problem)} ops captured in {seconds:.1f} s, at most "
+    print(f"{arguments.model}: {len(step.base.problem)} ops captured in {seconds:.1f} s, at most "
           f"{held / 2**30:.2f} GiB of host memory; a step without recomputation peaks at "
           f"{step.keep_all_peak_bytes / 1e9:.2f} GB, {step.resident_bytes / 1e9:.2f} GB resident")
     if arguments.output is not None:
-        save_problem(step.problem, arguments.output)
+        save_problem(step.base.problem, arguments.output)
     return 0
 
 

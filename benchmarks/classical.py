@@ -21,7 +21,8 @@ import planner
 from benchmarks.measure import MEGABYTE, peak_bytes, run_step, time_in_turns
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
-from planner.search.planning import Effort, PreparedStep, plan_within
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep
 
 HEADER = (
     f"| {'step':<30} | {'peak MB':>8} | {'less peak %':>11} | {'time, of the plain step':<23} | "

@@ -24,8 +24,10 @@ from torch import nn
 
 from apply.blocks import count_decisions
 from benchmarks.arguments import add_names, benchmark_parser, parse
-from planner.api import BACKENDS, capture
-from planner.search.planning import Effort, plan_within
+from planner.api import capture
+from planner.arguments.planning import BACKENDS
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 
 HEADER = ("| backend  | regions | budget | layers | decisions | capture s |  plan s | compile s |\n"
           "|----------|---------|-------:|-------:|----------:|----------:|--------:|----------:|")

@@ -57,7 +57,8 @@ from planner.errors import InfeasibleBudget
 from planner.plans.file import load
 from planner.plans.plan import Plan
 from planner.search.compiled import smallest_plan
-from planner.search.planning import Effort, PreparedStep, plan_within
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep
 
 FRACTIONS = (0.8, 0.6, 0.4)
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
@@ -195,7 +196,7 @@ AGAINST_HEADER = (
 
 def peaks_of_torch(prepared: PreparedStep, ratios: Sequence[float]) -> dict[float, int]:
     """What the step takes under each value of `activation_memory_budget`, above resident memory."""
-    assert prepared.compiled is not None
+    assert prepared.base.compiled is not None
     found = {}
     for ratio in ratios:
         def partition(*args: Any, ratio: float = ratio, **options: Any) -> Any:
@@ -203,7 +204,7 @@ def peaks_of_torch(prepared: PreparedStep, ratios: Sequence[float]) -> dict[floa
                 return min_cut_rematerialization_partition(*args, **options)
 
         code = GraphCode(inductor_backend(partition, f"ratio {ratio}"))
-        found[ratio] = prepared.compiled.tracer.trace(lambda _, code=code: code).peak_bytes
+        found[ratio] = prepared.base.compiled.tracer.trace(lambda _, code=code: code).peak_bytes
     return found
 
 

@@ -1,8 +1,9 @@
 """A 12-layer GPT-2 under a memory budget: planned, applied, trained, measured.
 
 Run by `make demo`.  The batch is small enough for two cores and large enough that activations
-outweigh parameters and optimizer state.  Plain and planned steps alternate on the same parameters,
-so that both are timed under the same load.
+outweigh parameters and optimizer state.  Two copies of the model take the same steps, one plain and
+one planned: the same initial parameters, the same batches, and dropout from the same seeds, so that
+their losses are one series.  Their steps alternate, so that both are timed under the same load.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from planner.units import format_bytes
 BATCH, SEQUENCE, VOCABULARY = 4, 192, 8192
 BUDGET = "70%"
 TIMED_STEPS = 2
+ROUNDING = 1e-5
+"""Of the loss: what another order of adding up could do within these few steps."""
 
 
 def build_model() -> GPT2LMHeadModel:
@@ -32,18 +35,25 @@ def build_model() -> GPT2LMHeadModel:
         eos_token_id=0)).train()
 
 
-class Training:
-    """Real training steps of one batch, plain or planned."""
+def make_batch(seed: int) -> dict[str, torch.Tensor]:
+    """Random tokens, the same for the same seed."""
+    source = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=source)
+    return {"input_ids": ids, "labels": ids}
 
-    def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor],
-                 optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.batch, self.optimizer = model, batch, optimizer
+
+class Training:
+    """Real training steps, plain or planned; batch and dropout depend on the step's number only."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
     def forward_backward(self) -> None:
         """Gradients of one batch."""
-        output = self.model(**self.batch)
+        torch.manual_seed(len(self.losses))
+        output = self.model(**make_batch(len(self.losses)))
         output.loss.backward()
         self.losses.append(output.loss.item())
 
@@ -65,29 +75,32 @@ class Training:
 def main() -> None:
     """Plan, apply, train and compare."""
     logging.set_verbosity_error()
-    model = build_model()
-    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
-    batch = {"input_ids": ids, "labels": ids}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    models = build_model(), build_model()
+    plain, planned = (Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+                      for model in models)
 
     print(f"GPT-2: 12 layers of width 768, batch {BATCH}, sequence {SEQUENCE}, AdamW, "
           f"budget {BUDGET} of the plain step", flush=True)
     started = time.perf_counter()
-    plan = planner.plan(model, batch, budget=BUDGET, optimizer=optimizer)
+    plan = planner.plan(planned.model, make_batch(0), budget=BUDGET, optimizer=planned.optimizer)
     print(f"planned in {time.perf_counter() - started:.1f} s\n\n{plan}\n", flush=True)
 
-    plain = Training(model, batch, optimizer)
-    planned = Training(plan.apply(model), batch, optimizer)
+    planned.model = plan.apply(planned.model)
     print("training ...", flush=True)
-    planned.step()  # compiles
-    planned.seconds.clear()
+    for training in (plain, planned):
+        training.step()  # the planned one compiles
+        training.seconds.clear()
     plain_peak = plan.resident_bytes + plain.measured_peak_bytes()
     planned_peak = plan.resident_bytes + planned.measured_peak_bytes()
     for _ in range(TIMED_STEPS):
         plain.step()
         planned.step()
-    for name, training in (("plain", plain), ("planned", planned)):
-        print(f"losses of {name} steps: {' '.join(f'{loss:.3f}' for loss in training.losses)}")
+    print(f"{'loss':24}{'plain':>12}{'planned':>12}")
+    for number, losses in enumerate(zip(plain.losses, planned.losses, strict=True)):
+        print(f"step {number:<19}{losses[0]:>12.6f}{losses[1]:>12.6f}")
+    difference = max(abs(one - other) / abs(one)
+                     for one, other in zip(plain.losses, planned.losses, strict=True))
+    print(f"largest difference: {difference:.1e} of the loss")
 
     plain_seconds, planned_seconds = median(plain.seconds), median(planned.seconds)
     print(f"""
@@ -98,6 +111,8 @@ def main() -> None:
 {'extra time':24}{'':>12}{planned_seconds / plain_seconds - 1:>12.1%}
 {'estimated extra time':24}{'':>12}{plan.overhead:>12.1%}
 """)
+    if difference > ROUNDING:
+        raise SystemExit(f"the losses differ by {difference:.1e}, more than by rounding")
     if plan.budget_bytes is not None and planned_peak > plan.budget_bytes:
         raise SystemExit(f"the measured peak of {planned_peak:,} bytes is over the budget of "
                          f"{plan.budget_bytes:,}")

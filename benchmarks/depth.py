@@ -3,7 +3,7 @@
     python -m benchmarks.depth --layers 6,12,24,48,96 --budgets .5,.3
     python -m benchmarks.depth --problems gpt2_12.problem gpt2_24.problem --budgets .4,.2
 
-The first form takes synthetic GPT blocks (`workloads.synthetic_gpt`), the second what
+The first form takes synthetic GPT blocks (`solvers.synthetic_gpt`), the second what
 `benchmarks.captured` wrote.  Overheads are in percent of the cost of running every op once.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.problem_file import read_problem
 from benchmarks.solvers import machine
 from solvers import Problem, simulate, solve
-from workloads.synthetic_gpt import gpt
+from solvers.synthetic_gpt import gpt
 
 HEADER = ("| problem | ops | budget | found % | bound % | seconds | to the row above |\n"
           "| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -27,7 +27,7 @@ def measure(problems: Sequence[tuple[str, Problem]], budget: float, time_limit: 
     """Print a row for each problem under the same fraction of its plain peak."""
     before = None
     for name, problem in problems:
-        plain_peak, _ = simulate(problem, problem.plain_schedule)
+        plain_peak, _ = simulate(problem, problem.keep_all_schedule)
         result = solve(problem, int(budget * plain_peak), time_limit=time_limit)
         factor = "" if before is None else f"{result.seconds / before:.1f}"
         print(f"| {name} | {len(problem)} | {budget:g} | {100 * result.overhead:.3f} "

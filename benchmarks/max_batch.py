@@ -25,7 +25,8 @@ from benchmarks.classical import classical
 from benchmarks.measure import MEGABYTE, peak_bytes
 from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
-from planner.search.planning import Effort, PreparedStep, plan_within
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep
 
 TARGETS = {"gpt2": 3.0, "bert": 3.0, "unet_full": 4.0}
 """How many times as large the batch is to be at 35% extra time."""

@@ -23,11 +23,13 @@ import torch
 from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.measure import run_step, time_in_turns
 from benchmarks.models import WORKLOADS, Workload
-from planner.api import BACKENDS, capture
+from planner.api import capture
+from planner.arguments.planning import BACKENDS
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan
-from planner.search.planning import Effort, PreparedStep, overhead_of, plan_within
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep
 
 PRICES = ("measured", "roofline")
 
@@ -57,10 +59,9 @@ def compare(workload: Workload, backend: str, budgets: Sequence[float], rounds: 
     for index, plan in enumerate(plans, start=1):
         predicted = [100 * plan.overhead]
         if backend == "eager":
-            variants = [steps[name].variant_of(plan.recipe) for name in prices]
-            schedule = schedule_of(variants[0].graph, plan.recipe)
-            predicted = [100 * overhead_of(step.graph, schedule, step.plain_seconds)
-                         for step in variants]
+            forms = [steps[name].form_of(plan.recipe) for name in prices]
+            schedule = schedule_of(forms[0], plan.recipe)
+            predicted = [100 * form.overhead(schedule) for form in forms]
         ratio = times.ratio(index, 0)
         found = 100 * (ratio.median - 1)
         print(f"| {workload.name:<6} | {(plan.budget_bytes - below) / share:5.0f}% "

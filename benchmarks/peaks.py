@@ -20,7 +20,8 @@ from benchmarks.models import WORKLOADS, Workload
 from planner.api import capture
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
-from planner.search.planning import Effort, PreparedStep, plan_within
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep
 
 FRACTIONS = (0.8, 0.6, 0.4)
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from benchmarks.baselines import checkmate, moccasin
 from benchmarks.problem_file import read_problem
 from benchmarks.published import PUBLISHED
-from solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
+from solvers import SOLVERS, Algorithm, InfeasibleBudget, load_problem, simulate, solve
 from solvers.lazy import cheapest_walk
 from solvers.local_search import improve, repair
 from solvers.minimum import minimum_peak, working_set_floor
@@ -65,24 +65,18 @@ def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> 
     deadline = begin + time_limit
     start = cheapest_walk(
         problem, budget_bytes, deadline=begin + time_limit / 10, seed=seed,
-    ) or repair(problem, budget_bytes, problem.plain_schedule, time_limit=time_limit / 2, seed=seed)
+    ) or repair(problem, budget_bytes, problem.keep_all_schedule, time_limit=time_limit / 2,
+                seed=seed)
     if start is None:
         return Found(None, None)
     return Found(improve(problem, budget_bytes, start, time_limit=time_limit, deadline=deadline,
                          seed=seed), None)
 
 
-def _baseline(function: Callable[..., tuple[Schedule | None, float]]) -> Method:
-    def method(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-        schedule, _ = function(problem, budget_bytes, time_limit=time_limit, seed=seed)
-        return Found(schedule, None)
-    return method
-
-
-def _product(name: str) -> Method:
+def _solver(solver: str | Algorithm) -> Method:
     def method(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
         try:
-            result = solve(problem, budget_bytes, solver=name, time_limit=time_limit, seed=seed)
+            result = solve(problem, budget_bytes, solver=solver, time_limit=time_limit, seed=seed)
         except InfeasibleBudget:
             return Found(None, None)
         return Found(result.schedule, result.lower_bound)
@@ -91,8 +85,8 @@ def _product(name: str) -> Method:
 
 METHODS: dict[str, Method] = {
     "lazy": lazy, "local": local,
-    "checkmate": _baseline(checkmate), "moccasin": _baseline(moccasin),
-    **{name: _product(name) for name in SOLVERS},
+    "checkmate": _solver(checkmate), "moccasin": _solver(moccasin),
+    **{name: _solver(name) for name in SOLVERS},
 }
 """Everything that can be compared, by name."""
 
@@ -114,7 +108,7 @@ def machine() -> str:
 def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: Sequence[str],
             time_limit: float, seed: int) -> list[Row]:
     """Run the solvers on one problem, printing each row as it comes."""
-    plain_peak, _ = simulate(problem, problem.plain_schedule)
+    plain_peak, _ = simulate(problem, problem.keep_all_schedule)
     rows = []
     for budget in budgets:
         for name in solvers:
@@ -135,7 +129,7 @@ HEADER = (f"| {'instance':<20} | {'ops':>5} | {'budget':>6} | {'solver':<9} | {'
 
 def _line(problem: Problem, row: Row, plain_peak: int) -> str:
     def percent(cost: float) -> str:
-        return f"{100 * (cost / problem.plain_cost - 1):.3f}"
+        return f"{100 * (cost / problem.keep_all_cost - 1):.3f}"
 
     found, peak, bound = "none", "", ""
     if row.schedule is not None:
@@ -151,12 +145,12 @@ def _line(problem: Problem, row: Row, plain_peak: int) -> str:
 
 
 def _smallest(problem: Problem, instance: str, seed: int) -> str:
-    plain_peak, _ = simulate(problem, problem.plain_schedule)
+    plain_peak, _ = simulate(problem, problem.keep_all_schedule)
     start = time.monotonic()
     peak, cost = simulate(problem, minimum_peak(problem, seed=seed))
     return (f"{instance}: smallest peak found {peak / plain_peak:.4f} of the plain peak "
             f"(floor {working_set_floor(problem) / plain_peak:.4f}) at "
-            f"{100 * (cost / problem.plain_cost - 1):.1f}% in {time.monotonic() - start:.1f} s")
+            f"{100 * (cost / problem.keep_all_cost - 1):.1f}% in {time.monotonic() - start:.1f} s")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -65,9 +65,10 @@ class CapturedStep:
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
-    device: torch.device | str | None = None, keep: Sequence[str] = (), backend: str = "eager",
-    cost_model: str = "roofline", probe: bool = True, accumulated: bool = False,
-    regions: str | Sequence[str] = WHOLE_MODEL, progress: Progress | None = None,
+    device: torch.device | str | None = None, gpu: str | None = None, keep: Sequence[str] = (),
+    backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
+    accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
+    progress: Progress | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -88,7 +89,7 @@ def capture_step(
     twin = make_twin(model, tuple(args), {**(kwargs or {}), **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
-    costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, progress=say)
+    costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say)
     inductor = backend == "inductor"
     if inductor:
         check_compiler(twin.device, twin.trace_device)
@@ -119,7 +120,8 @@ def capture_step(
 
     say("measuring and estimating ops")
     keeper = Keeper(keep)
-    fused = None if not inductor or cost_model == "flops" else FusedCosts(twin.device, costs)
+    fused = None if not inductor or cost_model == "flops" else FusedCosts(
+        twin.device, costs, costs.device_model)
 
     def form(uses: Sequence[RegionUse], low_peak: bool = False) -> StepForm:
         graph = assemble(
@@ -191,6 +193,8 @@ def _notes(
     if costs.assumed:
         notes.append("workspace is a stated margin, not a measurement, for: "
                      + ", ".join(sorted(costs.assumed)))
+    if costs.assumption is not None:
+        notes.append(costs.assumption)
     if costs.estimated:
         notes.append("seconds are estimated, since they could not be measured, for: "
                      + ", ".join(sorted(costs.estimated)))

@@ -3,50 +3,25 @@
     plan = planner.plan(model, inputs, budget="8GB", optimizer="adamw")
     model = plan.apply(model)
 
-Everything public is here; `graph_capture`, `solvers` and `apply` are how it is done.
+Everything public is here; `graph_capture`, `solvers` and `apply` are how it is done.  The names are
+those of `planner.public`, which is imported when one of them is first asked for, so that the
+command line shows its help without waiting for the solvers.
 """
 
-from planner.api import plan
-from planner.errors import (
-    CaptureError,
-    InfeasibleBudget,
-    PlanFileError,
-    PlanMismatch,
-    PlannerError,
-)
-from planner.plans.file import load
-from planner.plans.plan import Plan
-from planner.ranks.data_parallel import DataParallel, RankMemory, data_parallel
-from planner.running.applying import apply
-from planner.running.verify import Verification, verify
-from planner.sizes.advice import Advice, advise
-from planner.sizes.batch_size import LargestSize, max_batch_size, max_sequence_length
-from planner.sizes.frontier import Frontier, frontier
-from planner.training_loop.memory import memory
-from planner.training_loop.report import MemoryReport
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Advice",
-    "CaptureError",
-    "DataParallel",
-    "Frontier",
-    "InfeasibleBudget",
-    "LargestSize",
-    "MemoryReport",
-    "Plan",
-    "PlanFileError",
-    "PlanMismatch",
-    "PlannerError",
-    "RankMemory",
-    "Verification",
-    "advise",
-    "apply",
-    "data_parallel",
-    "frontier",
-    "load",
-    "max_batch_size",
-    "max_sequence_length",
-    "memory",
-    "plan",
-    "verify",
-]
+if TYPE_CHECKING:
+    from planner.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        if not name.startswith("__") or name == "__all__":
+            from importlib import import_module
+
+            public = import_module("planner.public")
+            if name == "__all__" or name in public.__all__:
+                return getattr(public, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

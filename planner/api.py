@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
+from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.planning import Effort, PreparedStep, plan_within, prepare
-from solvers.solve import ALGORITHMS
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep, prepare
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-BACKENDS = ("eager", "inductor")
-"""Backends that a plan can be made for."""
-
-COST_MODELS = ("roofline", "measured", "flops")
-"""Ways to estimate the seconds of an op."""
 
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
          budget: int | str | None = None, loss_fn: Callable[[Any], torch.Tensor] | None = None,
          optimizer: object = None, solver: str = "auto", backend: str = "eager",
          cost_model: str = "roofline", device: torch.device | str | None = None,
-         probe: bool = True, time_limit: float = 60.0, keep: Sequence[str] = (),
-         accumulation: int = 1, regions: str | Sequence[str] = "model",
+         gpu: str | None = None, probe: bool = True, time_limit: float = 60.0,
+         keep: Sequence[str] = (), accumulation: int = 1, regions: str | Sequence[str] = "model",
          progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
@@ -50,7 +43,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `output["loss"]`, a scalar output, else every differentiable output gets a cotangent.
         optimizer: instance, class or name (`"adamw"`), or a sequence of instances, whose state and
             step count as memory.
-        solver: `"auto"`, or one of `planner.api.solver_names()`.
+        solver: `"auto"`, or one of `solvers.SOLVERS`.
         backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact;
             `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.
         cost_model: what recomputation costs. `"roofline"`: seconds, from FLOPs, bytes and the
@@ -59,6 +52,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `overhead` from the seconds of each generated kernel, which is compiled for that;
             `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
         device: the device planned for; by default the model's, the CPU for a `meta` model.
+        gpu: the GPU whose figures estimates of time take, such as `"H100"`; by default the one that
+            is here, and an A100, with a note in the plan, where there is none or it is not known.
         probe: measure the workspace of single ops where the device is at hand.
         time_limit: seconds for planning; soft.  What capture has used is taken off the solver's
             share, down to half of the limit.
@@ -79,86 +74,53 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         TypeError, ValueError: an argument is wrong in itself.
     """
     limit = parse_budget(budget_gb, budget)
-    check_effort(solver, time_limit)
-    check_accumulation(accumulation)
+    planning = Planning(
+        loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
+        cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
+        probe=probe, accumulation=accumulation, regions=regions)
     started = time.monotonic()
     with watched(progress) as report:
-        prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
-                           cost_model=cost_model, device=device, probe=probe, keep=keep,
-                           accumulation=accumulation, regions=regions, progress=report)
+        prepared = prepare_step(model, inputs, planning, report)
         left = 0.9 * time_limit - (time.monotonic() - started)
         effort = Effort(solver=solver, time_limit=max(left, time_limit / 2), progress=report)
         return plan_within(prepared, resolve(limit, prepared), effort)
 
 
-def capture(model: nn.Module, inputs: object = None, *,
-            loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
-            backend: str = "eager", cost_model: str = "roofline",
-            device: torch.device | str | None = None, probe: bool = True,
-            keep: Sequence[str] = (), accumulation: int = 1,
-            regions: str | Sequence[str] = "model",
-            progress: Progress | None = None) -> PreparedStep:
+@takes_planning()
+def capture(model: nn.Module, inputs: object = None, *, progress: Progress | None = None,
+            **arguments: Unpack[PlanArguments]) -> PreparedStep:
     """Capture one training step of `model`, ready to be planned under any number of budgets.
 
     Arguments and errors are those of `plan`.
     """
+    return prepare_step(model, inputs, Planning.of(capture, arguments), progress)
+
+
+def prepare_step(model: nn.Module, inputs: object, planning: Planning,
+                 progress: Progress | None) -> PreparedStep:
+    """`capture` with arguments that are checked."""
     from torch import nn
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
-    _check_known("backend", backend, BACKENDS)
-    _check_known("cost_model", cost_model, COST_MODELS)
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError("loss_fn must be a function of the model's output, "
-                        f"got {_kind(loss_fn)}")
-    if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
-        raise TypeError(f"keep must be a sequence of names, got {keep!r}; "
-                        'for one name write keep=("layers.3.attn",)')
     args, kwargs = split_inputs(model, inputs)
     from apply.runtime import tensor_keys
     from graph_capture.capture import capture_step
 
-    step = capture_step(model, args, kwargs, loss_fn=loss_fn, device=device, keep=tuple(keep),
-                        backend=backend, cost_model=cost_model, probe=probe, optimizer=optimizer,
-                        accumulated=accumulation > 1, regions=regions, progress=progress)
+    step = capture_step(
+        model, args, kwargs, loss_fn=planning.loss_fn, device=planning.device, gpu=planning.gpu,
+        keep=tuple(planning.keep), backend=planning.backend, cost_model=planning.cost_model,
+        probe=planning.probe, optimizer=planning.optimizer,
+        accumulated=planning.accumulation > 1, regions=planning.regions, progress=progress)
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
-                   backend=backend, cost_model=cost_model, accumulation=accumulation)
-
-
-def check_accumulation(accumulation: object) -> None:
-    """Raise `TypeError` or `ValueError` unless this is a number of micro-steps."""
-    if isinstance(accumulation, bool) or not isinstance(accumulation, int):
-        raise TypeError("accumulation must be a whole number of micro-steps, "
-                        f"got {accumulation!r}")
-    if accumulation < 1:
-        raise ValueError(f"accumulation must be at least 1, got {accumulation}")
+                   backend=planning.backend, cost_model=planning.cost_model,
+                   accumulation=planning.accumulation)
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:
     """The budget in bytes, `None` for no limit."""
     return None if limit is None else limit.resolve(prepared.baseline_peak_bytes)
-
-
-def solver_names() -> tuple[str, ...]:
-    """Every solver by name."""
-    return tuple(ALGORITHMS)
-
-
-def check_effort(solver: str, time_limit: float) -> None:
-    """Raise `ValueError` or `TypeError` unless these name a solver and a duration."""
-    _check_known("solver", solver, solver_names())
-    if isinstance(time_limit, bool) or not isinstance(time_limit, numbers.Real):
-        raise TypeError(f"time_limit must be a number of seconds, got {time_limit!r}")
-    if not time_limit > 0 or not math.isfinite(time_limit):
-        raise ValueError(f"time_limit must be a finite number of seconds above 0, "
-                         f"got {time_limit}")
-
-
-def _check_known(argument: str, value: object, known: Sequence[str]) -> None:
-    if value in known:
-        return
-    raise ValueError(f"unknown {argument} {value!r}; known: {', '.join(known)}")
 
 
 def _kind(value: object) -> str:

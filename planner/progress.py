@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from graph_capture.progress import Progress
+from graph_capture.progress import Progress as Progress
 
 
 @contextmanager

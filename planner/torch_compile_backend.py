@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -26,11 +26,16 @@ from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from planner.api import plan
+from planner.arguments.planning import PlanArguments, Planning
 from planner.errors import PlanMismatch
 from planner.plans.plan import Plan
 from planner.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+_SAID_BY_THE_GRAPH = frozenset({"loss_fn", "backend", "device", "accumulation", "regions"})
+"""Arguments of `planner.plan` that are no options: Dynamo's graph has one loss, device and region,
+and knows of no other micro-step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +44,10 @@ class Options:
 
     budget_gb: float | None = None
     budget: int | str | None = None
-    optimizer: object = None
-    solver: str = "auto"
-    cost_model: str = "roofline"
-    time_limit: float = 60.0
-    keep: tuple[str, ...] = ()
-    probe: bool = True
     inductor: bool = True
     """Compile with Inductor; otherwise the planned graphs run op by op."""
-
-    @property
-    def backend(self) -> str:
-        """The planner's name for what runs the graphs."""
-        return "inductor" if self.inductor else "eager"
+    arguments: PlanArguments = field(default_factory=PlanArguments)
+    """The others, but for what the captured graph says itself."""
 
 
 def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
@@ -72,15 +68,16 @@ def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
 
 def read_options(options: Mapping[str, Any]) -> Options:
     """The options by name; raises `TypeError` for one that there is not."""
-    known = [field.name for field in fields(Options)]
+    own = [field.name for field in fields(Options) if field.name != "arguments"]
+    known = own + [field.name for field in fields(Planning)
+                   if field.name not in _SAID_BY_THE_GRAPH]
     for name in options:
         if name not in known:
             raise TypeError(f"the backend checkpoint_planner has no option {name!r}; "
                             f"known: {', '.join(known)}")
-    given = dict(options)
-    if "keep" in given:
-        given["keep"] = tuple(given["keep"])
-    return Options(**given)
+    arguments: Any = {name: value for name, value in options.items() if name not in own}
+    return Options(**{name: options[name] for name in own if name in options},
+                   arguments=arguments)
 
 
 def _without_plan(module: fx.GraphModule, example_inputs: Sequence[Any],
@@ -139,12 +136,11 @@ class _PlannedGraph:
 
     def _plan(self, region: Any, inputs: tuple[Any, ...]) -> Plan:
         options = self._options
+        arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
+                                    "backend": "inductor" if options.inductor else "eager"}
         log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
-        made = plan(region, inputs, budget_gb=options.budget_gb,
-                    budget=options.budget, loss_fn=_loss_among(self._module),
-                    optimizer=options.optimizer, solver=options.solver, backend=options.backend,
-                    cost_model=options.cost_model, probe=options.probe,
-                    time_limit=options.time_limit, keep=options.keep)
+        made = plan(region, inputs, budget_gb=options.budget_gb, budget=options.budget,
+                    **arguments)
         log.info("%s", _summary(made))
         return made
 

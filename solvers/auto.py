@@ -26,8 +26,8 @@ MOVE_SECONDS, MOVE_SECONDS_PER_OP = 3e-5, 2e-8
 FIRST_TURNS = 4
 """Turns of the MILP before the simple rungs and local search have theirs."""
 GOOD_ENOUGH = 0.001
-"""A gap (as a fraction of the plain cost) that is not worth the second half of the time limit; in
-the first half it has to be smaller by the cube of the time: an eighth of that after a quarter."""
+"""A gap (as a fraction of the keep-all cost) that is not worth the second half of the time limit;
+in the first half it has to be smaller by the cube of the time: an eighth of it after a quarter."""
 
 
 def auto(task: Task) -> Proposal:

@@ -1,7 +1,7 @@
 """A Lagrangian bound: each layer by itself, with a price on the bytes that it retains.
 
 The model of the world: a forward part and a backward part, layers that repeat in the forward part
-(`solvers.repetition`), and memory at the peak of the plain order, the *pivot*, shared by them.
+(`solvers.repetition`), and memory at the peak of the keep-all order, the *pivot*, shared by them.
 With a price on each byte retained past the pivot the layers come apart: whatever the schedule, what
 it recomputes of a layer and pays for that layer's bytes is no less than the least that the layer
 alone costs, seen with nothing else in memory but what surely is.  Summed over the layers, and less
@@ -44,7 +44,7 @@ MOST_ROOMS = 12
 """So many rooms are told apart among layers that are alike otherwise."""
 NODES = 200
 GAP = 2e-5
-"""Layers are solved to within this fraction of the plain cost of the whole."""
+"""Layers are solved to within this fraction of the keep-all cost of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,13 @@ def _cut_out(problem: Problem, forward: list[int], pivot: int) -> Layer | None:
                        and not storages[s].kept_to_end
                        and not ops[storages[s].producer].recomputable})
     chosen: list[Op] = []
-    kept: list[Storage] = []
+    inside: list[Storage] = []
     name: dict[int, int] = {}  # of a storage in the layer's problem
 
     def add(op: Op, outputs: Sequence[int]) -> None:
         for storage in outputs:
-            name[storage] = len(kept)
-            kept.append(Storage(storages[storage].size_bytes, len(chosen),
+            name[storage] = len(inside)
+            inside.append(Storage(storages[storage].size_bytes, len(chosen),
                                 storages[storage].kept_to_end))
         chosen.append(Op(
             "", op.cost, tuple(name[s] for s in op.inputs if s in name),
@@ -123,8 +123,8 @@ def _cut_out(problem: Problem, forward: list[int], pivot: int) -> Layer | None:
     start = at + (problem.segment_of[pivot] == problem.segment_of[forward[0]])
     constant = sum(storage.size_bytes for s, storage in enumerate(storages)
                    if storage.kept_to_end and storage.producer < backward[0] and s not in made)
-    return Layer(Problem(tuple(chosen), tuple(kept), (Segment(0, (0,)), Segment(start, (0,)))), at,
-                 constant)
+    segments = (Segment(0, (0,)), Segment(start, (0,)))
+    return Layer(Problem(tuple(chosen), tuple(inside), segments), at, constant)
 
 
 class BlockBound:
@@ -135,11 +135,11 @@ class BlockBound:
         self._task = task
         self._room = _shared_room(problem, task.budget_bytes, pivot)
         layers = layers_of(problem, runs, pivot)
-        kinds: defaultdict[Problem, list[int]] = defaultdict(list)
+        alike: defaultdict[Problem, list[int]] = defaultdict(list)
         for layer in layers:
-            kinds[layer.problem].append(task.budget_bytes - layer.constant_bytes)
+            alike[layer.problem].append(task.budget_bytes - layer.constant_bytes)
         self._pivots = {layer.problem: layer.pivot for layer in layers}
-        self._rooms = {kind: _with_most_room(rooms) for kind, rooms in kinds.items()}
+        self._rooms = {layer: _with_most_room(rooms) for layer, rooms in alike.items()}
         self._cuts: dict[tuple[Problem, int], tuple[tuple[int, ...], Inner]] = {}
         self.work = 0.0
         """See `solvers.milp.Answer`."""
@@ -160,34 +160,34 @@ class BlockBound:
 
     def _at(self, price: float) -> tuple[float, int]:
         """The bound at a price, and the bytes that the layers then retain in all."""
-        bound, retained = -price * self._room, 0
-        for kind, rooms in self._rooms.items():
+        bound, total = -price * self._room, 0
+        for layer, rooms in self._rooms.items():
             for room, count in rooms.items():
-                least, held = self._alone(kind, room, price)
+                least, retained = self._alone(layer, room, price)
                 bound += count * least
-                retained += count * held
-        return bound, retained
+                total += count * retained
+        return bound, total
 
     def _alone(self, layer: Problem, room: int, price: float) -> tuple[float, int]:
         """The least that one layer costs at a price, and what it then retains."""
         cuts, inner = self._cuts.get((layer, room), ((self._pivots[layer],), ()))
-        least, held = 0.0, 0
+        least, retained = 0.0, 0
         while True:
             # Before the entry to the backward not all is there yet that takes from the budget.
             rooms = (self._task.budget_bytes, *([room] * (len(cuts) - 1)))
             model = CutModel(layer, room, cuts, inner=inner, price=price, room_bytes=rooms)
             solution = model.solve(self._task.seconds_left, seed=self._task.seed, nodes=NODES,
-                                   gap=GAP * self._task.problem.plain_cost)
+                                   gap=GAP * self._task.problem.keep_all_cost)
             self.work += solution.work
             least = max(least, solution.extra_bound)
             if solution.retained is None:
-                return least, held
-            held = sum(layer.storages[s].size_bytes for s in solution.retained[0])
+                return least, retained
+            retained = sum(layer.storages[s].size_bytes for s in solution.retained[0])
             self._cuts[layer, room] = cuts, inner
             further = next_cuts(layer, room, realise(layer, cuts, solution.retained, early=True),
                                 cuts, inner, first=cuts[0] + 1)
             if further is None or len(cuts) >= MOST_CUTS or not solution.solved:
-                return least, held
+                return least, retained
             cuts, inner = further
 
 

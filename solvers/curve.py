@@ -21,7 +21,7 @@ from solvers.task import Progress
 FIRST_PASS = 0.6
 """Share of the time for the first pass."""
 WIDE_GAP = 1e-3
-"""A gap (as a fraction of the plain cost) that is worth a second look."""
+"""A gap (as a fraction of the keep-all cost) that is worth a second look."""
 
 
 def solve_all(problem: Problem, budgets: Sequence[int], *, seconds: float, solver: str = "auto",
@@ -81,6 +81,6 @@ def _share(problem: Problem, results: list[Result]) -> None:
     for i in range(len(results) - 1, -1, -1):
         bound = max(bound, results[i].lower_bound)
         cost = results[i].cost
-        proven = cost <= bound + PROOF_TOLERANCE * problem.plain_cost
+        proven = cost <= bound + PROOF_TOLERANCE * problem.keep_all_cost
         results[i] = replace(results[i], lower_bound=min(bound, cost),
                              status="optimal" if proven else "feasible")

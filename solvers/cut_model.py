@@ -14,9 +14,9 @@ all such inputs are retained past tᵢ.  With several cuts, Y[i,v] ≤ Σ_{j≥i
 recomputed after tᵢ at all, and each cut's own closure over Y tightens the linear relaxation.
 On request memory is also looked at inside a stage, at the recomputation of an op.
 
-Ops of one kind (`solvers.symmetry`: the same place in repeated layers) share a variable that counts
-how many of them are retained or recomputed, and a row that is the sum of theirs.  The model is then
-as large as if each layer between two cuts were there once, and still a relaxation.
+Ops of one symmetry class (`solvers.symmetry`: the same place in repeated layers) share a variable
+that counts how many of them are retained or recomputed, and a row that is the sum of theirs.  The
+model is then as large as if each layer between two cuts were there once, and still a relaxation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ortools.math_opt.python import mathopt
 from solvers.milp import Engine, optimise
 from solvers.problem import Problem
 from solvers.repetition import Run
-from solvers.symmetry import Kinds, kinds
+from solvers.symmetry import SymmetryClasses, symmetry_classes
 from solvers.working_set import fixed_bytes, takeover_candidates
 
 
@@ -92,21 +92,21 @@ class _Program:
         self.cuts = model.cuts
         count = len(self.cuts)
         self.live = _live_past_cuts(problem, self.cuts)
-        self.kinds = _kinds(model, self.live)
-        # Variables by stage and kind; each counts members.
+        self.classes = _symmetry_classes(model, self.live)
+        # Variables by stage and class; each counts members.
         self.retained: list[dict[int, mathopt.Variable]] = [{} for _ in self.cuts]
         self.again: list[dict[int, mathopt.Variable]] = [{} for _ in self.cuts]
         costs = [op.cost for op in problem.ops if op.cost > 0]
         self.cost_unit = max(costs, default=1.0) / 1000.0
         for stage in range(count):
             for storage in self.live[stage].storages:
-                if self.kinds.of_storage[storage] == storage:
+                if self.classes.of_storage[storage] == storage:
                     self.retained[stage][storage] = self.mip.add_integer_variable(
-                        lb=0, ub=len(self.kinds.storages[storage]))
+                        lb=0, ub=len(self.classes.storages[storage]))
             for op in self.live[stage].ops:
-                if self.kinds.of_op[op] == op:
+                if self.classes.of_op[op] == op:
                     self.again[stage][op] = self.mip.add_integer_variable(
-                        lb=0, ub=len(self.kinds.members[op]))
+                        lb=0, ub=len(self.classes.members[op]))
         for stage in range(count):
             self._stage(stage)
             self._memory(stage)
@@ -130,22 +130,23 @@ class _Program:
         for variable, coefficient in terms.items():
             row.set_coefficient(variable, coefficient)
 
-    def _at_hand(self, stage: int, kind: int,
+    def _at_hand(self, stage: int, leader: int,
                  again: Mapping[int, mathopt.Variable]) -> dict[mathopt.Variable, float]:
-        """How many storages of a kind are retained into a stage, or made by what `again` counts."""
+        """How many storages of a class (`leader` is its first) are retained into a stage, or made
+        by what `again` counts."""
         terms = {}
-        if kind in self.retained[stage]:
-            terms[self.retained[stage][kind]] = 1.0
-        producer = self.kinds.of_op[self.problem.storages[kind].producer]
+        if leader in self.retained[stage]:
+            terms[self.retained[stage][leader]] = 1.0
+        producer = self.classes.of_op[self.problem.storages[leader].producer]
         if producer in again:
             terms[again[producer]] = 1.0
         return terms
 
-    def _needs(self, stage: int, kind: int, again: Mapping[int, mathopt.Variable]) -> None:
-        """What the ops of a kind read is at hand where they are recomputed: for each input, the sum
-        of that over the members."""
-        ops, members = self.problem.ops, self.kinds.members[kind]
-        for place in range(len(ops[kind].inputs)):
+    def _needs(self, stage: int, leader: int, again: Mapping[int, mathopt.Variable]) -> None:
+        """What the ops of a class read is at hand where they are recomputed: for each input, the
+        sum of that over the members."""
+        ops, members = self.problem.ops, self.classes.members[leader]
+        for place in range(len(ops[leader].inputs)):
             read = Counter(storage for op in members
                            if not self.problem.storages[storage := ops[op].inputs[place]
                                                         ].kept_to_end)
@@ -153,21 +154,21 @@ class _Program:
                 continue
             most: dict[int, int] = {}
             for storage, times in read.items():
-                source = self.kinds.of_storage[storage]
+                source = self.classes.of_storage[storage]
                 most[source] = max(times, most.get(source, 0))
             terms: defaultdict[mathopt.Variable, float] = defaultdict(float)
             for source, times in most.items():
                 for variable in self._at_hand(stage, source, again):
                     terms[variable] += times
-            terms[again[kind]] -= 1.0
+            terms[again[leader]] -= 1.0
             self._row(terms, float(read.total() - len(members)))
 
     def _stage(self, stage: int) -> None:
-        live, kinds = self.live[stage], self.kinds
+        live, classes = self.live[stage], self.classes
         for storage in live.demanded:
-            if kinds.of_storage[storage] == storage:
+            if classes.of_storage[storage] == storage:
                 self._row(self._at_hand(stage, storage, self.again[stage]),
-                          float(len(kinds.storages[storage])))
+                          float(len(classes.storages[storage])))
         for op in self.again[stage]:
             self._needs(stage, op, self.again[stage])
         if stage + 1 < len(self.cuts):
@@ -193,7 +194,7 @@ class _Program:
         for replayed in sorted({v for later in self.again[stage:] for v in later if v <= cut}):
             state = problem.ops[replayed].replay_state_bytes
             if state:
-                once = self.mip.add_variable(lb=0.0, ub=len(self.kinds.members[replayed]))
+                once = self.mip.add_variable(lb=0.0, ub=len(self.classes.members[replayed]))
                 for later in self.again[stage:]:
                     if replayed in later:
                         self._row({once: 1.0, later[replayed]: -1.0}, 0.0)
@@ -225,7 +226,7 @@ class _Program:
         size = sum(problem.storages[s].size_bytes for s in own) + described.workspace_bytes - taken
         terms = {self.again[stage][op]: -size / unit}
         room = self.spec.budget_bytes / unit
-        for storage, members in self.kinds.storages.items():
+        for storage, members in self.classes.storages.items():
             listed = problem.storages[storage]
             if storage in own or listed.producer > self.cuts[stage]:
                 continue
@@ -236,7 +237,7 @@ class _Program:
             elif share and (storage in read or after is not None):
                 stays = self.mip.add_variable(lb=0.0, ub=count)
                 row = {stays: 1.0}
-                producer = self.kinds.of_op[listed.producer]
+                producer = self.classes.of_op[listed.producer]
                 if producer in self.again[stage]:
                     row[self.again[stage][producer]] = 1.0
                 if storage in read:
@@ -248,16 +249,16 @@ class _Program:
 
     def _closure(self, stage: int) -> None:
         """The single-cut closure after a cut, over whether an op is recomputed at all."""
-        problem, cut, kinds = self.problem, self.cuts[stage], self.kinds
+        problem, cut, classes = self.problem, self.cuts[stage], self.classes
         total: dict[int, mathopt.Variable] = {}
         for op in sorted({v for later in self.again[stage:] for v in later if v <= cut}):
-            total[op] = self.mip.add_variable(lb=0.0, ub=len(kinds.members[op]))
+            total[op] = self.mip.add_variable(lb=0.0, ub=len(classes.members[op]))
             self._row({**{later[op]: 1.0 for later in self.again[stage:] if op in later},
                        total[op]: -1.0}, 0.0)
         wanted = {s for later in range(stage, len(self.cuts)) for s in self.live[later].demanded
-                  if problem.storages[s].producer <= cut and kinds.of_storage[s] == s}
+                  if problem.storages[s].producer <= cut and classes.of_storage[s] == s}
         for storage in sorted(wanted):
-            self._row(self._at_hand(stage, storage, total), float(len(kinds.storages[storage])))
+            self._row(self._at_hand(stage, storage, total), float(len(classes.storages[storage])))
         for op in total:
             self._needs(stage, op, total)
 
@@ -274,18 +275,18 @@ class _Program:
 
     def _told_apart(self, stage: int,
                     values: Mapping[mathopt.Variable, float]) -> frozenset[int]:
-        """Which storages are retained past a cut, where the values count those of each kind: the
+        """Which storages are retained past a cut, where the values count those of each class: the
         first members are those that are recomputed, the next ones are retained.  The first are made
         by the earliest layers, which are wanted last."""
         chosen: list[int] = []
-        for kind, variable in self.retained[stage].items():
-            members = self.kinds.storages[kind]
-            producer = self.kinds.of_op[self.problem.storages[kind].producer]
+        for leader, variable in self.retained[stage].items():
+            members = self.classes.storages[leader]
+            producer = self.classes.of_op[self.problem.storages[leader].producer]
             again = self.again[stage].get(producer)
-            kept = round(values[variable])
+            retained = round(values[variable])
             skipped = 0 if again is None else round(values[again])
-            first = min(skipped, len(members) - kept)
-            chosen += members[first:first + kept]
+            first = min(skipped, len(members) - retained)
+            chosen += members[first:first + retained]
         return frozenset(chosen)
 
 
@@ -301,14 +302,15 @@ class _Live:
     """Ops that it may make sense to recompute in the stage."""
 
 
-def _kinds(model: CutModel, live: Sequence[_Live]) -> Kinds:
-    """The kinds that the rows of a model allow: what the op at a cut, or one that memory is looked
-    at for, reads and makes is told apart."""
+def _symmetry_classes(model: CutModel, live: Sequence[_Live]) -> SymmetryClasses:
+    """The classes that the rows of a model allow: what the op at a cut, or one that memory is
+    looked at for, reads and makes is told apart."""
     problem = model.problem
     near = {*model.cuts, *(op for _, op in model.inner)}
     alone = near | {problem.storages[s].producer for op in near for s in problem.ops[op].inputs}
     seen = [model.anchors, *(stage.storages for stage in live), *(stage.demanded for stage in live)]
-    return kinds(problem, model.runs, model.cuts, seen, [stage.ops for stage in live], alone)
+    return symmetry_classes(problem, model.runs, model.cuts, seen, [stage.ops for stage in live],
+                            alone)
 
 
 def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:

@@ -35,7 +35,7 @@ ROUNDS = 13
 def dp(task: Task) -> Proposal:
     """The best segmentation for the largest nominal budget that really fits."""
     problem, budget = task.problem, task.budget_bytes
-    best = problem.plain_schedule
+    best = problem.keep_all_schedule
     best_peak, best_cost = simulate(problem, best)
     if best_peak <= budget:
         return Proposal(best)
@@ -72,8 +72,8 @@ class Chain:
     pivot: int
     frontiers: tuple[Frontier, ...]
     region: Region
-    kept: np.ndarray
-    """kept[a, b]: bytes retained if the segment from boundary a to b is retained whole."""
+    retained: np.ndarray
+    """retained[a, b]: bytes retained if the segment from boundary a to b is retained whole."""
     again: np.ndarray
     """again[a, b]: bytes made if it is recomputed."""
     cost: np.ndarray
@@ -87,8 +87,8 @@ class Chain:
 
     @classmethod
     def of(cls, problem: Problem) -> Chain:
-        """The chain of a problem, with the pivot at the peak of the plain order."""
-        timeline = unroll(problem, problem.plain_schedule)
+        """The chain of a problem, with the pivot at the peak of the keep-all order."""
+        timeline = unroll(problem, problem.keep_all_schedule)
         pivot = timeline.peak_position
         region = region_after(problem, pivot)
         chosen = narrow_frontiers(problem, region, MOST_FRONTIERS)
@@ -100,7 +100,7 @@ class Chain:
         segments = self._segments(nominal_bytes)
         if segments is None:
             return None
-        whole = (self.needed_within[piece] for start, end, kept in segments if kept
+        whole = (self.needed_within[piece] for start, end, retained in segments if retained
                  for piece in range(start, end))
         return self._borders(segments).union(self.region.forced, *whole)
 
@@ -130,8 +130,8 @@ class Chain:
                 for whole in (True, False):
                     if whole and start != end - 1:
                         continue  # a longer stretch is retained whole piece by piece
-                    held = self.kept[start, end] if whole else self.again[start, end]
-                    stays = (self.kept[start, end] if whole else 0.0) + into
+                    held = self.retained[start, end] if whole else self.again[start, end]
+                    stays = (self.retained[start, end] if whole else 0.0) + into
                     limit = min(room - stays,
                                 generosity * nominal_bytes - self.around[start, end] - held)
                     if limit < 0:
@@ -155,8 +155,8 @@ class Chain:
         segments = []
         end, at = count, int(np.argmin(best[count]))
         while end > 0:
-            start, before, whole = (int(x) for x in origin[end, at])
-            segments.append((start, end, bool(whole)))
+            start, before, retained = (int(x) for x in origin[end, at])
+            segments.append((start, end, bool(retained)))
             end, at = start, before
         return segments
 
@@ -185,15 +185,15 @@ def _measure(problem: Problem, region: Region, chosen: tuple[Frontier, ...],
     for piece, needed in enumerate(within):
         times = [t for s in needed for t in reads[s]]
         piece_around[piece] = max((others[t] for t in times), default=0.0)
-    piece_kept = np.array([float(sum(storages[s].size_bytes for s in group)) for group in within])
+    piece_bytes = [float(sum(storages[s].size_bytes for s in group)) for group in within]
 
-    kept, again, cost, around = (np.zeros((count + 1, count + 1)) for _ in range(4))
+    retained, again, cost, around = (np.zeros((count + 1, count + 1)) for _ in range(4))
     for end in range(1, count + 1):
         border = chosen[end - 1].storages if end < count else frozenset()
         wanted = set()
         made = spent = held = most = 0.0
         for start in range(end - 1, -1, -1):
-            held += piece_kept[start]
+            held += piece_bytes[start]
             most = max(most, piece_around[start])
             wanted |= within[start] - border
             for index in reversed(piece_ops[start]):
@@ -202,7 +202,7 @@ def _measure(problem: Problem, region: Region, chosen: tuple[Frontier, ...],
                     made += sum(storages[s].size_bytes for s in ops[index].outputs)
                     wanted.update(s for s in ops[index].inputs
                                   if s not in region.forced and s not in border)
-            kept[start, end], again[start, end] = held, made
+            retained[start, end], again[start, end] = held, made
             cost[start, end], around[start, end] = spent, most
-    return Chain(region.pivot, chosen, region, kept, again, cost, around,
+    return Chain(region.pivot, chosen, region, retained, again, cost, around,
                  tuple(frozenset(group) for group in within), int(others[region.pivot]))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class IllegalSchedule(ValueError):
+    """A schedule that breaks a rule of `solvers.problem`; the message names run and rule."""
+
+
 class InfeasibleBudget(ValueError):
     """No schedule within the budget was found, or none can exist."""
 

@@ -1,6 +1,6 @@
 """Schedules from the time-cut MILP, with adaptive cuts, anchors and slots.
 
-One cut at the peak of the plain order gives a bound and a choice of what to retain past it.
+One cut at the peak of the keep-all order gives a bound and a choice of what to retain past it.
 Recomputing the rest just in time gives a schedule; where it fits at the cost of the model, it is
 proven optimal.  Where it does not fit, there are three ways on.  *Anchors*, frontiers that have to
 be retained so that recomputations stay short (found by the dynamic program of `solvers.dp`), give
@@ -23,15 +23,15 @@ from solvers.realise import realise
 from solvers.repetition import Run, runs_of
 from solvers.simulator import unroll
 from solvers.slot_model import best_of_slots
-from solvers.slots import block_gaps, gaps_of, template
+from solvers.slots import block_offers, offers_of, template
 from solvers.task import Proposal, Task
 from solvers.violations import next_cuts
 
 ANCHOR_ROUNDS = 6
 GENEROSITY = 3.0
 COARSE_GAP = 2e-4
-"""Models with cuts are solved to within this fraction of the plain cost, and to the end only where
-that could close the proof."""
+"""Models with cuts are solved to within this fraction of the keep-all cost, and to the end only
+where that could close the proof."""
 FIRST_NODES = 20
 """Nodes of the search for one model at first; doubled where they do not suffice.  Time is no
 measure of work: the result would depend on what else the machine does."""
@@ -64,22 +64,22 @@ class CutSearch:
     """
 
     def __init__(self, task: Task, incumbent: Incumbent) -> None:
-        """Solve with one cut, at the peak of the plain order."""
+        """Solve with one cut, at the peak of the keep-all order."""
         problem = task.problem
         self._task, self._incumbent = task, incumbent
-        pivot = unroll(problem, problem.plain_schedule).peak_position
+        pivot = unroll(problem, problem.keep_all_schedule).peak_position
         self._runs = runs_of(problem)
         self._cuts: tuple[int, ...] = (pivot,)
         self._inner: tuple[tuple[int, int], ...] = ()
         self._moments = frozenset({(pivot, pivot)})
-        self._relaxed = problem.plain_schedule
+        self._relaxed = problem.keep_all_schedule
         self._anchored = self._layered = False
         self._cut_nodes = self._slot_nodes = FIRST_NODES
         self._cut_work = self._slot_work = 0.0
         self._cuts_solved = self._cuts_settled = self._slots_settled = False
         self._cut()
         region = region_after(problem, pivot)
-        self._blocks = block_gaps(problem, region, waists(
+        self._blocks = block_offers(problem, region, waists(
             narrow_frontiers(problem, region, len(problem))))
 
     @property
@@ -137,7 +137,7 @@ class CutSearch:
         task, incumbent = self._task, self._incumbent
         model = CutModel(task.problem, task.budget_bytes, self._cuts, inner=self._inner,
                          runs=self._runs)
-        for gap in (COARSE_GAP * task.problem.plain_cost, 0.0):
+        for gap in (COARSE_GAP * task.problem.keep_all_cost, 0.0):
             solution = model.solve(
                 task.seconds_left, seed=task.seed, gap=gap, nodes=CUT_NODES * self._cut_nodes)
             self._cut_work += solution.work
@@ -159,7 +159,7 @@ class CutSearch:
     def _bound_layers(self) -> None:
         """Bound what each layer costs by itself."""
         task, incumbent = self._task, self._incumbent
-        pivot = unroll(task.problem, task.problem.plain_schedule).peak_position
+        pivot = unroll(task.problem, task.problem.keep_all_schedule).peak_position
         layers = BlockBound(task, self._runs, pivot)
         low, high = (CutModel(task.problem, int(share * task.budget_bytes), (pivot,),
                               runs=self._runs).solve(task.seconds_left, nodes=self._cut_nodes)
@@ -175,7 +175,7 @@ class CutSearch:
         """Choose anew among the recomputations known, then also among those of whole blocks."""
         task, incumbent = self._task, self._incumbent
         before = incumbent.schedule
-        known = gaps_of(task.problem, [self._relaxed, before, *task.ideas])
+        known = offers_of(task.problem, [self._relaxed, before, *task.ideas])
         for offers in ((known,), (known, self._blocks)):
             answer = best_of_slots(
                 task.problem, task.budget_bytes, template(task.problem, *offers),
@@ -212,7 +212,7 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
         solution = CutModel(problem, budget, (pivot,), anchors=anchors, runs=runs,
                             room_bytes=(int(budget * factor),)).solve(
                                 task.seconds_left, seed=task.seed, nodes=ANCHOR_NODES,
-                                gap=COARSE_GAP * problem.plain_cost)
+                                gap=COARSE_GAP * problem.keep_all_cost)
         if solution.retained is None:
             low = factor
             continue

@@ -2,7 +2,7 @@
 
 The model of the world is that of `solvers.simulator`, which stays the judge; this file only keeps
 its answer current at a small price.  A run is known by its *key*: keys ascend along the schedule,
-with gaps so wide that a run is put between two others without touching them.  Memory per position
+with steps so wide that a run is put between two others without touching them.  Memory per position
 is one numpy array; each life of a storage is a range of it, and an edit changes a handful of
 ranges, found by bisection among the births and reads of the storages concerned.  One edit costs 10
 to 30 microseconds at 1,000 to 3,000 runs.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 from solvers.simulator import unroll
 
 _GAP = 1 << 256  # between neighbours: 256 insertions at one place before keys are dealt anew
@@ -65,9 +65,9 @@ class EditableTimeline:
                 self.births[storage].append(key)
         self.first_keys: list[int] = [keys[0] for keys in self.runs_of]
         """The key of each op's first run, ascending."""
-        for position, storage in enumerate(timeline.inplace_of):
-            if storage is not None:
-                self._taken[self.keys[position]] = self._sizes[storage]
+        for position, taken in enumerate(timeline.inplace_of):
+            if taken is not None:
+                self._taken[self.keys[position]] = self._sizes[taken]
         self._memory = np.empty(2 * len(runs) + 64, dtype=np.int64)
         self._memory[:len(runs)] = timeline.memory_bytes
         self.cost: float = timeline.cost
@@ -88,7 +88,7 @@ class EditableTimeline:
         return int(self._memory[:len(self.keys)].max())
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> Order:
         """The schedule as it stands."""
         return tuple(self.ops)
 
@@ -235,7 +235,7 @@ class EditableTimeline:
         memory, keys, sizes = self._memory, self.keys, self._sizes
         described = self.problem.ops[op]
         position = bisect_left(keys, key)
-        stale = []
+        stale: list[int] = []
         runs = self.runs_of[op]
         runs.remove(key)
         if described.replay_state_bytes and key > runs[-1]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
+from solvers.actions import Order
 from solvers.lazy import lazy_schedule
 from solvers.local_search import repair
 from solvers.minimum import Descent, working_set_floor
 from solvers.polish import drop_recomputes
-from solvers.problem import Schedule
 from solvers.simulator import simulate
 from solvers.task import Proposal, Task
 
@@ -21,7 +21,7 @@ REFUSAL_SECONDS = 4.0
 NEAR_MISS = 0.03
 """A peak over the budget by no more than this fraction is worth all the time that is left."""
 PROOF_TOLERANCE = 1e-8
-"""Cost and bound that differ by less than this fraction of the plain cost are equal."""
+"""Cost and bound that differ by less than this fraction of the keep-all cost are equal."""
 
 
 class Incumbent:
@@ -36,9 +36,9 @@ class Incumbent:
         """Whether what is done depends on how fast the machine is."""
         self.late = False
         """Whether the schedule does: something else may be found when all is done again."""
-        self.schedule = problem.plain_schedule
+        self.schedule = problem.keep_all_schedule
         self.peak_bytes, self.cost = simulate(problem, self.schedule)
-        self.lower_bound = problem.plain_cost
+        self.lower_bound = problem.keep_all_cost
         if task.warm_start is not None:
             self.offer(task.warm_start)
 
@@ -50,18 +50,18 @@ class Incumbent:
     @property
     def proven(self) -> bool:
         """Whether no schedule within the budget can cost less."""
-        tolerance = PROOF_TOLERANCE * self._task.problem.plain_cost
+        tolerance = PROOF_TOLERANCE * self._task.problem.keep_all_cost
         return self.fits and self.cost <= self.lower_bound + tolerance
 
     @property
     def gap(self) -> float:
-        """Cost above the bound, as a fraction of the plain cost; infinite where nothing fits."""
+        """Cost above the bound, as a fraction of the keep-all cost; infinite where nothing fits."""
         if not self.fits:
             return float("inf")
-        plain = self._task.problem.plain_cost
+        plain = self._task.problem.keep_all_cost
         return (self.cost - self.lower_bound) / plain if plain else 0.0
 
-    def offer(self, schedule: Schedule, *, polish: bool = True) -> int:
+    def offer(self, schedule: Order, *, polish: bool = True) -> int:
         """Take a legal schedule if it is better; its peak."""
         problem, budget = self._task.problem, self._task.budget_bytes
         if polish:
@@ -70,7 +70,7 @@ class Incumbent:
         if peak <= budget:
             # Of equal schedules the first stays: which one it is then does not depend on how much
             # of the search there was time for.
-            tolerance = PROOF_TOLERANCE * problem.plain_cost
+            tolerance = PROOF_TOLERANCE * problem.keep_all_cost
             better = not self.fits or cost < self.cost - tolerance
         else:
             better = not self.fits and (peak, cost) < (self.peak_bytes, self.cost)
@@ -125,11 +125,11 @@ class Incumbent:
 
     def raise_bound(self, extra_cost: float) -> None:
         """Note that every schedule within the budget recomputes for at least `extra_cost`."""
-        self.lower_bound = max(self.lower_bound, self._task.problem.plain_cost + extra_cost)
+        self.lower_bound = max(self.lower_bound, self._task.problem.keep_all_cost + extra_cost)
 
     def report(self, stage: str) -> None:
         """Tell where the search stands."""
-        plain = self._task.problem.plain_cost or 1.0
+        plain = self._task.problem.keep_all_cost or 1.0
         bound = f"bound {self.lower_bound / plain - 1:.3%}"
         if self.fits:
             self._task.report(f"{stage}: overhead {self.cost / plain - 1:.3%}, {bound}")

@@ -12,9 +12,7 @@ import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-import networkx as nx
+from typing import Any, cast
 
 from solvers.problem import Op, Problem, Storage
 
@@ -42,6 +40,8 @@ def problem_from_node_link(data: Any, name: str = "") -> Problem:
     if not isinstance(data, Mapping) or "nodes" not in data or "edges" not in data:
         raise ValueError("expected a JSON object with 'nodes' and 'edges' (networkx node-link "
                          "data written with edges=\"edges\")")
+    import networkx as nx  # half a second, for published instances alone
+
     try:
         graph = nx.node_link_graph(dict(data), directed=True, multigraph=False, edges="edges")
     except (nx.NetworkXError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -89,4 +89,4 @@ def _number(node: int, fields: Mapping[str, Any], key: str) -> float:
     if not number or not 0 <= value < float("inf"):
         raise ValueError(f"expected node {node} to have a finite number >= 0 as {key!r}, "
                          f"got {value!r}")
-    return value
+    return cast(float, value)

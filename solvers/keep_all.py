@@ -6,5 +6,5 @@ from solvers.task import Proposal, Task
 
 
 def keep_all(task: Task) -> Proposal:
-    """The plain order; optimal wherever it fits."""
-    return Proposal(task.problem.plain_schedule, task.problem.plain_cost)
+    """The keep-all order; optimal wherever it fits."""
+    return Proposal(task.problem.keep_all_schedule, task.problem.keep_all_cost)

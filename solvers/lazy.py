@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.gaps import Gaps
-from solvers.problem import Problem, Schedule
+from solvers.holes import Holes
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 
@@ -59,7 +59,7 @@ class _NoRoom(Exception):
 def lazy_schedule(
     problem: Problem, budget_bytes: int, *, taste: EvictionTaste = EvictionTaste(),
     max_runs: int | None = None, deadline: float = math.inf, seed: int = 0,
-) -> Schedule | None:
+) -> Order | None:
     """A legal schedule that aims at `budget_bytes`, or None where the walk runs out of room.
 
     `max_runs` bounds the length of the schedule (default: 12 runs per op and 1,000 more), and the
@@ -76,10 +76,10 @@ def lazy_schedule(
 
 
 def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf,
-                  seed: int = 0) -> Schedule | None:
+                  seed: int = 0) -> Order | None:
     """The cheapest of the schedules within `budget_bytes` that walks in all `TASTES` give; None
     where none of them fits.  At 1,000 ops each walk takes about a tenth of a second."""
-    best: Schedule | None = None
+    best: Order | None = None
     best_cost = math.inf
     # The walk counts more than the simulator does, so walks slightly over the budget may fit.
     for share in (1.0, 1.02, 1.05):
@@ -131,7 +131,7 @@ class _Walk:
         for storage, readers in enumerate(problem.consumers):
             if readers:
                 self.next_read[storage] = readers[0]
-        self.gaps = Gaps(problem, taste.both_ways)
+        self.holes = Holes(problem, taste.both_ways)
         self.base = np.array([float(max(s, 1)) ** taste.size for s in self.size])
         self.evictable = np.array([not s.kept_to_end and s.size_bytes > 0
                                    for s in problem.storages], dtype=bool)
@@ -238,7 +238,7 @@ class _Walk:
         use = self._next_uses(victims)
         dead = use >= self.never
         taste = self.taste
-        scores = (np.maximum(self.gaps.price[victims], 1e-9) ** taste.cost
+        scores = (np.maximum(self.holes.price[victims], 1e-9) ** taste.cost
                   / (self.base[victims] * (use - now + 1.0) ** taste.distance))
         if taste.noise:
             scores *= np.exp(taste.noise * self.noise.standard_normal(len(scores)))
@@ -258,7 +258,8 @@ class _Walk:
         wanted = self.wanted_next[storages]
         wanted = np.where(wanted >= now, wanted, self.wanted_last[storages])
         wanted = np.where(wanted >= now, wanted, self.never)
-        return np.minimum(self.next_read[storages], wanted)
+        upcoming: np.ndarray = np.minimum(self.next_read[storages], wanted)
+        return upcoming
 
     def _next_use(self, storage: int, start: int) -> int:
         """The first stage from `start` on that reads the storage, also to remake what is gone."""
@@ -316,7 +317,7 @@ class _Walk:
     def _hold(self, storage: int) -> None:
         self.held[storage] = True
         self.used += self.size[storage]
-        self.gaps.fill(storage)
+        self.holes.fill(storage)
 
     def _drop(self, storage: int) -> None:
         self.held[storage] = False
@@ -332,7 +333,7 @@ class _Walk:
         next_use = self._next_use(storage, start)
         self._drop(storage)
         if next_use < self.never:
-            self.gaps.open(storage)
+            self.holes.open(storage)
             self._want_inputs(storage, next_use, self._last_use(storage))
 
     def _last_use(self, storage: int) -> int:
@@ -351,7 +352,7 @@ class _Walk:
                     continue
                 self.wanted_next[source], self.wanted_last[source] = fresh_next, fresh_last
                 if not self.held[source]:
-                    self.gaps.open(source)
+                    self.holes.open(source)
                     todo.append(source)
 
 

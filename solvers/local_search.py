@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers.incremental import EditableTimeline
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 _BATCH = 128  # moves between two looks at the clock, the temperature and the price
@@ -32,7 +32,7 @@ _BATCH = 128  # moves between two looks at the clock, the temperature and the pr
 def improve(
     problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
     seed: int = 0, deadline: float | None = None, moves: int | None = None,
-) -> Schedule:
+) -> Order:
     """A schedule within `budget_bytes` that costs no more than `schedule`, which must be within it.
 
     Stops after `time_limit` seconds, at `deadline` (of `time.monotonic`), or after `moves` moves,
@@ -55,7 +55,7 @@ def improve(
 def repair(
     problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
     seed: int = 0, deadline: float | None = None, moves: int | None = None,
-) -> Schedule | None:
+) -> Order | None:
     """A schedule within `budget_bytes`, found from one that may be over it; None if none was found.
 
     Returns at the first one that it finds; limits as in `improve`.
@@ -88,13 +88,13 @@ def _limit(time_limit: float, deadline: float | None, moves: int | None) -> _Lim
     return _Limit(now, min(time_limit, math.inf if deadline is None else deadline - now), moves)
 
 
-def _anneal(problem: Problem, budget: int, schedule: Schedule, limit: _Limit, seed: int,
-            until_feasible: bool = False) -> Schedule | None:
+def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed: int,
+            until_feasible: bool = False) -> Order | None:
     """The best schedule within the budget that the walk met."""
     walk = _Walk(problem, budget, schedule, seed)
     if not walk.candidates:
         return walk.best
-    mean_cost = problem.plain_cost / len(problem) or 1.0
+    mean_cost = problem.keep_all_cost / len(problem) or 1.0
     rounds = _Rounds(mean_cost)
     moves = 0
     while (share := limit.spent(moves)) < 1.0 and not (until_feasible and walk.best):
@@ -126,7 +126,7 @@ class _Rounds:
 class _Walk:
     """A timeline, its energy, and the moves on it."""
 
-    def __init__(self, problem: Problem, budget: int, schedule: Schedule, seed: int) -> None:
+    def __init__(self, problem: Problem, budget: int, schedule: Order, seed: int) -> None:
         self.problem = problem
         self.budget = budget
         self.chance = random.Random(seed)
@@ -135,12 +135,12 @@ class _Walk:
             index for index, storage in enumerate(problem.storages)
             if problem.ops[storage.producer].recomputable and problem.consumers[index]
             and not storage.kept_to_end]
-        self.mean_cost = problem.plain_cost / len(problem) or 1.0
+        self.mean_cost = problem.keep_all_cost / len(problem) or 1.0
         mean_size = sum(s.size_bytes for s in problem.storages) / max(len(problem.storages), 1)
         self.price = 2.0 * self.mean_cost / max(mean_size, 1.0)
         self.peak_only = False
         self.excess = self._excess()
-        self.best: Schedule | None = None
+        self.best: Order | None = None
         self.best_cost = math.inf
         self.chain = 0  # recomputations that the present move may still add
         self._note()

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from solvers.lazy import EvictionTaste, lazy_schedule
 from solvers.local_search import repair
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 _LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
@@ -102,7 +102,7 @@ def _outlives(problem: Problem, storage: int, index: int) -> bool:
 
 
 def minimum_peak(problem: Problem, *, time_limit: float = 10.0, seed: int = 0,
-                 target_bytes: int = 0) -> Schedule:
+                 target_bytes: int = 0) -> Order:
     """A legal schedule whose peak is as small as can be found within `time_limit` seconds.
 
     Its cost plays no part.  Stops early where the peak meets `working_set_floor` or is at most
@@ -125,7 +125,7 @@ class Descent:
         self.seed = seed
         self.floor = working_set_floor(problem)
         self.goal = max(self.floor, target_bytes)
-        self.best = problem.plain_schedule
+        self.best = problem.keep_all_schedule
         """The schedule with the smallest peak found."""
         self.best_peak = simulate(problem, self.best).peak_bytes
         self._deadline = 0.0
@@ -166,7 +166,7 @@ class Descent:
     def _anneal(self) -> Iterator[float]:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
         lean = len(self.best) <= _LEAN_RUNS_PER_OP * len(self.problem)
-        current = self.best if lean else self.problem.plain_schedule
+        current = self.best if lean else self.problem.keep_all_schedule
         peak = simulate(self.problem, current).peak_bytes
         share, draw, moves, left = 0.1, self.seed, _ANNEAL_MOVES, _ANNEAL_MOVES_IN_ALL
         while peak > self.goal and share > 0.002 and left > 0:
@@ -222,5 +222,6 @@ def _tastes(seed: int) -> Iterator[tuple[EvictionTaste, int]]:
     chance = random.Random(seed)
     for effort in (10, 10, 40):
         for _ in range(20):
-            yield EvictionTaste(chance.uniform(0.0, 1.5), chance.uniform(0.0, 1.5),
-                                chance.uniform(0.0, 1.5), chance.uniform(0.0, 0.5)), effort
+            cost, size, distance = (chance.uniform(0.0, 1.5) for _ in range(3))
+            chance.random()  # so that a seed goes on giving the schedules that it gave
+            yield EvictionTaste(cost, size, distance), effort

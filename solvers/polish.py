@@ -8,10 +8,10 @@ first, until none can go: the result is minimal, not minimum.
 from __future__ import annotations
 
 from solvers.incremental import EditableTimeline
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 
 
-def drop_recomputes(problem: Problem, budget_bytes: int, schedule: Schedule) -> Schedule:
+def drop_recomputes(problem: Problem, budget_bytes: int, schedule: Order) -> Order:
     """A schedule that costs no more than `schedule` and peaks within the larger of the budget and
     the peak of `schedule`, without the recomputations that it can do without."""
     if len(schedule) == len(problem):

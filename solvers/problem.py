@@ -9,6 +9,10 @@ schedule can change (parameters, inputs) is not part of a problem: subtract it f
 Blind spots: the order of first runs is fixed, the cost of an op does not depend on when it runs,
 and memory fragmentation does not exist.
 
+Three words have one meaning each in this package.  A storage is *held* while it is alive; it is
+*retained* where that is a choice, past the run at which a model decides; it is *kept* to the end
+where it is none.  The *gap* is the cost of a schedule above the lower bound, never a place in one.
+
 Two readings share this type: a captured training step (several segments, in-place candidates,
 outputs kept to the end), and published instances (one storage per op, every op recomputable
 anywhere, see `solvers.instances`).
@@ -21,8 +25,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-Schedule = tuple[int, ...]
-"""Indices of ops in the order in which they run; an op that occurs again is recomputed."""
+from solvers.actions import Order as Order
+from solvers.actions import Schedule as Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,12 @@ class Problem:
         return len(self.ops)
 
     @cached_property
-    def plain_schedule(self) -> Schedule:
+    def keep_all_schedule(self) -> Order:
         """Every op once: nothing is recomputed."""
         return tuple(range(len(self.ops)))
 
     @cached_property
-    def plain_cost(self) -> float:
+    def keep_all_cost(self) -> float:
         """Cost of running every op once."""
         return float(sum(op.cost for op in self.ops))
 
@@ -134,11 +138,11 @@ def _check(problem: Problem) -> None:
     starts: Sequence[int] = [segment.start for segment in problem.segments]
     if not starts or starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
         raise ValueError(f"segments must start at 0 and ascend, got starts {list(starts)}")
-    for index, storage in enumerate(storages):
-        if storage.size_bytes < 0:
-            raise ValueError(f"storage {index} has a negative size: {storage.size_bytes}")
-        if not 0 <= storage.producer < len(ops) or index not in ops[storage.producer].outputs:
-            raise ValueError(f"storage {index} names op {storage.producer} as its producer, "
+    for number, made in enumerate(storages):
+        if made.size_bytes < 0:
+            raise ValueError(f"storage {number} has a negative size: {made.size_bytes}")
+        if not 0 <= made.producer < len(ops) or number not in ops[made.producer].outputs:
+            raise ValueError(f"storage {number} names op {made.producer} as its producer, "
                              "which does not list it among its outputs")
     for index, op in enumerate(ops):
         if not (op.cost >= 0) or op.cost == float("inf"):

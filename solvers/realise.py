@@ -1,6 +1,6 @@
 """From what is retained at a few moments to a whole schedule: recompute just in time.
 
-A *cut* is the first run of an op; *retained* at a cut are the storages kept past it.  Whatever a
+A *cut* is the first run of an op; *retained* at a cut are the storages held past it.  Whatever a
 later op needs and is not at hand is recomputed right before that op runs, with all that it takes.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 
 
 def realise(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection[int]], *,
-            early: bool = False) -> Schedule:
+            early: bool = False) -> Order:
     """The schedule that retains `retained[i]` past the first run of op `cuts[i]` (ascending).
 
     With `early`, what is to be retained past a cut and is not at hand is recomputed right before
@@ -20,20 +20,20 @@ def realise(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection
     and that no recomputation may bring back are retained as well.
     Always a legal schedule; nothing is said about its peak.
     """
-    kept = [set(storages) for storages in retained]
+    chosen = [set(storages) for storages in retained]
     while True:
-        schedule, missing = _walk(problem, cuts, kept, early)
+        schedule, missing = _walk(problem, cuts, chosen, early)
         if not missing:
             return schedule
         for index, storage in missing:
             producer = problem.storages[storage].producer
             for earlier in range(index + 1):
                 if cuts[earlier] >= producer:
-                    kept[earlier].add(storage)
+                    chosen[earlier].add(storage)
 
 
-def _walk(problem: Problem, cuts: Sequence[int], kept: Sequence[set[int]],
-          early: bool) -> tuple[Schedule, list[tuple[int, int]]]:
+def _walk(problem: Problem, cuts: Sequence[int], chosen: Sequence[set[int]],
+          early: bool) -> tuple[Order, list[tuple[int, int]]]:
     """One pass over the first runs; also the (cut, storage) pairs that must be retained because a
     recomputation is not allowed where it would be needed."""
     ops, storages = problem.ops, problem.storages
@@ -50,7 +50,7 @@ def _walk(problem: Problem, cuts: Sequence[int], kept: Sequence[set[int]],
     for first in range(len(ops)):
         stack = [first]
         if early and upcoming and upcoming < len(cuts) and cuts[upcoming] == first:
-            gone = {storages[s].producer for s in kept[upcoming]
+            gone = {storages[s].producer for s in chosen[upcoming]
                     if storages[s].producer < first and not at_hand[s]}
             stack += sorted((v for v in gone if problem.may_replay(v, first)), reverse=True)
         while stack:
@@ -71,9 +71,9 @@ def _walk(problem: Problem, cuts: Sequence[int], kept: Sequence[set[int]],
             if index == first or not all(at_hand[output] for output in ops[index].outputs):
                 run(index)
         if upcoming < len(cuts) and cuts[upcoming] == first:
-            keep = kept[upcoming]
+            stays = chosen[upcoming]
             upcoming += 1
             for storage in range(len(storages)):
-                if at_hand[storage] and storage not in keep and not storages[storage].kept_to_end:
+                if at_hand[storage] and storage not in stays and not storages[storage].kept_to_end:
                     at_hand[storage] = False
     return tuple(schedule), missing

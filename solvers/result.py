@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from solvers.problem import Schedule
+from solvers.actions import Schedule
 
 Status = Literal["optimal", "feasible"]
 
@@ -15,11 +15,12 @@ class Result:
     """A schedule within its budget, judged by `solvers.simulate`."""
 
     schedule: Schedule
+    """Also a sequence of node numbers: a run is the number of its op."""
     peak_bytes: int
     """Peak of the schedule, never above the budget."""
     cost: float
     """Cost of all runs, in the unit of the problem."""
-    plain_cost: float
+    keep_all_cost: float
     """Cost of running every op once."""
     lower_bound: float
     """No legal schedule within the budget costs less, in the unit of `cost`."""
@@ -34,18 +35,18 @@ class Result:
 
     @property
     def overhead(self) -> float:
-        """Cost of the recomputations, as a fraction of the plain cost."""
-        return _fraction(self.cost - self.plain_cost, self.plain_cost)
+        """Cost of the recomputations, as a fraction of the keep-all cost."""
+        return _fraction(self.cost - self.keep_all_cost, self.keep_all_cost)
 
     @property
     def overhead_bound(self) -> float:
         """Proven lower bound on `overhead`."""
-        return _fraction(self.lower_bound - self.plain_cost, self.plain_cost)
+        return _fraction(self.lower_bound - self.keep_all_cost, self.keep_all_cost)
 
     @property
     def gap(self) -> float:
-        """What is not proven: `overhead - overhead_bound`, in units of the plain cost."""
-        return _fraction(self.cost - self.lower_bound, self.plain_cost)
+        """What is not proven: `overhead - overhead_bound`, in units of the keep-all cost."""
+        return _fraction(self.cost - self.lower_bound, self.keep_all_cost)
 
     def __str__(self) -> str:
         return (f"{self.solver}: {self.status}, overhead {self.overhead:.3%} "

@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
+from solvers.actions import Action, Schedule, known_actions
+from solvers.errors import IllegalSchedule as IllegalSchedule
 from solvers.problem import Problem
 
 
@@ -26,10 +28,6 @@ class Simulation(NamedTuple):
 
     peak_bytes: int
     cost: float
-
-
-class IllegalSchedule(ValueError):
-    """A schedule that breaks a rule of `solvers.problem`; the message names run and rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +43,9 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A schedule, unrolled in time; positions count runs from 0."""
+    """A schedule, unrolled in time; positions count actions from 0."""
 
-    schedule: tuple[int, ...]
+    schedule: Schedule
     memory_bytes: tuple[int, ...]
     """Memory at each position."""
     cost: float
@@ -69,19 +67,19 @@ class Timeline:
         return self.memory_bytes.index(self.peak_bytes)
 
 
-def simulate(problem: Problem, schedule: Sequence[int]) -> Simulation:
+def simulate(problem: Problem, schedule: Sequence[Action | int]) -> Simulation:
     """Peak bytes and cost of `schedule`; raises `IllegalSchedule` where it breaks a rule."""
     timeline = unroll(problem, schedule)
     return Simulation(timeline.peak_bytes, timeline.cost)
 
 
-def unroll(problem: Problem, schedule: Sequence[int]) -> Timeline:
+def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
     """The whole life of every storage under `schedule`; raises `IllegalSchedule`.
 
     O(runs + reads).
     """
     ops, storages = problem.ops, problem.storages
-    runs = tuple(int(op) for op in schedule)
+    runs = known_actions(schedule)
     where = _segments_of_runs(problem, runs)
     births: list[int] = []  # parallel lists, one entry per instance
     deaths: list[int] = []
@@ -92,25 +90,29 @@ def unroll(problem: Problem, schedule: Sequence[int]) -> Timeline:
     reads: list[tuple[int, ...]] = []  # instances read at each position
 
     for position, index in enumerate(runs):
-        op = ops[index]
-        read = []
-        for storage in op.inputs:
-            instance = current[storage]
-            if instance < 0:  # pragma: no cover - excluded by the order of first runs
-                raise IllegalSchedule(f"run {position} ({op.name}) reads storage {storage} "
-                                      "before it exists")
-            deaths[instance] = position
-            read.append(instance)
-        reads.append(tuple(read))
-        if first_run[index] < 0:
-            first_run[index] = position
-        last_run[index] = position
-        for storage in op.outputs:
-            births.append(position)
-            deaths.append(position)
-            owner.append(storage)
-            if current[storage] < 0 or not storages[storage].kept_to_end:
-                current[storage] = len(births) - 1
+        match index:
+            case int():
+                op = ops[index]
+                read = []
+                for storage in op.inputs:
+                    instance = current[storage]
+                    if instance < 0:  # pragma: no cover - excluded by the order of first runs
+                        raise IllegalSchedule(f"run {position} ({op.name}) reads storage "
+                                              f"{storage} before it exists")
+                    deaths[instance] = position
+                    read.append(instance)
+                reads.append(tuple(read))
+                if first_run[index] < 0:
+                    first_run[index] = position
+                last_run[index] = position
+                for storage in op.outputs:
+                    births.append(position)
+                    deaths.append(position)
+                    owner.append(storage)
+                    if current[storage] < 0 or not storages[storage].kept_to_end:
+                        current[storage] = len(births) - 1
+            case _:
+                assert_never(index)
 
     end = len(runs) - 1
     kept_seen: set[int] = set()
@@ -148,7 +150,7 @@ def unroll(problem: Problem, schedule: Sequence[int]) -> Timeline:
     return Timeline(runs, tuple(memory), cost, instances, tuple(taken), where)
 
 
-def _segments_of_runs(problem: Problem, runs: tuple[int, ...]) -> tuple[int, ...]:
+def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
     """The segment of each run; raises `IllegalSchedule` unless first runs come in order, every op
     runs, and each recomputation is allowed where it stands."""
     ops = problem.ops

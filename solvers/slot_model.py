@@ -18,22 +18,23 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
 from solvers.milp import Answer, optimise
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 from solvers.simulator import unroll
 
 MOST_ROUNDS = 25
 ROWS_PER_ROUND = 60
 PASSES = (1e-3, 1e-4)
 """Coarse until a schedule fits, then fine around it: a round of solving stops within this fraction
-of the plain cost of its optimum."""
+of the keep-all cost of its optimum."""
 
 Moment = tuple[int, int]
 """The op about to run for the first time, and the op that runs right before or as it."""
-Literal = mathopt.Variable | int
+Literal: TypeAlias = mathopt.Variable | int
 """A variable between 0 and 1, or the constant 0 or 1."""
 
 
@@ -41,7 +42,7 @@ Literal = mathopt.Variable | int
 class SlotAnswer:
     """What came out of a template."""
 
-    schedule: Schedule | None
+    schedule: Order | None
     """The cheapest schedule found within the budget."""
     moments: frozenset[Moment]
     """Where memory turned out to be tight, for the next template to start with."""
@@ -51,8 +52,8 @@ class SlotAnswer:
     """See `solvers.milp.Answer`."""
 
 
-def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, deadline: float,
-                  nodes: int | None = None, start: Schedule | None = None,
+def best_of_slots(problem: Problem, budget_bytes: int, template: Order, *, deadline: float,
+                  nodes: int | None = None, start: Order | None = None,
                   moments: Iterable[Moment] = (), seed: int = 0) -> SlotAnswer:
     """The cheapest schedule within the budget that only drops recomputations from `template`, as
     far as the time allows, and `nodes` for each round of solving.
@@ -90,7 +91,7 @@ def best_of_slots(problem: Problem, budget_bytes: int, template: Schedule, *, de
 class _SlotModel:
     """The MILP of one template; memory rows come one by one.  Mutable."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, template: Schedule) -> None:
+    def __init__(self, problem: Problem, budget_bytes: int, template: Order) -> None:
         self._problem, self._budget = problem, budget_bytes
         self._runs = template
         self._segments = unroll(problem, template).segments
@@ -106,12 +107,12 @@ class _SlotModel:
                 self._slots_of[op].append(position)
             else:
                 self.first[op] = position
-        self._gap_of = [0] * len(template)
+        self._following = [0] * len(template)
         following = len(problem) - 1
         for position in range(len(template) - 1, -1, -1):
             if position not in self._slot:
                 following = template[position]
-            self._gap_of[position] = following
+            self._following[position] = following
         self._cost_unit = max((op.cost for op in problem.ops if op.cost > 0), default=1.0) / 1000
         self._mip.minimize(mathopt.LinearSum(
             problem.ops[template[p]].cost / self._cost_unit * x for p, x in self._slot.items()))
@@ -120,39 +121,39 @@ class _SlotModel:
         self._lay_out()
         self._replay_state = self._held_replay_state()
 
-    def schedule(self, used: set[int]) -> tuple[Schedule, list[int]]:
+    def schedule(self, used: set[int]) -> tuple[Order, list[int]]:
         """First runs and the used slots, and the template position of each."""
         places = [p for p in range(len(self._runs)) if p not in self._slot or p in used]
         return tuple(self._runs[p] for p in places), places
 
-    def used_by(self, schedule: Schedule) -> set[int]:
-        """The slots that a schedule uses, gap by gap; those not in the template are left out."""
-        used, seen, low, gap = set(), set(), 0, []
+    def used_by(self, schedule: Order) -> set[int]:
+        """The slots that a schedule uses; those not in the template are left out."""
+        used, seen, low, waiting = set(), set(), 0, []
         for op in schedule:
             if op in seen:
-                gap.append(op)
+                waiting.append(op)
                 continue
             seen.add(op)
             high = self.first[op]
-            for again in gap:
+            for again in waiting:
                 slots = self._slots_of[again]
                 at = bisect_left(slots, low)
                 if at < len(slots) and slots[at] < high:
                     used.add(slots[at])
-            low, gap = high, []
+            low, waiting = high, []
         return used
 
     @property
     def moments(self) -> frozenset[Moment]:
         """Where memory is watched."""
-        return frozenset((self._gap_of[p], self._runs[p]) for p in self._watched)
+        return frozenset((self._following[p], self._runs[p]) for p in self._watched)
 
     def watch_moment(self, moment: Moment) -> None:
         """Watch the run that a moment names, where the template has it."""
-        gap, op = moment
-        end = self.first[gap]
+        following, op = moment
+        end = self.first[following]
         for position in (end, *reversed(self._slots_of[op])):
-            if self._runs[position] == op and self._gap_of[position] == gap:
+            if self._runs[position] == op and self._following[position] == following:
                 self.watch(position)
                 return
 
@@ -203,7 +204,7 @@ class _SlotModel:
         values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
                           cutting_planes=False,
-                          gap=gap * self._problem.plain_cost / self._cost_unit)
+                          gap=gap * self._problem.keep_all_cost / self._cost_unit)
         if answer.values is None:
             return None, answer
         return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer

@@ -6,15 +6,15 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from solvers.frontiers import Frontier, Region
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 
-Gaps = dict[int, set[int]]
+Offers = dict[int, set[int]]
 """Per op, what may be recomputed just before its first run (`len(problem)`: after the last)."""
 
 
-def gaps_of(problem: Problem, schedules: Iterable[Schedule]) -> Gaps:
+def offers_of(problem: Problem, schedules: Iterable[Order]) -> Offers:
     """The recomputations of several schedules together."""
-    gaps: Gaps = {}
+    offers: Offers = {}
     for schedule in schedules:
         seen = [False] * len(problem)
         waiting: set[int] = set()
@@ -24,18 +24,18 @@ def gaps_of(problem: Problem, schedules: Iterable[Schedule]) -> Gaps:
                 continue
             seen[op] = True
             if waiting:
-                gaps.setdefault(op, set()).update(waiting)
+                offers.setdefault(op, set()).update(waiting)
                 waiting = set()
-    return gaps
+    return offers
 
 
-def block_gaps(problem: Problem, region: Region, chain: tuple[Frontier, ...]) -> Gaps:
+def block_offers(problem: Problem, region: Region, chain: tuple[Frontier, ...]) -> Offers:
     """For each op after the pivot: what it reads, and what that takes within the same stretch
     between frontiers.  What an earlier op has asked for already is offered again only to those that
     read it."""
     bounds = [frontier.position for frontier in chain]
     members = set(region.ops)
-    gaps: Gaps = {}
+    offers: Offers = {}
     asked: set[int] = set()
     for first in range(region.pivot + 1, len(problem)):
         read = {problem.storages[s].producer for s in problem.ops[first].inputs}
@@ -53,15 +53,15 @@ def block_gaps(problem: Problem, region: Region, chain: tuple[Frontier, ...]) ->
         asked |= offered
         allowed = {v for v in offered if problem.may_replay(v, first)}
         if allowed:
-            gaps[first] = allowed
-    return gaps
+            offers[first] = allowed
+    return offers
 
 
-def template(problem: Problem, *offers: Gaps) -> Schedule:
-    """The schedule that recomputes all that any of the offers does, in the order of the ops within
-    each gap."""
+def template(problem: Problem, *offers: Offers) -> Order:
+    """The schedule that recomputes all that any of the offers does, in the order of the ops before
+    each first run."""
     schedule: list[int] = []
     for first in range(len(problem)):
-        schedule.extend(sorted(set().union(*(gaps.get(first, ()) for gaps in offers))))
+        schedule.extend(sorted(set().union(*(offer.get(first, ()) for offer in offers))))
         schedule.append(first)
     return tuple(schedule)

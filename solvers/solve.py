@@ -3,51 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from types import MappingProxyType
 
-from benchmarks.baselines import checkmate, moccasin
-from solvers.auto import auto
-from solvers.dp import dp
+from solvers.actions import Schedule, as_order, as_schedule
 from solvers.errors import InfeasibleBudget
-from solvers.ilp import ilp
 from solvers.incumbent import PROOF_TOLERANCE
-from solvers.keep_all import keep_all
-from solvers.problem import Problem, Schedule
+from solvers.problem import Problem
 from solvers.result import Result
 from solvers.simulator import simulate
-from solvers.sqrt_n import sqrt_n
-from solvers.task import Algorithm, Progress, Proposal, Task
+from solvers.task import Algorithm, Progress, Task
 
-
-def _published(method: Callable[..., tuple[Schedule | None, float]]) -> Algorithm:
-    """A method of `benchmarks.baselines` with the signature of all others."""
-    def algorithm(task: Task) -> Proposal:
-        schedule, bound = method(
-            task.problem, task.budget_bytes, time_limit=max(0.01, task.seconds_left),
-            seed=task.seed, progress=task.progress, warm_start=task.warm_start)
-        return Proposal(task.problem.plain_schedule if schedule is None else schedule, bound)
-    return algorithm
-
-
-ALGORITHMS: MappingProxyType[str, Algorithm] = MappingProxyType({
-    "auto": auto,
-    "none": keep_all,
-    "sqrt_n": sqrt_n,
-    "dp": dp,
-    "ilp": ilp,
-    "checkmate": _published(checkmate),
-    "moccasin": _published(moccasin),
+ALGORITHMS: MappingProxyType[str, str] = MappingProxyType({
+    "auto": "auto", "none": "keep_all", "sqrt_n": "sqrt_n", "dp": "dp", "ilp": "ilp",
 })
-"""Every solver by name."""
+"""Every solver by name, and the module here whose function of the same name it is.  Modules are
+imported when they are asked for, since OR-Tools take their time to load."""
 
 
-def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str = "auto",
+def algorithm(name: str) -> Algorithm:
+    """The solver of this name; raises `ValueError` for an unknown one."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"expected one of the solvers {', '.join(sorted(ALGORITHMS))}, "
+                         f"got {name!r}")
+    found: Algorithm = getattr(import_module(f"solvers.{ALGORITHMS[name]}"), ALGORITHMS[name])
+    return found
+
+
+def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Algorithm = "auto",
           time_limit: float = 60.0, seed: int = 0, progress: Progress | None = None,
           warm_start: Schedule | None = None, ideas: Sequence[Schedule] = ()) -> Result:
     """The cheapest schedule of `problem` found whose peak is at most `budget_bytes`.
 
-    `None` means no limit.  `time_limit` is in seconds and soft: a model under way is finished.
+    `None` means no limit.  `solver` is one of `ALGORITHMS`, or any function from a `Task` to a
+    `Proposal`.  `time_limit` is in seconds and soft: a model under way is finished.
     `warm_start` is a legal schedule to start from, such as that for a smaller budget; the result
     never costs more than it where it fits.  `ideas` are legal schedules, within the budget or not,
     whose recomputations are worth a try.  `progress` receives lines of text.
@@ -57,32 +47,33 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str = "a
     `ValueError` for an unknown solver, a negative budget or a time limit that is not positive.
     """
     started = time.monotonic()
-    if solver not in ALGORITHMS:
-        raise ValueError(f"expected one of the solvers {', '.join(sorted(ALGORITHMS))}, "
-                         f"got {solver!r}")
+    propose = algorithm(solver) if isinstance(solver, str) else solver
     if budget_bytes is not None and (isinstance(budget_bytes, bool)
                                      or int(budget_bytes) != budget_bytes or budget_bytes < 0):
         raise ValueError(f"expected a whole number of bytes >= 0 as the budget, got {budget_bytes}")
     if not time_limit > 0:
         raise ValueError(f"expected a time limit of more than 0 seconds, got {time_limit}")
-    plain_peak, _ = simulate(problem, problem.plain_schedule)
-    budget = plain_peak if budget_bytes is None else int(budget_bytes)
+    keep_all_peak, _ = simulate(problem, problem.keep_all_schedule)
+    budget = keep_all_peak if budget_bytes is None else int(budget_bytes)
     for given in (*ideas, *(() if warm_start is None else (warm_start,))):
         simulate(problem, given)  # which refuses illegal ones
 
-    task = Task(problem, budget, started + time_limit, seed, warm_start, tuple(ideas), progress)
-    proposal = ALGORITHMS[solver](task)
-    schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.plain_cost)
-    if warm_start is not None:
-        schedule = min((schedule, tuple(warm_start)), key=lambda s: _rank(problem, budget, s))
+    start = None if warm_start is None else as_order(warm_start)
+    proposal = propose(Task(problem, budget, started + time_limit, seed, start,
+                            tuple(map(as_order, ideas)), progress))
+    schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.keep_all_cost)
+    if start is not None:
+        schedule = min((schedule, start), key=lambda s: _rank(problem, budget, s))
+    schedule = as_schedule(schedule)
     peak, cost = simulate(problem, schedule)
     if peak > budget:
         raise InfeasibleBudget(budget, peak, schedule=schedule, lower_bound=bound)
-    proven = cost <= bound + PROOF_TOLERANCE * problem.plain_cost and not proposal.late
+    proven = cost <= bound + PROOF_TOLERANCE * problem.keep_all_cost and not proposal.late
     return Result(
-        schedule=schedule, peak_bytes=peak, cost=cost, plain_cost=problem.plain_cost,
+        schedule=schedule, peak_bytes=peak, cost=cost, keep_all_cost=problem.keep_all_cost,
         lower_bound=min(bound, cost), status="optimal" if proven else "feasible",
-        seconds=time.monotonic() - started, solver=solver)
+        seconds=time.monotonic() - started,
+        solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "given"))
 
 
 def _rank(problem: Problem, budget_bytes: int, schedule: Schedule) -> tuple[int, float]:

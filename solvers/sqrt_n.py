@@ -22,8 +22,8 @@ MOST_SEGMENTS = 64
 def sqrt_n(task: Task) -> Proposal:
     """The cheapest number of equal segments within the budget."""
     problem = task.problem
-    timeline = unroll(problem, problem.plain_schedule)
-    best = problem.plain_schedule
+    timeline = unroll(problem, problem.keep_all_schedule)
+    best = problem.keep_all_schedule
     best_peak, best_cost = timeline.peak_bytes, timeline.cost
     pivot = timeline.peak_position
     region = region_after(problem, pivot)

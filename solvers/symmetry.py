@@ -1,13 +1,14 @@
-"""Kinds of ops: those that a time-cut model need not tell apart.
+"""Symmetry classes of ops: those that a time-cut model need not tell apart.
 
-Ops at the same place of a run (`solvers.repetition`) are of one kind where all cuts see them alike:
-made before the same cuts, wanted and demanded in the same stages, none of them read or made by the
-op at a cut.  A model may then count how many of a kind are recomputed instead of asking each.
+Ops at the same place of a run (`solvers.repetition`) are of one class where all cuts see them
+alike: made before the same cuts, wanted and demanded in the same stages, none of them read or made
+by the op at a cut.  A model may then count how many of a class are recomputed instead of asking
+each.
 
-Adding up the rows of a kind is a relaxation, so a bound on the counts is one for every schedule
-whatever the kinds are; that they are alike only keeps it sharp.  With one cut nothing is lost: rows
-that compare two variables split into whole solutions again, by giving the n-th of each kind what
-the counts say of the n-th (level sets).
+Adding up the rows of a class is a relaxation, so a bound on the counts is one for every schedule
+whatever the classes are; that they are alike only keeps it sharp.  With one cut nothing is lost:
+rows that compare two variables split into whole solutions again, by giving the n-th of each class
+what the counts say of the n-th (level sets).
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ from solvers.repetition import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class SymmetryClasses:
     """A partition of the ops; storages follow the ops that make them."""
 
     of_op: tuple[int, ...]
-    """The first member of each op's kind."""
+    """The first member of each op's class."""
     of_storage: tuple[int, ...]
-    """The first member of each storage's kind."""
+    """The first member of each storage's class."""
     members: dict[int, tuple[int, ...]]
-    """By first member, the ops of a kind, ascending."""
+    """By first member, the ops of a class, ascending."""
     storages: dict[int, tuple[int, ...]]
-    """By first member, the storages of a kind, by producer."""
+    """By first member, the storages of a class, by producer."""
 
 
-def kinds(problem: Problem, runs: Sequence[Run], cuts: Sequence[int],
-          seen: Sequence[Collection[int]], seen_ops: Sequence[Collection[int]],
-          alone: Collection[int]) -> Kinds:
-    """The coarsest kinds of which all members are made between the same cuts, are in the same sets
-    of `seen_ops`, and have outputs in the same sets of storages `seen`; with the ops in `alone`
-    each of its own kind."""
+def symmetry_classes(
+    problem: Problem, runs: Sequence[Run], cuts: Sequence[int], seen: Sequence[Collection[int]],
+    seen_ops: Sequence[Collection[int]], alone: Collection[int],
+) -> SymmetryClasses:
+    """The coarsest classes of which all members are made between the same cuts, are in the same
+    sets of `seen_ops`, and have outputs in the same sets of storages `seen`; with the ops in
+    `alone` each in a class of its own."""
     places: dict[int, Hashable] = {}
     for number, run in enumerate(runs):
         for op in range(run.start, run.stop):
@@ -53,10 +55,10 @@ def kinds(problem: Problem, runs: Sequence[Run], cuts: Sequence[int],
             for member in members:
                 noted[member].append(number)
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for index, op in enumerate(problem.ops):
+    for index, described in enumerate(problem.ops):
         if index in places:
             groups[places[index], tuple(op_marks[index]),
-                   tuple(tuple(marks[s]) for s in op.outputs)].append(index)
+                   tuple(tuple(marks[s]) for s in described.outputs)].append(index)
         else:
             groups[index].append(index)
     of_op = [0] * len(problem)
@@ -69,5 +71,5 @@ def kinds(problem: Problem, runs: Sequence[Run], cuts: Sequence[int],
                 of_storage[storage] = first
         for op in group:
             of_op[op] = group[0]
-    return Kinds(tuple(of_op), tuple(of_storage), {group[0]: tuple(group)
-                                                   for group in groups.values()}, storages_of)
+    members = {group[0]: tuple(group) for group in groups.values()}
+    return SymmetryClasses(tuple(of_op), tuple(of_storage), members, storages_of)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from solvers.problem import Problem, Schedule
+from solvers.actions import Order, Schedule
+from solvers.problem import Problem
 
 Progress = Callable[[str], None]
 """Called now and then with one line of text about where the solver stands."""
@@ -21,9 +22,9 @@ class Task:
     deadline: float
     """Value of `time.monotonic()` at which the algorithm should be done."""
     seed: int = 0
-    warm_start: Schedule | None = None
+    warm_start: Order | None = None
     """A legal schedule to start from, within the budget or not."""
-    ideas: tuple[Schedule, ...] = ()
+    ideas: tuple[Order, ...] = ()
     """Legal schedules, within the budget or not, whose recomputations are worth offering."""
     progress: Progress | None = None
 

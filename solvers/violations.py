@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 from solvers.simulator import Timeline, unroll
 
 Inner = tuple[tuple[int, int], ...]
 """See `solvers.cut_model.CutModel.inner`."""
 
 
-def next_cuts(problem: Problem, budget_bytes: int, schedule: Schedule, cuts: tuple[int, ...],
+def next_cuts(problem: Problem, budget_bytes: int, schedule: Order, cuts: tuple[int, ...],
               inner: Inner, *, first: int = 0) -> tuple[tuple[int, ...], Inner] | None:
     """The cuts, and the ops within stages, of the next model: memory is also looked at where
     `schedule` exceeds the budget most and it was not yet, at op `first` and after; `None` where

@@ -14,41 +14,39 @@ the first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from ortools.math_opt.python import mathopt
 
 from solvers.milp import Engine, optimise
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
+from solvers.task import Proposal, Task
 
 _BUDGET_UNITS = 1000.0  # the budget in the model's unit of memory, for the sake of its numerics
 
 
-def checkmate(
-    problem: Problem, budget_bytes: int, *, time_limit: float, seed: int,
-    progress: Callable[[str], None] | None = None, warm_start: Schedule | None = None,
-) -> tuple[Schedule | None, float]:
-    """The best schedule that the full MILP gives within `time_limit` seconds, and the plain cost.
+def checkmate(task: Task) -> Proposal:
+    """The best schedule that the full MILP gives in time, with the bound of keeping everything.
 
-    `warm_start`: a schedule whose recomputations per stage the MILP starts from.
+    The MILP starts from the recomputations per stage of the warm start.
     """
-    deadline = time.monotonic() + time_limit
-    program = _Program(problem, budget_bytes, deadline)
+    problem = task.problem
+    nothing = Proposal(problem.keep_all_schedule, problem.keep_all_cost)
+    program = _Program(problem, task.budget_bytes, task.deadline)
     if program.late:
-        return None, problem.plain_cost
-    hint = None if warm_start is None else program.values_of(warm_start)
-    answer = optimise(program.mip, deadline - time.monotonic(), engine=Engine.HIGHS, seed=seed,
-                      hint=hint)
-    if progress is not None:
-        bound = problem.plain_cost + answer.bound * program.cost_unit
-        progress(f"checkmate: no schedule of its class costs less than {bound:.6g}")
+        return nothing
+    hint = None if task.warm_start is None else program.values_of(task.warm_start)
+    answer = optimise(program.mip, task.deadline - time.monotonic(), engine=Engine.HIGHS,
+                      seed=task.seed, hint=hint)
+    bound = problem.keep_all_cost + answer.bound * program.cost_unit
+    task.report(f"checkmate: no schedule of its class costs less than {bound:.6g}")
     if answer.values is None:
-        return None, problem.plain_cost
+        return nothing
     schedule = program.schedule(answer.values)
-    if simulate(problem, schedule).peak_bytes > budget_bytes:  # by the engine's tolerance
-        return None, problem.plain_cost
-    return schedule, problem.plain_cost
+    if simulate(problem, schedule).peak_bytes > task.budget_bytes:  # by the engine's tolerance
+        return nothing
+    return Proposal(schedule, problem.keep_all_cost)
 
 
 class _Program:
@@ -149,7 +147,7 @@ class _Program:
                 hazards.append(1.0)
         return hazards
 
-    def schedule(self, values: dict[mathopt.Variable, float]) -> Schedule:
+    def schedule(self, values: Mapping[mathopt.Variable, float]) -> Order:
         """The runs that a solution means."""
         return tuple(op for t in range(len(self.problem)) for op in (
             *(op for op, variable in self.again[t].items() if values[variable] > 0.5), t))

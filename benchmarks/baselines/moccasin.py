@@ -12,12 +12,13 @@ runs in the order of the ops.  Memory is modelled from the safe side: nothing ru
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ortools.sat.python import cp_model
 
-from solvers.problem import Problem, Schedule
+from solvers.problem import Order, Problem
 from solvers.simulator import simulate
+from solvers.task import Proposal, Task
 
 INTERVALS = 2
 """Runs per op, at most: the paper's C."""
@@ -25,32 +26,28 @@ _WORKERS = 2
 _COST_UNITS = 1_000_000  # of the dearest run, in the model's integer objective
 
 
-def moccasin(
-    problem: Problem, budget_bytes: int, *, time_limit: float, seed: int,
-    progress: Callable[[str], None] | None = None, warm_start: Schedule | None = None,
-) -> tuple[Schedule | None, float]:
-    """The best schedule that CP-SAT finds within `time_limit` seconds, and the plain cost.
+def moccasin(task: Task) -> Proposal:
+    """The best schedule that CP-SAT finds in time, with the bound of keeping everything.
 
-    `warm_start`: a schedule to hint at; its first runs beyond `INTERVALS` per op are left out.
+    The warm start is hinted at; its first runs beyond `INTERVALS` per op are left out.
     """
-    deadline = time.monotonic() + time_limit
-    program = _Program(problem, budget_bytes)
-    if warm_start is not None:
-        program.hint(warm_start)
+    problem = task.problem
+    program = _Program(problem, task.budget_bytes)
+    if task.warm_start is not None:
+        program.hint(task.warm_start)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.01, deadline - time.monotonic())
+    solver.parameters.max_time_in_seconds = max(0.01, task.deadline - time.monotonic())
     solver.parameters.num_workers = _WORKERS
-    solver.parameters.random_seed = seed % (1 << 31)
+    solver.parameters.random_seed = task.seed % (1 << 31)
     status = solver.solve(program.model)
-    if progress is not None:
-        bound = problem.plain_cost + solver.best_objective_bound * program.cost_unit
-        progress(f"moccasin: no schedule of its class costs less than {bound:.6g}")
+    bound = problem.keep_all_cost + solver.best_objective_bound * program.cost_unit
+    task.report(f"moccasin: no schedule of its class costs less than {bound:.6g}")
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None, problem.plain_cost
+        return Proposal(problem.keep_all_schedule, problem.keep_all_cost)
     schedule = program.schedule(solver)
-    if simulate(problem, schedule).peak_bytes > budget_bytes:
+    if simulate(problem, schedule).peak_bytes > task.budget_bytes:
         raise AssertionError("CP-SAT broke its own cumulative constraint")  # pragma: no cover
-    return schedule, problem.plain_cost
+    return Proposal(schedule, problem.keep_all_cost)
 
 
 def _event(stage: int, op: int) -> int:
@@ -149,7 +146,7 @@ class _Program:
                 else:
                     model.add(sum(choices) == running)
 
-    def schedule(self, solver: cp_model.CpSolver) -> Schedule:
+    def schedule(self, solver: cp_model.CpSolver) -> Order:
         """The runs that a solution means, by event."""
         events = []
         for op, (starts, active) in enumerate(zip(self.starts, self.active, strict=True)):

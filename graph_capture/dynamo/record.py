@@ -41,8 +41,7 @@ from graph_capture.torch_compat import (
 )
 from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 from graph_capture.twins.fake import FakeTwin
-
-_PACKAGE = PurePath(__file__).parents[1]
+from graph_capture.user_code import is_user_code
 
 
 @dataclass
@@ -196,8 +195,7 @@ def _summary(error: BaseException) -> str:
 def _failure(error: Exception) -> str:
     """What is said of an error in code that was run as it is."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if "torch" not in (path := PurePath(frame.filename)).parts
-              and not path.is_relative_to(_PACKAGE)]
+              if is_user_code(frame.filename)]
     place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     kind = type(error).__name__
     if kind == "DataDependentOutputException":

@@ -27,7 +27,7 @@ from graph_capture.joint_graph.joint import is_view, tensors_of
 from graph_capture.joint_graph.lower import LoweredRegion
 from graph_capture.joint_graph.walks import readers
 from graph_capture.op_costs.costs import OpCost
-from graph_capture.op_costs.devices import device_model
+from graph_capture.op_costs.devices import DeviceModel
 from graph_capture.op_costs.flops import bytes_moved, op_flops
 from graph_capture.torch_compat import OpOverload
 
@@ -85,10 +85,10 @@ def fusion_of(node: fx.Node) -> Fusion:
 class FusedCosts:
     """Costs of the ops of a graph that Inductor compiles for one device."""
 
-    def __init__(self, device: torch.device, alone: Callable[[fx.Node], OpCost]) -> None:
-        """`alone` gives the costs of an op that runs by itself."""
-        self._device, self._alone = device, alone
-        self._model = device_model(device)
+    def __init__(self, device: torch.device, alone: Callable[[fx.Node], OpCost],
+                 model: DeviceModel) -> None:
+        """`alone` gives the costs of an op that runs by itself; `model`: the device's speed."""
+        self._device, self._alone, self._model = device, alone, model
 
     def __call__(self, node: fx.Node) -> OpCost:
         """The cost of a node, by the values that tracing left in it."""

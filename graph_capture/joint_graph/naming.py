@@ -15,13 +15,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 import torch
 from torch import fx
 
 from graph_capture.torch_compat import OpOverload
 from graph_capture.training_graph import Phase
+from graph_capture.user_code import is_user_code
 
 
 class Namer:
@@ -67,8 +68,7 @@ def _plain_path(path: str) -> str:
 def source_of(node: fx.Node) -> str:
     """`file:line` of the innermost frame of the model's own code."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    here = str(Path(__file__).parents[1])
-    own = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith(here)]
+    own = [frame for frame in frames if is_user_code(frame[0])]
     if not own:
         return ""
     path, line = own[-1]

@@ -26,7 +26,7 @@ from torch import fx
 from graph_capture.joint_graph.joint import tensors_of
 from graph_capture.joint_graph.random_ops import original_call
 from graph_capture.joint_graph.replay import draws
-from graph_capture.op_costs.devices import device_model
+from graph_capture.op_costs.devices import assumption, device_model
 from graph_capture.op_costs.flops import bytes_moved, op_flops
 from graph_capture.op_costs.probe import OpProbe
 from graph_capture.progress import Progress
@@ -51,10 +51,12 @@ class OpCosts:
 
     def __init__(
         self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True,
-        progress: Progress | None = None,
+        gpu: str | None = None, progress: Progress | None = None,
     ) -> None:
-        """`progress` is told now and then how many ops have been timed."""
-        self._model = device_model(device)
+        """`gpu`: whose figures to take, by the table; `progress` is told now and then how many ops
+        have been timed."""
+        self.device_model = device_model(device, gpu=gpu)
+        self.assumption = None if cost_model == "flops" else assumption(device, gpu)
         self._cost_model = cost_model
         self._probe = OpProbe(device, probe=probe)
         self._progress = progress or (lambda message: None)
@@ -116,7 +118,7 @@ class OpCosts:
             text = call.kernel.text
             measured = self._probe.seconds_of_function(
                 text, partial(_bound, built.get(text), call.method), call.args, call.kwargs)
-            total += measured if measured is not None else self._model.traffic_seconds(
+            total += measured if measured is not None else self.device_model.traffic_seconds(
                 sum(t.numel() * t.element_size() for t in tensors_of((call.args, call.kwargs))))
         return total
 
@@ -131,9 +133,9 @@ class OpCosts:
 
     def _seconds(self, flops: int, moved: int, dtype: torch.dtype, drawn: int = 0) -> float:
         if self._cost_model == "flops":
-            return (self._model.arithmetic_seconds(flops, torch.float32)
-                    + 1e-6 * self._model.traffic_seconds(moved))
-        return self._model.op_seconds(flops, moved, dtype, drawn)
+            return (self.device_model.arithmetic_seconds(flops, torch.float32)
+                    + 1e-6 * self.device_model.traffic_seconds(moved))
+        return self.device_model.op_seconds(flops, moved, dtype, drawn)
 
 
 def _numbers_drawn(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any

@@ -8,6 +8,9 @@ random numbers drawn.  The figures are the manufacturers' (dense, without sparsi
 large kernels reach in practice; they are the same on every machine, so that equal models give equal
 plans.
 
+A GPU that is not in the table, or neither here nor named, counts as an A100, and `assumption` says
+so in words for the user.  A new GPU is a row of the table.
+
 Blind spots: caches, small matrices that leave units idle, overlap of ops.
 """
 
@@ -96,20 +99,62 @@ _CPU = DeviceModel(
 with the number of cores."""
 
 
-def device_model(device: torch.device | str, name: str | None = None) -> DeviceModel:
+_ASSUMED_GPU = "A100"
+
+
+def device_model(device: torch.device | str, name: str | None = None, *, gpu: str | None = None
+                 ) -> DeviceModel:
     """The model of `device`, by its product name where it is a GPU.
 
     `name`: as `torch.cuda.get_device_name` gives it; asked for if the device is here.  A GPU that
-    is not known, or not here, counts as an A100.
+    is not known, or not here, counts as an A100.  `gpu`: the one that the user names instead;
+    raises `ValueError` where the table has none such, and where the device is no GPU.
     """
     device = torch.device(device)
+    if gpu is not None:
+        if device.type == "cpu":
+            raise ValueError(f"gpu={gpu!r} names a GPU, but the device planned for is the CPU: "
+                             "give device='cuda' too, or no gpu")
+        return gpu_model(gpu)
     if device.type == "cpu":
         return _CPU
-    if name is None and device.type == "cuda" and torch.cuda.is_available():
-        name = torch.cuda.get_device_name(device)
-    words = (name or "").upper().replace("-", " ").split()
+    return _in_table(name or product_name(device)) or _GPUS[_ASSUMED_GPU]
+
+
+def gpu_model(gpu: str) -> DeviceModel:
+    """The row of the table that a name means: its own, or a product's with that in it.
+
+    Raises `TypeError` or `ValueError` where there is none.
+    """
+    if not isinstance(gpu, str):
+        raise TypeError(f"gpu must be the name of a GPU, such as 'H100', got {gpu!r}")
+    known = _in_table(gpu)
+    if known is None:
+        raise ValueError(f"unknown gpu {gpu!r}; known: {', '.join(_GPUS)}")
+    return known
+
+
+def assumption(device: torch.device, gpu: str | None = None) -> str | None:
+    """In words, what `device_model` takes for granted of a GPU; `None` where it knows it."""
+    name = product_name(device)
+    if gpu is not None or device.type == "cpu" or _in_table(name):
+        return None
+    what = f"{name} is not in the table of GPUs" if name else "there is no GPU here to ask"
+    return (f"seconds are estimated for an {_ASSUMED_GPU}, since {what}: gpu= names the one to "
+            f"plan for ({', '.join(_GPUS)})")
+
+
+def product_name(device: torch.device) -> str:
+    """As the driver gives it; empty where the device is not here, or no GPU of CUDA."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    return torch.cuda.get_device_name(device)
+
+
+def _in_table(name: str) -> DeviceModel | None:
+    words = name.upper().replace("-", " ").split()
     for known in sorted(_GPUS, key=len, reverse=True):
         wanted = known.split()
         if any(words[i:i + len(wanted)] == wanted for i in range(len(words))):
             return _GPUS[known]
-    return _GPUS["A100"]
+    return None

@@ -1,7 +1,5 @@
 """The command line `checkpoint-planner`: commands prepare and run, `planner.reporters` prints."""
 
-from planner.cli import size_commands
-from planner.cli.commands import app, main
-from planner.cli.memory_command import memory_command
+from planner.cli.application import app, main
 
-__all__ = ["app", "main", "memory_command", "size_commands"]
+__all__ = ["app", "main"]

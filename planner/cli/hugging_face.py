@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.failures import TargetError, UsageError
+from planner.cli.options import TargetOptions
 from planner.cli.tensors import TensorSpec, parse_inputs
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from planner.cli.target import TargetOptions
 
 _DEFAULT_BATCH = 1
 _LONGEST_DEFAULT_SEQUENCE = 1024

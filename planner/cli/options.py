@@ -1,139 +1,125 @@
-"""The options of the command line, each in one place, and the groups in which commands share them.
+"""The options of the command line, each in one place, and how a command takes them.
 
-A command takes a group as one parameter; `expanded` shows Typer the options in it one by one.
+A command takes a dataclass as one parameter (`Planning`, `TargetOptions`, `SizeOptions`); `command`
+shows Typer, one by one, those of its fields that have a `Flag`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin
 
 import typer
 
-from planner.cli.target import TargetOptions
+from planner.arguments.planning import flag
+from planner.cli.failures import reported
 
-Target = Annotated[str, typer.Argument(
-    metavar="TARGET", help="package.module:factory (returns a model or (model, inputs)), or "
-    "hf:CONFIG (a config.json, or a model type such as gpt2).")]
-SizedTarget = Annotated[str, typer.Argument(
-    metavar="TARGET", help="package.module:factory (called with the size, returns "
-    "(model, inputs)), or hf:CONFIG (a config.json, or a model type such as gpt2).")]
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A saved plan.")]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Batch size (hf: targets).")]
-Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Sequence length (hf: targets).")]
-Inputs = Annotated[list[str] | None, typer.Option(
-    "--input", metavar="NAME:DTYPE[SHAPE]", help="A keyword input; may be repeated.")]
-Settings = Annotated[list[str] | None, typer.Option(
-    "--set", metavar="KEY=VALUE", help="A setting of an hf: config; may be repeated.")]
-Optimizer = Annotated[str | None, typer.Option("--optimizer", help="sgd, adam, adamw, ...")]
-Solver = Annotated[str, typer.Option("--solver", help="auto, none, sqrt_n, dp, ilp, ...")]
-Backend = Annotated[str, typer.Option("--backend", help="eager or inductor.")]
-CostModel = Annotated[str, typer.Option(
-    "--cost-model", help="What recomputation costs: roofline (time), measured or flops.")]
-Device = Annotated[str | None, typer.Option("--device", help="The device planned for.")]
-TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the solver.")]
-Keep = Annotated[list[str] | None, typer.Option(
-    "--keep", metavar="NAME", help="Module or op whose results are kept; may be repeated.")]
-Probe = Annotated[bool, typer.Option(
-    "--probe/--no-probe", help="Measure the workspace of single ops.")]
-Accumulation = Annotated[int, typer.Option(
-    "--accumulation", min=1, help="Micro-steps to each step of the optimizer.")]
-Regions = Annotated[str, typer.Option(
-    "--regions", help='Compiled as one piece: model, blocks, or names of modules.')]
 Budget = Annotated[str | None, typer.Option(
     "--budget", help='Peak of the whole step: 8GB (1e9), 8GiB (2**30), 500MB, 60%.')]
 SizeBudget = Annotated[str, typer.Option(
     "--budget", help="Peak of the whole step: 8GB (1e9), 8GiB (2**30), 500MB.")]
-Overhead = Annotated[str | None, typer.Option(
-    "--overhead", help="The most extra time that a plan may cost: 35% or 0.35.")]
-Smallest = Annotated[int, typer.Option("--smallest", min=1, help="Where the range begins.")]
-Largest = Annotated[int | None, typer.Option("--largest", min=1, help="Where the range ends.")]
-MultipleOf = Annotated[int, typer.Option("--multiple-of", min=1, help="Try multiples of this.")]
-Planned = Annotated[bool, typer.Option(
-    "--plan/--no-plan", help="Look for the largest with a plan, too.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 @dataclass(frozen=True, slots=True)
-class TargetGroup:
-    """A model and its inputs."""
+class TargetOptions:
+    """What the command line says about the model and its inputs."""
 
-    target: Target
-    batch: Batch = None
-    seq: Seq = None
-    inputs: Inputs = None
-    settings: Settings = None
-
-    def options(self) -> TargetOptions:
-        """What they say about the target."""
-        return TargetOptions(self.target, self.batch, self.seq, tuple(self.inputs or ()),
-                             tuple(self.settings or ()))
-
-
-@dataclass(frozen=True, slots=True)
-class PlanningGroup:
-    """How a step is captured and planned."""
-
-    optimizer: Optimizer = None
-    solver: Solver = "auto"
-    backend: Backend = "eager"
-    cost_model: CostModel = "roofline"
-    device: Device = None
-    time_limit: TimeLimit = 60.0
-    keep: Keep = None
-    probe: Probe = True
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `planner.plan`, checked as far as that needs no model."""
-        from planner.api import check_effort
-
-        check_effort(self.solver, self.time_limit)
-        return {**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-                "keep": tuple(self.keep or ())}
+    target: str = field(metadata=flag(
+        "package.module:factory (returns a model or (model, inputs)), or hf:CONFIG (a "
+        "config.json, or a model type such as gpt2).", positional=True, metavar="TARGET"))
+    batch: int | None = field(default=None, metadata=flag(
+        "Batch size (hf: targets).", kind=int, min=1))
+    seq: int | None = field(default=None, metadata=flag(
+        "Sequence length (hf: targets).", kind=int, min=1))
+    inputs: tuple[str, ...] = field(default=(), metadata=flag(
+        "A keyword input; may be repeated.", kind=list[str], name="--input",
+        metavar="NAME:DTYPE[SHAPE]"))
+    settings: tuple[str, ...] = field(default=(), metadata=flag(
+        "A setting of an hf: config; may be repeated.", kind=list[str], name="--set",
+        metavar="KEY=VALUE"))
 
 
 @dataclass(frozen=True, slots=True)
-class SizeGroup:
+class SizedTargetOptions(TargetOptions):
+    """The same of a model that is looked at in several sizes."""
+
+    target: str = field(metadata=flag(
+        "package.module:factory (called with the size, returns (model, inputs)), or hf:CONFIG (a "
+        "config.json, or a model type such as gpt2).", positional=True, metavar="TARGET"))
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
     """What the largest size is looked for under."""
 
-    budget: SizeBudget
-    overhead: Overhead = None
-    smallest: Smallest = 1
-    largest: Largest = None
-    multiple_of: MultipleOf = 1
-    plan: Planned = True
+    budget: str = field(metadata=flag("Peak of the whole step: 8GB (1e9), 8GiB (2**30), 500MB."))
+    overhead: str | None = field(default=None, metadata=flag(
+        "The most extra time that a plan may cost: 35% or 0.35."))
+    smallest: int = field(default=1, metadata=flag("Where the range begins.", kind=int, min=1))
+    largest: int | None = field(default=None, metadata=flag(
+        "Where the range ends.", kind=int, min=1))
+    multiple_of: int = field(default=1, metadata=flag("Try multiples of this.", kind=int, min=1))
+    plan: bool = field(default=True, metadata=flag(
+        "Look for the largest with a plan, too.", kind=bool))
 
 
-def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of its groups in place of the groups."""
-    signature = inspect.signature(command, eval_str=True)
-    groups = {name: parameter.annotation for name, parameter in signature.parameters.items()
-              if dataclasses.is_dataclass(parameter.annotation)}
+def command(*, without: Collection[str] = (), **only: Collection[str]
+            ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a command of a function: fields of the dataclasses that it takes become options, and
+    what it raises becomes a message and an exit code.
 
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        made = {name: group(**{field.name: values.pop(field.name)
-                               for field in dataclasses.fields(group)})
-                for name, group in groups.items()}
-        command(**made, **values)
+    `without`: fields that are no options here; `only`: those that are, for a parameter.
+    """
 
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        if name not in groups:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        kinds = get_type_hints(groups[name], include_extras=True)
-        parameters += [
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=(
-                inspect.Parameter.empty if field.default is dataclasses.MISSING
-                else field.default), annotation=kinds[field.name])
-            for field in dataclasses.fields(groups[name])]
-    vars(run)["__signature__"] = inspect.Signature(parameters)
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
+    def expand(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        taken: dict[str, list[Field[Any]]] = {
+            name: [each for each in fields(parameter.annotation) if "flag" in each.metadata
+                   and each.name in only.get(name, {each.name}) and each.name not in without]
+            for name, parameter in signature.parameters.items()
+            if is_dataclass(parameter.annotation)}
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            with reported():
+                for name, group in taken.items():
+                    given = {each.name: values.pop(each.name) for each in group}
+                    values[name] = signature.parameters[name].annotation(**{
+                        key: tuple(value) if isinstance(value, list) else value
+                        for key, value in given.items() if value is not None})
+                function(**values)
+
+        parameters = []
+        for name, parameter in signature.parameters.items():
+            parameters += ([parameter.replace(kind=parameter.KEYWORD_ONLY)] if name not in taken
+                           else map(_parameter, taken[name]))
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return expand
+
+
+def _parameter(field: Field[Any]) -> inspect.Parameter:
+    """A field as Typer takes a parameter of a command."""
+    flag = field.metadata["flag"]
+    name = flag.name or f"--{field.name.replace('_', '-')}"
+    if flag.kind is bool:
+        name += f"/--no-{name.removeprefix('--')}"
+    about: Any = (
+        typer.Argument(metavar=flag.metavar, help=flag.help) if flag.positional
+        else typer.Option(name, metavar=flag.metavar, min=flag.min, help=flag.help))
+    is_list = get_origin(flag.kind) is list
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY,
+        default=(inspect.Parameter.empty if field.default is MISSING
+                 else None if is_list else field.default),
+        annotation=Annotated[
+            flag.kind | None if is_list or field.default is None else flag.kind, about])

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from planner.cli.failures import TargetError, UsageError
-from planner.cli.target import TargetOptions, call_factory, find_factory
+from planner.cli.options import TargetOptions
+from planner.cli.target import call_factory, find_factory
 
 if TYPE_CHECKING:
     from torch import nn

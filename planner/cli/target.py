@@ -13,27 +13,14 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.failures import TargetError, UsageError
+from planner.cli.options import TargetOptions
 from planner.cli.tensors import parse_inputs
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-@dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """What the command line says about the model and its inputs."""
-
-    target: str
-    batch: int | None = None
-    seq: int | None = None
-    inputs: tuple[str, ...] = ()
-    """Each as `NAME:DTYPE[SHAPE]`."""
-    settings: tuple[str, ...] = ()
-    """Each as `KEY=VALUE`, for an `hf:` target's config."""
 
 
 def load_target(options: TargetOptions, *, device: str) -> tuple[nn.Module, object]:

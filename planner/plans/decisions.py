@@ -8,13 +8,24 @@ from forward to backward, before and after planning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
-from apply.recipe import InplaceReuse, OpKey, ParameterKey, Recipe, Recomputation, RegionRecipe
+from apply.recipe import (
+    InplaceReuse,
+    InsertedAction,
+    Insertion,
+    OpKey,
+    Recipe,
+    RegionRecipe,
+    RunAgain,
+)
 from graph_capture.training_graph import Phase, TrainingGraph
-from solvers.problem import Problem, Schedule
+from planner.errors import PlanMismatch
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
+from solvers.actions import Action as ScheduledAction
+from solvers.actions import Run, Schedule
 from solvers.simulator import Timeline, unroll
 
 Action = Literal["keep", "recompute"]
@@ -36,32 +47,32 @@ class Decision:
     saved_bytes: int
     """Bytes of its results that cross from forward to backward under the plan."""
     plain_saved_bytes: int
-    """The same without recomputation."""
+    """The same where everything is kept."""
 
 
-def decide(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> tuple[Decision, ...]:
+def decide(form: Form, schedule: Schedule) -> tuple[Decision, ...]:
     """What `schedule` does with every op of the captured forwards, in their order."""
+    graph = form.graph
     runs = Counter(schedule)
-    saved = _saved_bytes(graph, problem, schedule)
-    plain = _saved_bytes(graph, problem, problem.plain_schedule)
+    saved = _saved_bytes(form, schedule)
+    kept_all = _saved_bytes(form, form.problem.keep_all_schedule)
     return tuple(
         Decision(op=op.name, module=op.module,
                  action="recompute" if runs[index] > 1 else "keep",
                  recomputations=runs[index] - 1, flops=op.flops,
-                 saved_bytes=saved[index], plain_saved_bytes=plain[index])
+                 saved_bytes=saved[index], plain_saved_bytes=kept_all[index])
         for region in graph.regions for index in region.forward
         for op in (graph.ops[index],) if op.digest)
 
 
-def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[ParameterKey],
-                 training: bool, overrides: Sequence[tuple[str, object]],
-                 low_peak: bool = False) -> Recipe:
-    """The applier's view of the schedule that `timeline` unrolls.
+def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Recipe:
+    """The applier's view of the schedule that `timeline` unrolls, of one form of the step.
 
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
     or after the last op.
     """
-    again = _recomputations(graph, timeline.schedule)
+    graph = form.graph
+    inserted = _insertions(graph, timeline.schedule)
     taken = _inplace_reuses(graph, timeline)
     # An op without a digest is a pseudo-op of the step, not part of the captured graph.
     keys = [OpKey(op.name, op.digest, op.result) for op in graph.ops]
@@ -69,53 +80,69 @@ def build_recipe(graph: TrainingGraph, timeline: Timeline, *, tensors: Sequence[
         RegionRecipe(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
                      backward=tuple(keys[index] for index in region.backward
                                     if keys[index].digest),
-                     cotangents=region.cotangents, recomputations=tuple(again[number]),
+                     cotangents=region.cotangents, insertions=tuple(inserted[number]),
                      inplace_reuses=tuple(taken[number]), outline=region.outline,
                      block=region.block, hoisted=region.hoisted)
         for number, region in enumerate(graph.regions))
-    return Recipe(tensors=tuple(tensors), regions=regions, training=training,
-                  overrides=tuple(overrides), low_peak=low_peak)
+    return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
+                  overrides=prepared.overrides, low_peak=form.low_peak)
 
 
-def schedule_of(graph: TrainingGraph, recipe: Recipe) -> Schedule:
+def schedule_of(form: Form, recipe: Recipe) -> Schedule:
     """The inverse of `build_recipe`: the schedule of indices that a recipe stands for.
 
-    Raises `KeyError` where the recipe names an op that the graph lacks.
+    Raises `PlanMismatch` where the recipe names an op that the graph lacks.
     """
-    before = {recomputation.before: recomputation.ops
-              for region in recipe.regions for recomputation in region.recomputations}
-    schedule: list[int] = []
+    before = {insertion.before: insertion.actions
+              for region in recipe.regions for insertion in region.insertions}
+    schedule: list[ScheduledAction] = []
+    graph = form.graph
     for index, op in enumerate(graph.ops):
-        schedule.extend(graph.index_of[name] for name in before.get(op.name, ()))
-        schedule.append(index)
+        schedule.extend(_scheduled(graph, action) for action in before.get(op.name, ()))
+        schedule.append(Run(index))
     return tuple(schedule)
 
 
-def _keys(graph: TrainingGraph, indices: range) -> tuple[OpKey, ...]:
-    """The captured ops among these; pseudo-ops have no digest."""
-    return tuple(OpKey(op.name, op.digest, op.result)
-                 for op in (graph.ops[index] for index in indices) if op.digest)
+def _inserted(graph: TrainingGraph, action: ScheduledAction | int) -> InsertedAction:
+    """What an action that is no first run is in a recipe."""
+    match action:
+        case int():
+            return RunAgain(graph.ops[action].name)
+        case _:
+            assert_never(action)
 
 
-def _recomputations(graph: TrainingGraph, schedule: Schedule) -> list[list[Recomputation]]:
-    """For each region, the ops that run again, gathered by the first run that follows them."""
-    groups: list[list[Recomputation]] = [[] for _ in graph.regions]
+def _scheduled(graph: TrainingGraph, action: InsertedAction) -> ScheduledAction:
+    """The inverse of `_inserted`."""
+    match action:
+        case RunAgain():
+            if action.op not in graph.index_of:
+                raise PlanMismatch(f"the plan recomputes {action.op!r}, which this step does not "
+                                   "have; plan this model anew")
+            return Run(graph.index_of[action.op])
+        case _:
+            assert_never(action)
+
+
+def _insertions(graph: TrainingGraph, schedule: Schedule) -> list[list[Insertion]]:
+    """For each region, what is no first run, gathered by the first run that follows."""
+    groups: list[list[Insertion]] = [[] for _ in graph.regions]
     seen: set[int] = set()
-    waiting: list[str] = []
-    for index in schedule:
-        op = graph.ops[index]
-        if index in seen:
-            waiting.append(op.name)
+    waiting: list[InsertedAction] = []
+    for action in schedule:
+        if not isinstance(action, int) or action in seen:
+            waiting.append(_inserted(graph, action))
             continue
-        seen.add(index)
+        seen.add(action)
         if waiting:
+            op = graph.ops[action]
             if op.region < 0:
-                raise ValueError(f"the schedule recomputes {waiting[0]} before {op.name}, "
+                raise ValueError(f"the schedule recomputes {waiting[0].op} before {op.name}, "
                                  "which is no op of the model")
-            groups[op.region].append(Recomputation(before=op.name, ops=tuple(waiting)))
+            groups[op.region].append(Insertion(op.name, tuple(waiting)))
             waiting = []
     if waiting:
-        raise ValueError(f"the schedule recomputes {waiting[0]} after the last op of the step")
+        raise ValueError(f"the schedule recomputes {waiting[0].op} after the last op of the step")
     return groups
 
 
@@ -131,9 +158,9 @@ def _inplace_reuses(graph: TrainingGraph, timeline: Timeline) -> list[list[Inpla
     return groups
 
 
-def _saved_bytes(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> list[int]:
+def _saved_bytes(form: Form, schedule: Schedule) -> list[int]:
     """For each op, the bytes of its results alive across the end of forward and loss."""
-    timeline = unroll(problem, schedule)
+    graph, timeline = form.graph, unroll(form.problem, schedule)
     seen: set[int] = set()
     end = -1  # position of the last first run that does not belong to the backward
     for position, index in enumerate(schedule):

@@ -9,46 +9,60 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from apply.recipe import Recipe
+from graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision
-from planner.step.accounting import MemoryByCategory, OptimizerMemory
+from planner.step.categories import MemoryByCategory
+from solvers.result import Status
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """An immutable plan of one training step.  Equal plans give equal files, byte for byte."""
+Change = Annotated[float, msgspec.Meta(gt=-1)]
+"""A difference as a fraction of what it is a difference to, which is not lost as a whole."""
 
-    budget_bytes: int | None
-    """The limit on `peak_bytes`; `None`: no limit."""
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What one training step takes under a plan, and what it takes without."""
+
     peak_bytes: int
     """Predicted peak of the whole step under the plan."""
     baseline_peak_bytes: int
     """Predicted peak of the step as it runs today: the plain eager model, no plan."""
     resident_bytes: int
     """Held before the step begins: parameters, buffers, inputs, optimizer state."""
-    memory: MemoryByCategory
-    """Bytes at the peak by category; sums to `peak_bytes`."""
     forward_backward_peak_bytes: int
     """Predicted peak of forward, loss and backward, resident memory included."""
     optimizer_step_peak_bytes: int
     """Predicted peak of the optimizer's step, resident memory included; 0 without an optimizer."""
+    memory: MemoryByCategory
+    """Bytes at the peak by category; sums to `peak_bytes`."""
+    overhead: Change
+    """Estimated extra step time, as a fraction of the step without recomputation.  Below 0 where
+    the kernels of a plan for Inductor were timed and are the faster ones."""
     recompute_flops: int
     """FLOPs that the plan computes again in one step."""
     step_flops: int
     """FLOPs of one step without recomputation."""
-    overhead: float
-    """Estimated extra step time, as a fraction of the step without recomputation.  Below 0 where
-    the kernels of a plan for Inductor were timed and are the faster ones."""
-    overhead_bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Predicted):
+    """An immutable plan of one training step.  Equal plans give equal files, byte for byte."""
+
+    budget_bytes: int | None
+    """The limit on `peak_bytes`; `None`: no limit."""
+    overhead_bound: Change
     """Proven lower bound on `overhead` for any schedule within the budget that keeps the graph's
     order of first runs and recomputes forward ops, under the same cost model.  For Inductor nothing
     is proven: 0, or `overhead` where that is less."""
-    status: Literal["optimal", "feasible"]
+    status: Status
     """`optimal` where `overhead` is proven to be the least possible."""
     solver: str
     """Name of the solver that was asked for."""

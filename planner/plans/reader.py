@@ -1,121 +1,96 @@
-"""Reading fields of a JSON document, each checked, each error naming the field's path."""
+"""Reading a JSON value as the types of `planner.plans.document`, or saying where it is none.
+
+`msgspec` checks types.  What it leaves open is checked against what would be written: every field
+is there, there is no other, and no whole number is below 0.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from importlib.resources import files
 from typing import Any, TypeVar
 
+import msgspec
+
 from planner.errors import PlanFileError
+from planner.plans.document import FREE_FIELDS
 
-_Choice = TypeVar("_Choice", bound=str)
+_Kind = TypeVar("_Kind")
 
 
-class Reader:
-    """One JSON object of a plan's file and the way to it."""
+def read(value: object, kind: type[_Kind], name: str) -> _Kind:
+    """`value` as a `kind`; raises `PlanFileError` that names the file and the field's path."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        steps = [int(index) if index else key
+                 for key, index in re.findall(r"\.?(\w+)|\[(\d+|\.\.\.)\]", place.rstrip("`"))
+                 if index != "..."]
+    missing = re.search("missing required field `(.*)`", what)
+    raise _missing(name, [*steps, missing[1]]) if missing else _wrong(name, value, steps)
 
-    __slots__ = ("_fields", "_file", "_path")
 
-    def __init__(self, value: object, file: str, path: str = "") -> None:
-        self._file, self._path = file, path
-        if not isinstance(value, dict):
-            raise self._wrong(path or "the document", "an object", value)
-        self._fields: dict[str, Any] = value
+def check_complete(value: Any, written: Any, name: str, path: tuple[str | int, ...] = ()) -> None:
+    """Raise `PlanFileError` unless `value` holds what would be `written`, no more and no less."""
+    steps = list(path)
+    if isinstance(written, dict):
+        for key in written:
+            if key not in value:
+                raise _missing(name, [*steps, key])
+            if path or key not in FREE_FIELDS:
+                check_complete(value[key], written[key], name, (*path, key))
+        for key in value:
+            if key not in written:
+                raise PlanFileError(f"{name} is no plan: the field {_at([*steps, key])} is none "
+                                    "of a plan; plan again and save to a new file")
+    elif isinstance(written, list | tuple):
+        for position, item in enumerate(written):
+            check_complete(value[position], item, name, (*path, position))
+    elif isinstance(value, int) and value < 0:
+        raise PlanFileError(_expected(name, "a whole number >= 0", steps, value))
 
-    def value(self, key: str) -> Any:
-        """Any JSON value."""
-        if key not in self._fields:
-            raise PlanFileError(f"{self._file} is no plan: the field {self._at(key)} is missing; "
-                                "plan again and save to a new file")
-        return self._fields[key]
 
-    def text(self, key: str) -> str:
-        """A string."""
-        return self._typed(key, str, "text")
+def _missing(name: str, steps: list[str | int]) -> PlanFileError:
+    return PlanFileError(f"{name} is no plan: the field {_at(steps)} is missing; "
+                         "plan again and save to a new file")
 
-    def boolean(self, key: str) -> bool:
-        """True or false."""
-        return self._typed(key, bool, "true or false")
 
-    def integer(self, key: str) -> int:
-        """A whole number, not below 0."""
-        value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(self._at(key), "a whole number >= 0", value)
-        return value
+def _wrong(name: str, document: Any, steps: list[str | int]) -> PlanFileError:
+    """The error for the value at a place, which is not what the published schema expects there."""
+    schema = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
-    def optional_integer(self, key: str) -> int | None:
-        """A whole number or null."""
-        return None if self.value(key) is None else self.integer(key)
+    def alternatives(node: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        options = node.get("anyOf", [])
+        return [part for option in options for part in alternatives(option)] or [node]
 
-    def number(self, key: str) -> float:
-        """A number, not below 0."""
-        value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise self._wrong(self._at(key), "a number >= 0", value)
-        return float(value)
+    nodes, value = alternatives(schema), document
+    for step in steps:
+        inner = [node.get("items") if isinstance(step, int)
+                 else node.get("properties", {}).get(step) for node in nodes]
+        nodes = [part for node in inner if node for part in alternatives(node)]
+        value = value[step]
+    words = " or ".join(" or ".join(map(repr, node["enum"])) if "enum" in node else
+                        _WORDS[node["type"]] for node in nodes)
+    words += f" such as {nodes[0]['pattern']}" if "pattern" in nodes[0] else ""
+    words += " of texts" if isinstance(nodes[0].get("additionalProperties"), dict) else ""
+    return PlanFileError(_expected(name, words, steps, value))
 
-    def change(self, key: str) -> float:
-        """A difference as a fraction of what it is a difference to, which is not lost as a whole.
-        """
-        value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= -1:
-            raise self._wrong(self._at(key), "a number > -1", value)
-        return float(value)
 
-    def choice(self, key: str, choices: tuple[_Choice, ...]) -> _Choice:
-        """One of `choices`."""
-        value = self.value(key)
-        for choice in choices:
-            if value == choice:
-                return choice
-        raise self._wrong(self._at(key), " or ".join(map(repr, choices)), value)
+_WORDS = {"object": "an object", "array": "a list", "string": "text", "boolean": "true or false",
+          "integer": "a whole number >= 0", "number": "a number > -1", "null": "null"}
 
-    def object(self, key: str) -> Reader:
-        """An object with fields of its own."""
-        return Reader(self.value(key), self._file, self._at(key))
 
-    def optional_object(self, key: str) -> Reader | None:
-        """An object or null."""
-        return None if self.value(key) is None else self.object(key)
+def _expected(name: str, words: str, steps: list[str | int], value: object) -> str:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return (f"{name} is no plan: expected {words} as {_at(steps) or 'the document'}, got {shown}; "
+            "plan again and save to a new file")
 
-    def mapping(self, key: str) -> dict[str, Any]:
-        """An object with free keys."""
-        return self._typed(key, dict, "an object")
 
-    def objects(self, key: str) -> list[Reader]:
-        """A list of objects."""
-        return [Reader(item, self._file, f"{self._at(key)}[{position}]")
-                for position, item in enumerate(self._typed(key, list, "a list"))]
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
-        return self._items(key, str, "a list of texts")
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers."""
-        return self._items(key, int, "a list of whole numbers")
-
-    def booleans(self, key: str) -> tuple[bool, ...]:
-        """A list of true and false."""
-        return self._items(key, bool, "a list of true and false")
-
-    def _items(self, key: str, kind: type, expected: str) -> tuple[Any, ...]:
-        items = self._typed(key, list, expected)
-        for item in items:
-            if not isinstance(item, kind) or (kind is int and isinstance(item, bool)):
-                raise self._wrong(self._at(key), expected, items)
-        return tuple(items)
-
-    def _typed(self, key: str, kind: type, expected: str) -> Any:
-        value = self.value(key)
-        if not isinstance(value, kind):
-            raise self._wrong(self._at(key), expected, value)
-        return value
-
-    def _at(self, key: str) -> str:
-        return f"{self._path}.{key}" if self._path else key
-
-    def _wrong(self, path: str, expected: str, value: object) -> PlanFileError:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return PlanFileError(f"{self._file} is no plan: expected {expected} as {path}, got "
-                             f"{shown}; plan again and save to a new file")
+def _at(steps: list[str | int]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}"
+                   for step in steps).removeprefix(".")

@@ -10,7 +10,7 @@ from planner.units import BYTES_PER_UNIT
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
-    from planner.plans.timeline import MemoryTimeline
+    from planner.plans.timeline import StepTimeline
 
 
 def draw_frontier(plans: Iterable[Plan], path: str | PathLike[str]) -> None:
@@ -31,7 +31,7 @@ def draw_frontier(plans: Iterable[Plan], path: str | PathLike[str]) -> None:
     figure.savefig(path)
 
 
-def draw_timeline(timelines: dict[str, MemoryTimeline], path: str | PathLike[str]) -> None:
+def draw_timeline(timelines: dict[str, StepTimeline], path: str | PathLike[str]) -> None:
     """Memory over the runs of the step, one panel for each timeline, stacked by category."""
     figure, panels = new_figure(len(timelines))
     highest = max(timeline.peak_bytes for timeline in timelines.values())

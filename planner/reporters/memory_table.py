@@ -9,9 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.step.accounting import CATEGORIES
+from planner.step.categories import CATEGORIES
 from planner.training_loop.account import MemoryHolder, PhaseMemory
-from planner.training_loop.budget_check import BudgetCheck
 from planner.training_loop.report import MemoryReport
 from planner.training_loop.trace import StepPhase
 from planner.units import format_bytes
@@ -25,32 +24,16 @@ _SHORT = {"parameters": "param.", "gradients": "gradients", "optimizer": "optimi
 def memory_report(report: MemoryReport) -> RenderableType:
     """Summary, phases, what holds the memory at the peak, and what would lower it."""
     parts: list[RenderableType] = [
-        _title("Training loop"), _summary(report),
-        _title("Peak of each phase, by category"), _phases(report),
-        _title(f"What holds the memory at the peak, in the {_moment(report)}"), _holders(report)]
+        title("Training loop"), _summary(report),
+        title("Peak of each phase, by category"), _phases(report),
+        title(f"What holds the memory at the peak, in the {_moment(report)}"), _holders(report)]
     if report.proposals:
-        parts += [_title("What would lower the peak"), _proposals(report)]
+        parts += [title("What would lower the peak"), _proposals(report)]
     notes = list(report.notes)
     if report.optimizer is None:
         notes.append("no optimizer was given: its state and its step are not counted")
     parts.extend(Text(f"note: {note}") for note in notes)
     return Group(*parts)
-
-
-def budget_report(check: BudgetCheck) -> RenderableType:
-    """Whether the loop fits, and which phases do not."""
-    within = f"{format_bytes(check.budget_bytes)} ({check.budget_bytes:,} bytes)"
-    if check.fits:
-        left = format_bytes(check.budget_bytes - check.peak_bytes)
-        return Text(f"fits in {within}: {left} are left")
-    table = _table()
-    table.add_column("over the budget")
-    table.add_column("peak", justify="right")
-    table.add_column("over by", justify="right")
-    for each in check.over:
-        table.add_row(f"{each.step}: {each.phase}", format_bytes(each.peak_bytes),
-                      format_bytes(each.peak_bytes - check.budget_bytes))
-    return Group(_title(f"Does not fit in {within}"), table, Text(check.remedy))
 
 
 def _moment(report: MemoryReport) -> str:
@@ -61,7 +44,7 @@ def _moment(report: MemoryReport) -> str:
 
 
 def _summary(report: MemoryReport) -> Table:
-    table = _table(show_header=False)
+    table = plain_table(show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
     table.add_column("")
@@ -98,7 +81,7 @@ def _phases(report: MemoryReport) -> Table:
     shown = [name for name in CATEGORIES if any(
         phase.memory[name] for phase in (report.loading, *report.first.phases,
                                          *report.steady.phases))]
-    table = _table()
+    table = plain_table()
     table.add_column("phase")
     table.add_column("peak", justify="right")
     for name in shown:
@@ -118,7 +101,7 @@ def _phases(report: MemoryReport) -> Table:
 
 
 def _holders(report: MemoryReport) -> Table:
-    table = _table()
+    table = plain_table()
     table.add_column("size", justify="right")
     table.add_column("share", justify="right")
     table.add_column("category")
@@ -151,7 +134,7 @@ def _folded(holders: Iterable[MemoryHolder]) -> list[MemoryHolder]:
 
 
 def _proposals(report: MemoryReport) -> Table:
-    table = _table()
+    table = plain_table()
     table.add_column("peak", justify="right")
     table.add_column("less", justify="right")
     table.add_column("by", overflow="fold", ratio=1)
@@ -164,9 +147,11 @@ def _proposals(report: MemoryReport) -> Table:
     return table
 
 
-def _title(text: str) -> Text:
+def title(text: str) -> Text:
+    """Above a table."""
     return Text(text, style="bold")
 
 
-def _table(*, show_header: bool = True) -> Table:
+def plain_table(*, show_header: bool = True) -> Table:
+    """Without lines between its columns."""
     return Table(box=box.SIMPLE_HEAD, show_header=show_header, header_style="bold", pad_edge=False)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.plans.plan import Plan
 from planner.reporters.layers import layer_rows
-from planner.running.verify import Verification
-from planner.step.accounting import CATEGORIES
+from planner.step.categories import CATEGORIES
 from planner.units import format_bytes, format_flops, format_fraction
+
+if TYPE_CHECKING:
+    from planner.plans.plan import Plan
+    from planner.running.verify import Verification
 
 _PLAIN_WIDTH = 100
 

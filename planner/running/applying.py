@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from planner.plans.plan import Plan
+from apply.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from apply.recipe import Recipe
+    from planner.plans.plan import Plan
 
 
 def apply(model: nn.Module, plan: Plan, *,
@@ -41,13 +41,13 @@ def apply(model: nn.Module, plan: Plan, *,
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _check_plan("plan", plan)
+    recipe = _recipe_of("plan", plan)
     if replan is not None and not callable(replan):
         raise TypeError("replan must be a function of a model and its inputs that returns a "
                         f"planner.Plan, got {type(replan).__name__}")
     from apply.runtime import apply_recipe
 
-    return apply_recipe(model, plan.recipe, replan=None if replan is None else _recipes(replan))
+    return apply_recipe(model, recipe, replan=None if replan is None else _recipes(replan))
 
 
 def _recipes(
@@ -57,14 +57,15 @@ def _recipes(
     from planner.arguments.inputs import join_inputs
 
     def make(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
-        plan = replan(model, join_inputs(model, args, kwargs))
-        _check_plan("the result of replan", plan)
-        return plan.recipe
+        return _recipe_of("the result of replan",
+                          replan(model, join_inputs(model, args, kwargs)))
 
     return make
 
 
-def _check_plan(what: str, plan: object) -> None:
-    if not isinstance(plan, Plan):
+def _recipe_of(what: str, plan: object) -> Recipe:
+    recipe = getattr(plan, "recipe", None)
+    if not isinstance(recipe, Recipe):
         raise TypeError(f"{what} must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
+    return recipe

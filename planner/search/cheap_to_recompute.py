@@ -10,23 +10,19 @@ Blind spots: those of `graph_capture.inductor.fused_costs`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Set
 
 from graph_capture.training_graph import Phase, SavingCosts, TrainingGraph
 from planner.search.saving import saved_buffers, schedule_saving
-from solvers.problem import Problem, Schedule
+from planner.step.form import Form
+from solvers.problem import Schedule
 
 
-def free_ops(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> frozenset[int]:
+def free_ops(form: Form, saved: Set[int]) -> frozenset[int]:
     """Ops that Inductor recomputes by itself: fused into the kernels that read them."""
-    schedule = schedule_saving(graph, problem, saved)
-    seen: set[int] = set()
-    again = set()
-    for index in schedule:
-        if index in seen:
-            again.add(index)
-        seen.add(index)
-    return frozenset(again)
+    runs = Counter(schedule_saving(form, saved))
+    return frozenset(index for index, count in runs.items() if count > 1)
 
 
 def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> frozenset[int]:
@@ -50,20 +46,17 @@ def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> froze
                      if graph.buffers[buffer].producer not in free or not available(buffer))
 
 
-def saving_seconds(graph: TrainingGraph, problem: Problem, schedule: Schedule, costs: SavingCosts
-                   ) -> float:
+def saving_seconds(form: Form, schedule: Schedule, costs: SavingCosts) -> float:
     """What it takes to write and to read what a schedule saves."""
-    return sum(costs.to_save.get(buffer, 0.0)
-               for buffer in saved_buffers(graph, problem, schedule))
+    return sum(costs.to_save.get(buffer, 0.0) for buffer in saved_buffers(form, schedule))
 
 
-def without_cheap(graph: TrainingGraph, problem: Problem, saved: Set[int], costs: SavingCosts
-                  ) -> frozenset[int]:
+def without_cheap(form: Form, saved: Set[int], costs: SavingCosts) -> frozenset[int]:
     """`saved` without the buffers that are made again from the others in less time than they are
     written and read; the one that gains the most is given up first."""
     kept = set(saved)
     while True:
-        remakes = _Remakes(graph, problem, kept, costs)
+        remakes = _Remakes(form, kept, costs)
         gains = []
         for buffer in kept & costs.to_save.keys():
             seconds = remakes.seconds(buffer, costs.to_save[buffer])
@@ -82,12 +75,11 @@ def without_cheap(graph: TrainingGraph, problem: Problem, saved: Set[int], costs
 class _Remakes:
     """What it takes to make one more buffer again, where `kept` is saved for the backward."""
 
-    def __init__(self, graph: TrainingGraph, problem: Problem, kept: Set[int], costs: SavingCosts
-                 ) -> None:
-        self._graph, self._problem, self._kept, self._costs = graph, problem, kept, costs
-        self._again = free_ops(graph, problem, kept)
+    def __init__(self, form: Form, kept: Set[int], costs: SavingCosts) -> None:
+        self._graph, self._problem, self._kept, self._costs = form.graph, form.problem, kept, costs
+        self._again = free_ops(form, kept)
         self._readers: dict[int, list[int]] = {}
-        for index, op in enumerate(graph.ops):
+        for index, op in enumerate(form.graph.ops):
             if (op.phase is Phase.BACKWARD and op.digest) or index in self._again:
                 for buffer in op.inputs:
                     self._readers.setdefault(buffer, []).append(index)

@@ -1,105 +1,115 @@
-"""The variants of a step, and the cheapest schedule over all of them.
+"""The forms of a step, and the cheapest over all of them.
 
-A step may be captured in a second form, whose backward holds less at the price of copies
-(`graph_capture.joint_graph.low_peak_backward`).  Each form is a problem of its own for the solver.
-The copies are paid whether or not anything is recomputed, so that the lean form is asked only where
-the other costs more than that; what is proven holds over both.
+Each form is a problem of its own for the solver.  One with copies pays for them whether or not
+anything is recomputed, so that it is asked only where the base form costs more than that; what is
+proven holds over all.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
-import solvers.errors
+from planner.search.effort import Effort
+from planner.step.form import Form
+from solvers.errors import InfeasibleBudget as Refusal
 from solvers.incumbent import PROOF_TOLERANCE
 from solvers.minimum import working_set_floor
 from solvers.problem import Schedule
 from solvers.result import Result
 from solvers.solve import solve
 
-if TYPE_CHECKING:
-    from planner.search.planning import Effort, PreparedStep
-
 _LEAST_FIRST_SHARE, _FIRST_SHARE = 0.2, 0.5
-"""Part of the time for the form without copies, where there are two: less, the nearer the budget is
-to what that form takes at least."""
+"""Part of the time for the base form, where there are others: less, the nearer the budget is to
+what that form takes at least."""
 _LEAST_SHARE = 0.1
-"""Part of the time that the lean form gets whatever the other has used."""
+"""Part of the time that another form gets whatever the first has used."""
 
 
-class Refused(Exception):
-    """No schedule of any variant was found within a budget."""
-
-    def __init__(self, step: PreparedStep, refusal: solvers.errors.InfeasibleBudget) -> None:
-        super().__init__(str(refusal))
-        self.step = step
-        """The variant that comes nearest."""
-        self.minimum_bytes = refusal.minimum_bytes
-        """The smallest budget, above resident memory, that it is known to meet."""
-        self.schedule = refusal.schedule
-        """A schedule of it that does."""
+class _Priced(Protocol):
+    @property
+    def cost(self) -> float: ...
 
 
-def solve_variant(step: PreparedStep, net_bytes: int | None, effort: Effort,
-                  warm_start: Schedule | None = None) -> Result:
-    """What the solver finds for one variant within `net_bytes` above resident memory; costs are
-    relative to the step without copies.  Raises `solvers.InfeasibleBudget`."""
-    given = warm_start if warm_start and max(warm_start) + 1 == len(step.problem) else None
-    result = solve(step.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
+_Source = TypeVar("_Source")
+_Found = TypeVar("_Found", bound=_Priced)
+
+
+def choose(sources: Iterable[_Source], attempt: Callable[[_Source], _Found | None],
+           is_worth: Callable[[_Source, _Found], bool] = lambda source, best: True
+           ) -> tuple[_Source, _Found] | None:
+    """The cheapest that `attempt` finds over the forms of a step, or what stands for each, the base
+    form first; `None` where it finds nothing.
+
+    `is_worth`: whether a form may be cheaper than the best so far; else it is not tried.
+    """
+    best: tuple[_Source, _Found] | None = None
+    for source in sources:
+        if best is not None and not is_worth(source, best[1]):
+            continue
+        found = attempt(source)
+        if found is not None and (best is None or found.cost < best[1].cost):
+            best = source, found
+    return best
+
+
+def solve_form(form: Form, net_bytes: int | None, effort: Effort,
+               warm_start: Schedule | None = None) -> Result:
+    """What the solver finds for one form within `net_bytes`; costs are relative to the base form.
+    Raises `solvers.InfeasibleBudget`."""
+    given = warm_start if warm_start and max(warm_start) + 1 == len(form.problem) else None
+    result = solve(form.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
                    seed=effort.seed, progress=effort.progress, warm_start=given)
-    return replace(result, plain_cost=step.plain_seconds)
+    return replace(result, keep_all_cost=form.base_seconds)
 
 
-def cheapest(variants: Sequence[PreparedStep], net_bytes: int, effort: Effort,
-             warm_start: Schedule | None = None) -> tuple[PreparedStep, Result]:
-    """The cheapest schedule found within `net_bytes` above resident memory, and the variant that it
-    is of; raises `Refused`.
-
-    The first of `variants` is the step without copies.
+def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
+             warm_start: Schedule | None = None) -> tuple[Form, Result | Refusal]:
+    """The cheapest schedule found within `net_bytes`, and the form that it is of; where there is
+    none, the form that comes nearest and the solver's refusal, with the smallest `minimum_bytes`.
     """
     started = time.monotonic()
-    found: list[tuple[PreparedStep, Result]] = []
-    refusals: list[Refused] = []
+    base, is_only = forms[0], len(forms) == 1
+    refusals: list[tuple[Form, Refusal]] = []
+    bounds: list[float] = []
 
-    def attempt(step: PreparedStep, seconds: float) -> float:
-        """Ask the solver; a bound on what any schedule of the variant costs."""
+    def ask(form: Form, seconds: float) -> Result | None:
         try:
-            result = solve_variant(step, net_bytes, replace(effort, time_limit=seconds), warm_start)
-        except solvers.errors.InfeasibleBudget as refusal:
-            refusals.append(Refused(step, refusal))
-            return refusal.lower_bound if may_fit(step, net_bytes) else math.inf
-        found.append((step, result))
-        return result.lower_bound
+            result = solve_form(form, net_bytes, replace(effort, time_limit=seconds), warm_start)
+        except Refusal as refusal:
+            refusals.append((form, refusal))
+            bounds.append(refusal.lower_bound if form.may_fit(net_bytes) else math.inf)
+            return None
+        bounds.append(result.lower_bound)
+        return result
 
-    plain, *rest = variants
-    bounds = []
-    if not rest:
-        bounds.append(attempt(plain, effort.time_limit))
-    elif may_fit(plain, net_bytes):  # else it is only asked for its minimum, if nothing else fits
-        room = 1 - working_set_floor(plain.problem) / max(net_bytes, 1)
-        share = min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE)
-        bounds.append(attempt(plain, share * effort.time_limit))
-    for lean in rest:
-        if not found or found[0][1].cost > lean.problem.plain_cost:
+    def attempt(form: Form) -> Result | None:
+        if is_only:
+            return ask(form, effort.time_limit)
+        if form is not base:
             left = effort.time_limit - (time.monotonic() - started)
-            bounds.append(attempt(lean, max(left, _LEAST_SHARE * effort.time_limit)))
-    if not found:
-        if rest and not any(refusal.step is plain for refusal in refusals):
-            attempt(plain, _LEAST_SHARE * effort.time_limit)
-        raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
-    step, result = min(found, key=lambda pair: pair[1].cost)
+            return ask(form, max(left, _LEAST_SHARE * effort.time_limit))
+        if not form.may_fit(net_bytes):  # then it is only asked for its minimum, if nothing fits
+            return None
+        room = 1 - working_set_floor(form.problem) / max(net_bytes, 1)
+        return ask(form, min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE) * effort.time_limit)
+
+    found = choose(forms, attempt, lambda form, best: best.cost > form.problem.keep_all_cost)
+    if found is None:
+        if all(form is not base for form, _ in refusals):
+            ask(base, _LEAST_SHARE * effort.time_limit)
+        return min(refusals, key=lambda refused: refused[1].minimum_bytes)
+    form, result = found
+    return form, replace(over_all_forms(result, bounds), seconds=time.monotonic() - started)
+
+
+def over_all_forms(result: Result, bounds: Iterable[float]) -> Result:
+    """The cheapest result with what is proven over all forms; `bounds`: on the cost of any schedule
+    of each that may fit."""
     bound = min(*bounds, result.cost)
     proven = result.status == "optimal" and (
-        result.cost <= bound + PROOF_TOLERANCE * result.plain_cost)
-    return step, replace(result, lower_bound=bound, status="optimal" if proven else "feasible",
-                         seconds=time.monotonic() - started)
-
-
-def may_fit(step: PreparedStep, net_bytes: int) -> bool:
-    """Whether no bound says that every schedule of a variant takes more than `net_bytes` above
-    resident memory."""
-    return working_set_floor(step.problem) <= net_bytes
+        result.cost <= bound + PROOF_TOLERANCE * result.keep_all_cost)
+    return replace(result, lower_bound=bound, status="optimal" if proven else "feasible")

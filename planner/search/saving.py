@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from graph_capture.training_graph import Phase, TrainingGraph
-from solvers.problem import Problem, Schedule
+from graph_capture.training_graph import Phase
+from planner.step.form import Form
+from solvers.problem import Schedule
 from solvers.simulator import unroll
 
 
-def schedule_saving(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> Schedule:
+def schedule_saving(form: Form, saved: Set[int]) -> Schedule:
     """The schedule that keeps the buffers `saved` (and what may not be recomputed) for the backward
     and computes what else it needs once more, just before it is needed first."""
+    graph, problem = form.graph, form.problem
     schedule: list[int] = []
     available: set[int] = set(saved)
 
@@ -50,9 +52,9 @@ def schedule_saving(graph: TrainingGraph, problem: Problem, saved: Set[int]) -> 
     return tuple(schedule)
 
 
-def saved_buffers(graph: TrainingGraph, problem: Problem, schedule: Schedule) -> frozenset[int]:
+def saved_buffers(form: Form, schedule: Schedule) -> frozenset[int]:
     """Buffers of the forward whose first result the backward reads."""
-    timeline = unroll(problem, schedule)
+    graph, timeline = form.graph, unroll(form.problem, schedule)
     seen: set[int] = set()
     end = 0
     for position, index in enumerate(schedule):

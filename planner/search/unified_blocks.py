@@ -12,7 +12,8 @@ from collections.abc import Iterator, Set
 
 from graph_capture.training_graph import Region, TrainingGraph
 from planner.search.saving import saved_buffers, schedule_saving
-from solvers.problem import Problem, Schedule
+from planner.step.form import Form
+from solvers.problem import Schedule
 from solvers.simulator import simulate
 
 _Choice = frozenset[tuple[int, int]]
@@ -21,22 +22,22 @@ _Shape = tuple[object, ...]
 """What two regions have in common that may be treated alike."""
 
 
-def with_fewer_decisions(graph: TrainingGraph, problem: Problem, schedule: Schedule, *,
-                         peak_bytes: int, cost: float) -> Schedule:
-    """A schedule that saves in fewer different ways, as far as it takes at most `peak_bytes` and
-    `cost`; without repeated regions `schedule` itself."""
-    choices = _choices(graph, saved_buffers(graph, problem, schedule))
+def unify_blocks(form: Form, schedule: Schedule, *, net_peak_bytes: int, cost: float) -> Schedule:
+    """A schedule that saves in fewer different ways, as far as it takes at most `net_peak_bytes`
+    and `cost`; without repeated regions `schedule` itself."""
+    graph = form.graph
+    choices = _choices(graph, saved_buffers(form, schedule))
     shapes = [_shape(graph, region) for region in graph.regions]
     best = schedule
     is_simpler = True
     while is_simpler:
         is_simpler = False
         for mergers in _mergers(choices, shapes):
-            tried = []
+            tried: list[tuple[float, int, Schedule, list[_Choice]]] = []
             for merged in mergers:
-                again = schedule_saving(graph, problem, _saved(graph, merged))
-                result = simulate(problem, again)
-                if result.peak_bytes <= peak_bytes and result.cost <= cost:
+                again = schedule_saving(form, _saved(graph, merged))
+                result = simulate(form.problem, again)
+                if result.peak_bytes <= net_peak_bytes and result.cost <= cost:
                     tried.append((result.cost, len(tried), again, merged))
             if tried:
                 *_, best, choices = min(tried)

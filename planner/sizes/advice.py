@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from planner.api import check_effort
 from planner.arguments.budget import absolute_budget
+from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.forms import may_fit
-from planner.search.planning import Effort, PreparedStep, infeasible, plan_within
-from planner.sizes.batch_size import check_count
+from planner.search.eager import infeasible
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
 from planner.sizes.bracketing import find_largest, secant
 from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
+from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 PLANS = 3
@@ -101,13 +101,11 @@ class Advice:
         return plain_text(advice_report(self))
 
 
+@takes_planning(without=("accumulation",))
 def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
            budget_gb: float | None = None, budget: int | str | None = None,
-           loss_fn: Callable[[Any], torch.Tensor] | None = None,
-           make_loss_fn: MakeLoss | None = None, optimizer: object = None, solver: str = "auto",
-           backend: str = "eager", cost_model: str = "roofline",
-           device: torch.device | str | None = None, probe: bool = True, time_limit: float = 60.0,
-           keep: Sequence[str] = (), progress: Progress | None = None) -> Advice:
+           make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
+           **arguments: Unpack[PlanArguments]) -> Advice:
     """How to train with an effective batch within a budget, the fastest way first.
 
     Micro-batches are divisors of `effective_batch`, so that all are of one size.  Listed are the
@@ -119,20 +117,20 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
         make_loss_fn: `make_loss_fn(batch)` gives the `loss_fn` of a step of that batch.
         time_limit: seconds for each plan; soft.
 
-    The other arguments, and the errors, are those of `planner.plan`; the budget is no percentage.
+    The other arguments, and the errors, are those of `planner.plan`, without `accumulation`, which
+    is what is looked for; the budget is no percentage.
     Raises `InfeasibleBudget` where nothing fits.
     """
-    check_effort(solver, time_limit)
+    planning = Planning.of(advise, arguments)
     count = check_count("effective_batch", effective_batch)
     budget_bytes = absolute_budget(budget_gb, budget, "which differs with the batch")
-    if cost_model == "flops":
+    if planning.cost_model == "flops":
         raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
     with watched(progress) as report:
-        steps = SizedSteps(model, make_inputs, what="batch", make_loss_fn=make_loss_fn,
+        steps = SizedSteps(model, make_inputs, planning, what="batch", make_loss_fn=make_loss_fn,
                            accumulation_of=lambda micro_batch: count // micro_batch,
-                           progress=report, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
-                           cost_model=cost_model, device=device, probe=probe, keep=keep)
-        effort = Effort(solver=solver, time_limit=time_limit, progress=report)
+                           progress=report)
+        effort = Effort(planning.solver, planning.time_limit, progress=report)
         return _Counsel(steps, budget_bytes, count, effort).give()
 
 
@@ -151,7 +149,7 @@ class _Counsel:
         larger: list[int] = []
         for micro_batch in divisors[fit:]:
             step = self.steps.at(micro_batch)
-            if step is not None and not self._possible(step):
+            if step is not None and not step.may_fit(self.budget_bytes):
                 break  # and larger ones are not possible either
             larger += [micro_batch] if step is not None else []
         choices = plain + self._planned(larger)
@@ -194,22 +192,17 @@ class _Counsel:
                 self._seconds_per_sample(micro_batch, step, plan.overhead), plan))
         return choices
 
-    def _possible(self, step: PreparedStep) -> bool:
-        """Whether no bound says that a plan is impossible."""
-        net_bytes = self.budget_bytes - step.resident_bytes
-        return (net_bytes >= 0 and any(may_fit(variant, net_bytes) for variant in step.variants)
-                and step.optimizer_step_bytes <= self.budget_bytes)
-
     def _accumulation(self, micro_batch: int) -> int:
         return self.effective_batch // micro_batch
 
     def _seconds_per_sample(self, micro_batch: int, step: PreparedStep, overhead: float) -> float:
         from graph_capture.op_costs.devices import device_model
 
-        count = self._accumulation(micro_batch)
+        count, graph = self._accumulation(micro_batch), step.base.graph
         # A sum reads both gradients and writes one.
-        sums = device_model(step.graph.device).traffic_seconds(3 * step.graph.gradient_bytes)
-        whole = count * step.graph.step_seconds * (1 + overhead) + (count - 1) * sums
+        device = device_model(graph.device, gpu=self.steps.planning.gpu)
+        sums = device.traffic_seconds(3 * graph.gradient_bytes)
+        whole = count * graph.step_seconds * (1 + overhead) + (count - 1) * sums
         return whole / self.effective_batch
 
     def _nothing_fits(self) -> InfeasibleBudget | CaptureError:

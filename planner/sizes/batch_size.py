@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from planner.api import check_effort
 from planner.arguments.budget import absolute_budget
+from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.planning import Effort, infeasible, plan_within
+from planner.search.eager import infeasible
+from planner.search.planning import Effort, plan_within
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.feasibility import Feasibility
 from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
 from planner.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 _LARGEST = 2 ** 24
@@ -113,15 +112,13 @@ class LargestSize:
         return plain_text(largest_report(self))
 
 
+@takes_planning()
 def max_batch_size(make_inputs: MakeInputs, model: nn.Module, *, budget_gb: float | None = None,
                    budget: int | str | None = None, plan: bool = True,
                    overhead: float | None = None, smallest: int = 1, largest: int | None = None,
-                   multiple_of: int = 1, loss_fn: Callable[[Any], torch.Tensor] | None = None,
-                   make_loss_fn: MakeLoss | None = None, optimizer: object = None,
-                   solver: str = "auto", backend: str = "eager", cost_model: str = "roofline",
-                   device: torch.device | str | None = None, probe: bool = True,
-                   time_limit: float = 60.0, keep: Sequence[str] = (),
-                   progress: Progress | None = None) -> LargestSize:
+                   multiple_of: int = 1, make_loss_fn: MakeLoss | None = None,
+                   progress: Progress | None = None, **arguments: Unpack[PlanArguments]
+                   ) -> LargestSize:
     """The largest batch whose training step fits a budget, without and with a plan.
 
     Args:
@@ -142,45 +139,27 @@ def max_batch_size(make_inputs: MakeInputs, model: nn.Module, *, budget_gb: floa
     The other arguments, and the errors, are those of `planner.plan`.  `InfeasibleBudget` is raised
     where no size of the range fits even with a plan (or, with `plan=False`, without one).
     """
-    return _largest_size(
-        "batch", make_inputs, model, _Wishes.checked(
-            budget_gb, budget, plan=plan, overhead=overhead, smallest=smallest, largest=largest,
-            multiple_of=multiple_of, solver=solver, time_limit=time_limit),
-        progress, loss_fn=loss_fn, make_loss_fn=make_loss_fn, optimizer=optimizer, backend=backend,
-        cost_model=cost_model, device=device, probe=probe, keep=keep)
+    wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
+    return _largest_size("batch", make_inputs, model, wishes,
+                         Planning.of(max_batch_size, arguments), make_loss_fn, progress)
 
 
+@takes_planning()
 def max_sequence_length(make_inputs: MakeInputs, model: nn.Module, *,
                         budget_gb: float | None = None, budget: int | str | None = None,
                         plan: bool = True, overhead: float | None = None, smallest: int = 1,
                         largest: int | None = None, multiple_of: int = 1,
-                        loss_fn: Callable[[Any], torch.Tensor] | None = None,
-                        make_loss_fn: MakeLoss | None = None, optimizer: object = None,
-                        solver: str = "auto", backend: str = "eager", cost_model: str = "roofline",
-                        device: torch.device | str | None = None, probe: bool = True,
-                        time_limit: float = 60.0, keep: Sequence[str] = (),
-                        progress: Progress | None = None) -> LargestSize:
+                        make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
+                        **arguments: Unpack[PlanArguments]) -> LargestSize:
     """The longest sequence whose training step fits a budget, without and with a plan.
 
     `make_inputs(length)` gives the inputs of a step with sequences of that length; values are not
     looked at, so `largest` must say how many positions the model has.  All else is as for
     `max_batch_size`.
     """
-    return _largest_size(
-        "sequence", make_inputs, model, _Wishes.checked(
-            budget_gb, budget, plan=plan, overhead=overhead, smallest=smallest, largest=largest,
-            multiple_of=multiple_of, solver=solver, time_limit=time_limit),
-        progress, loss_fn=loss_fn, make_loss_fn=make_loss_fn, optimizer=optimizer, backend=backend,
-        cost_model=cost_model, device=device, probe=probe, keep=keep)
-
-
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """A whole number of at least `least`; raises `TypeError` or `ValueError`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return int(value)
+    wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
+    return _largest_size("sequence", make_inputs, model, wishes,
+                         Planning.of(max_sequence_length, arguments), make_loss_fn, progress)
 
 
 def check_overhead(overhead: float | None) -> float | None:
@@ -206,13 +185,11 @@ class _Wishes:
     """In multiples of `multiple_of`, as `last`."""
     last: int
     multiple_of: int
-    effort: Effort
 
     @classmethod
-    def checked(cls, budget_gb: float | None, budget: int | str | None, *, plan: bool,
-                overhead: float | None, smallest: int, largest: int | None, multiple_of: int,
-                solver: str, time_limit: float) -> _Wishes:
-        check_effort(solver, time_limit)
+    def checked(cls, budget_gb: float | None, budget: int | str | None, plan: bool,
+                overhead: float | None, smallest: int, largest: int | None, multiple_of: int
+                ) -> _Wishes:
         multiple = check_count("multiple_of", multiple_of)
         low = check_count("smallest", smallest)
         high = _LARGEST * multiple if largest is None else check_count("largest", largest)
@@ -221,26 +198,27 @@ class _Wishes:
             raise ValueError(f"there is no multiple of {multiple} from {low} to {high}: "
                              "smallest must not exceed largest")
         return cls((budget_gb, budget), bool(plan), check_overhead(overhead), first, last,
-                   multiple, Effort(solver=solver, time_limit=time_limit))
+                   multiple)
 
 
 def _largest_size(what: str, make_inputs: MakeInputs, model: nn.Module, wishes: _Wishes,
-                  progress: Progress | None, **options: Any) -> LargestSize:
+                  planning: Planning, make_loss_fn: MakeLoss | None, progress: Progress | None
+                  ) -> LargestSize:
     budget_bytes = absolute_budget(*wishes.budget, f"which differs with the {what}")
     with watched(progress) as report:
-        steps = SizedSteps(model, make_inputs, what=what, progress=report, **options)
-        return _Search(what, steps, budget_bytes, wishes, report).run()
+        steps = SizedSteps(model, make_inputs, planning, what=what, make_loss_fn=make_loss_fn,
+                           progress=report)
+        effort = Effort(planning.solver, planning.time_limit, progress=report)
+        return _Search(what, steps, budget_bytes, wishes, effort, report).run()
 
 
 class _Search:
     """One search: first the plain step, then, from there on, the planned one."""
 
     def __init__(self, what: str, steps: SizedSteps, budget_bytes: int, wishes: _Wishes,
-                 report: Progress) -> None:
+                 effort: Effort, report: Progress) -> None:
         self.what, self.steps, self.budget_bytes = what, steps, budget_bytes
-        self.wishes, self.report = wishes, report
-        effort = Effort(wishes.effort.solver, wishes.effort.time_limit, progress=report)
-        self.effort = effort
+        self.wishes, self.effort, self.report = wishes, effort, report
         self.feasibility = Feasibility(steps, budget_bytes, wishes.multiple_of,
                                        overhead=wishes.overhead, effort=effort)
 
@@ -325,7 +303,7 @@ class _Search:
         def seconds(number: int | None, overhead: float = 0.0) -> float | None:
             if number is None:
                 return None
-            graph = captured[number * multiple].graph
+            graph = captured[number * multiple].base.graph
             return graph.step_seconds * (1 + overhead) / (number * multiple)
 
         return LargestSize(

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from planner.search.forms import Refused, cheapest, may_fit
-from planner.search.planning import Effort, PreparedStep
+from planner.search.effort import Effort
+from planner.search.forms import cheapest
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.sized_steps import SizedSteps
-from planner.step.accounting import optimizer_step_bytes
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
 from planner.units import format_fraction
+from solvers.errors import InfeasibleBudget as Refusal
 from solvers.minimum import minimum_peak
 from solvers.problem import Problem, Schedule
 from solvers.simulator import IllegalSchedule, simulate
@@ -65,12 +67,11 @@ class Feasibility:
             return None
         if number in self.schedules:
             return True
-        net_bytes = self._budget_bytes - step.resident_bytes
-        if (net_bytes < 0 or optimizer_step_bytes(step.graph, step.optimizer) > self._budget_bytes
-                or not any(may_fit(variant, net_bytes) for variant in step.variants)):
+        if not step.may_fit(self._budget_bytes):
             self._proven.add(number)
             return False
-        return any(self._try_known(number, variant, net_bytes) for variant in step.variants) or (
+        net_bytes = step.budget.net_bytes(self._budget_bytes)
+        return any(self._try_known(number, form, net_bytes) for form in step.forms) or (
             self._search(number, step, net_bytes, thorough))
 
     def _close_in(self, first: int, last: int, above: int | None = None) -> Bracket:
@@ -87,48 +88,45 @@ class Feasibility:
             return Bracket(bracket.low, above)
         return bracket
 
-    def _try_known(self, number: int, step: PreparedStep, net_bytes: int) -> bool:
+    def _try_known(self, number: int, form: Form, net_bytes: int) -> bool:
         """Whether a schedule of another size fits."""
-        known = [step.problem.plain_schedule, *self.schedules.values(), *self._small]
-        return any(self._accept(number, step, schedule, net_bytes)
-                   for schedule in known if _transfers(schedule, step.problem))
+        known = [form.problem.keep_all_schedule, *self.schedules.values(), *self._small]
+        return any(self._accept(number, form, schedule, net_bytes)
+                   for schedule in known if _transfers(schedule, form.problem))
 
     def _search(self, number: int, step: PreparedStep, net_bytes: int, thorough: bool) -> bool:
         effort = self._effort if thorough else replace(
             self._effort, time_limit=_BRIEF * self._effort.time_limit)
         if not thorough and self._overhead_limit is None and effort.solver == "auto":
-            brief = replace(effort, time_limit=effort.time_limit / len(step.variants))
-            return any(self._try_smallest(number, variant, net_bytes, brief)
-                       for variant in step.variants)
+            brief = replace(effort, time_limit=effort.time_limit / len(step.forms))
+            return any(self._try_smallest(number, form, net_bytes, brief) for form in step.forms)
         if thorough:
             self._asked.add(number)
-        try:
-            variant, result = cheapest(step.variants, net_bytes, effort)
-        except Refused as refusal:
-            self.minimum_bytes[number] = step.resident_bytes + refusal.minimum_bytes
+        form, found = cheapest(step.forms, net_bytes, effort)
+        if isinstance(found, Refusal):
+            self.minimum_bytes[number] = step.budget.whole_bytes(found.minimum_bytes)
             return False
-        if self._accept(number, variant, result.schedule, net_bytes):
+        if self._accept(number, form, found.schedule, net_bytes):
             return True
         limit = self._overhead_limit
-        if limit is not None and result.overhead_bound > limit:
+        if limit is not None and found.overhead_bound > limit:
             self._proven.add(number)
         return False
 
-    def _try_smallest(self, number: int, step: PreparedStep, net_bytes: int, effort: Effort
-                      ) -> bool:
-        """Whether the smallest schedule of a variant that is quickly found fits."""
-        schedule = minimum_peak(step.problem, time_limit=effort.time_limit, seed=effort.seed,
+    def _try_smallest(self, number: int, form: Form, net_bytes: int, effort: Effort) -> bool:
+        """Whether the smallest schedule of a form that is quickly found fits."""
+        schedule = minimum_peak(form.problem, time_limit=effort.time_limit, seed=effort.seed,
                                 target_bytes=net_bytes)
         self._small.append(schedule)
-        return self._accept(number, step, schedule, net_bytes)
+        return self._accept(number, form, schedule, net_bytes)
 
-    def _accept(self, number: int, step: PreparedStep, schedule: Schedule, net_bytes: int) -> bool:
-        """Note what a schedule of a variant is worth; whether it will do."""
-        peak, cost = simulate(step.problem, schedule)
+    def _accept(self, number: int, form: Form, schedule: Schedule, net_bytes: int) -> bool:
+        """Note what a schedule of a form is worth; whether it will do."""
+        peak, cost = simulate(form.problem, schedule)
         if peak > net_bytes:
             return False
-        plain = step.plain_seconds
-        overhead = (cost - plain) / plain if plain else 0.0
+        base = form.base_seconds
+        overhead = (cost - base) / base if base else 0.0
         self._overheads[number] = min(overhead, self._overheads.get(number, math.inf))
         if self._overhead_limit is not None and overhead > self._overhead_limit:
             return False
@@ -152,26 +150,20 @@ class Feasibility:
         return None if reached is None or reached > 2 ** 24 else math.exp(reached / 2 ** 20)
 
     def _guess_by_memory(self) -> float | None:
-        """Where the leanest schedules known reach the budget, by the line through two sizes."""
+        """Where the smallest schedules known reach the budget, by the line through two sizes."""
         captured = {size // self._multiple_of: step
                     for size, step in self._steps.captured.items()}
         if not self._small and len(captured) > 1:
             number = max(captured)
-            self._small.append(minimum_peak(captured[number].problem,
+            self._small.append(minimum_peak(captured[number].base.problem,
                                             time_limit=_BRIEF * self._effort.time_limit))
         guesses = []
         for schedule in self._small:
-            peaks = {number: float(_peak_bytes(variant, schedule))
-                     for number, step in captured.items() for variant in step.variants
-                     if _transfers(schedule, variant.problem)}
+            peaks = {number: float(form.peak_bytes(schedule))
+                     for number, step in captured.items() for form in step.forms
+                     if _transfers(schedule, form.problem)}
             guesses.append(secant(peaks, self._budget_bytes))
         return max((guess for guess in guesses if guess is not None), default=None)
-
-
-def _peak_bytes(step: PreparedStep, schedule: Schedule) -> int:
-    """Peak of the whole step under a schedule."""
-    return max(step.resident_bytes + simulate(step.problem, schedule).peak_bytes,
-               optimizer_step_bytes(step.graph, step.optimizer))
 
 
 def _transfers(schedule: Schedule, problem: Problem) -> bool:

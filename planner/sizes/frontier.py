@@ -8,31 +8,27 @@ smaller ones, so overhead never rises with the budget.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from planner.api import capture, check_effort
+from planner.api import prepare_step
+from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.compiled import smallest_plan
-from planner.search.forms import may_fit, solve_variant
-from planner.search.planning import (
-    Effort,
-    PreparedStep,
-    make_plan,
-    plan_within,
-    schedule_within,
-    smallest_result,
-)
+from planner.search.eager import make_plan, schedule_within, smallest_result
+from planner.search.forms import choose, over_all_forms, solve_form
+from planner.search.planning import Effort, plan_within
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
 from solvers.curve import solve_all
 from solvers.errors import InfeasibleBudget
 from solvers.problem import Schedule
 from solvers.result import Result
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 _TIME_FACTOR = 4.0
@@ -81,12 +77,9 @@ class Frontier:
         return plain_text(frontier_report(self.plans))
 
 
+@takes_planning()
 def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
-             loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
-             solver: str = "auto", backend: str = "eager", cost_model: str = "roofline",
-             device: torch.device | str | None = None, probe: bool = True,
-             time_limit: float = 60.0, keep: Sequence[str] = (),
-             regions: str | Sequence[str] = "model", progress: Progress | None = None) -> Frontier:
+             progress: Progress | None = None, **arguments: Unpack[PlanArguments]) -> Frontier:
     """The curve of `model` in up to `points` plans.
 
     `time_limit` is that of one plan in seconds.  The plan in the middle of the curve is made with
@@ -94,18 +87,14 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
     (but for `points` searches of a twentieth of a second each).  The other arguments, and the
     errors, are those of `planner.plan`.
     """
-    if isinstance(points, bool) or not isinstance(points, int):
-        raise TypeError(f"points must be a whole number, got {points!r}")
-    if points < 2:
+    if check_count("points", points, 0) < 2:
         raise ValueError(f"points must be at least 2 (both ends of the curve), got {points}")
-    check_effort(solver, time_limit)
+    planning = Planning.of(frontier, arguments)
     started = time.monotonic()
     with watched(progress) as report:
-        prepared = capture(model, inputs, loss_fn=loss_fn, optimizer=optimizer, backend=backend,
-                           cost_model=cost_model, device=device, probe=probe, keep=keep,
-                           regions=regions, progress=report)
+        prepared = prepare_step(model, inputs, planning, report)
         return trace_frontier(prepared, points,
-                              Effort(solver=solver, time_limit=time_limit, progress=report),
+                              Effort(planning.solver, planning.time_limit, progress=report),
                               capture_seconds=time.monotonic() - started)
 
 
@@ -114,66 +103,64 @@ def trace_frontier(prepared: PreparedStep, points: int, effort: Effort, *,
     """The curve of a captured step; `effort` is that of one plan, and `capture_seconds` what the
     capture took, which a curve needs once and every single plan anew."""
     begin = time.monotonic()
-    if prepared.compiled is not None:
+    if prepared.base.compiled is not None:
         each = effort.time_limit * min(1.0, _TIME_FACTOR / points)
         return Frontier(_undominated(_compiled_plans(
             prepared, points, replace(effort, time_limit=each))))
-    _, step, smallest = smallest_result(
+    form, smallest = smallest_result(
         prepared, replace(effort, time_limit=effort.time_limit / points))
-    low = make_plan(step, None, smallest).peak_bytes
-    high = prepared.keep_all_peak_bytes
+    low, high = form.peak_bytes(smallest.schedule), prepared.keep_all_peak_bytes
     budgets = [low + (high - low) * number // (points - 1) for number in range(points)]
-    middle_step, middle = schedule_within(prepared, budgets[points // 2], effort,
+    middle_form, middle = schedule_within(prepared, budgets[points // 2], effort,
                                           warm_start=smallest.schedule)
     one_plan = capture_seconds + middle.seconds
     left = _TIME_FACTOR * one_plan - capture_seconds - (time.monotonic() - begin)
-    plans: list[Plan] = []
-    for variant in prepared.variants:
-        share = max(0.0, left) / len(prepared.variants)
-        plans += _curve(variant, budgets, effort, share,
-                        start=smallest.schedule if variant is step else None,
-                        known={budgets[points // 2]: middle} if variant is middle_step else {})
-    return Frontier(_undominated(_cheapest_of_each(plans, prepared.variants)))
+    share = max(0.0, left) / len(prepared.forms)
+    curves = [_curve(one, budgets, effort, share,
+                     start=smallest.schedule if one is form else None,
+                     known={budgets[points // 2]: middle} if one is middle_form else {})
+              for one in prepared.forms]
+    return Frontier(_undominated(list(_cheapest_of_each(prepared, curves, budgets))))
 
 
-def _curve(step: PreparedStep, budgets: Sequence[int], effort: Effort, seconds: float, *,
-           start: Schedule | None, known: Mapping[int, Result]) -> list[Plan]:
-    """Plans of one variant for those of the ascending `budgets` that it can meet; `start` is a
+def _curve(form: Form, budgets: Sequence[int], effort: Effort, seconds: float, *,
+           start: Schedule | None, known: Mapping[int, Result]) -> dict[int, Result]:
+    """Results of one form for those of the ascending `budgets` that it can meet; `start` is a
     schedule within the smallest of them."""
-    nets = [budget - step.resident_bytes for budget in budgets]
+    net_bytes = form.budget.net_bytes
     if start is None:
         try:
-            start = solve_variant(step, nets[0], replace(
+            start = solve_form(form, net_bytes(budgets[0]), replace(
                 effort, time_limit=effort.time_limit / len(budgets))).schedule
         except InfeasibleBudget as refusal:
-            nets = [net for net in nets if net >= refusal.minimum_bytes]
+            budgets = [budget for budget in budgets if net_bytes(budget) >= refusal.minimum_bytes]
             start = refusal.schedule or None
-    if not nets:
-        return []
+    if not budgets:
+        return {}
     results = solve_all(
-        step.problem, nets, seconds=seconds, most_seconds=effort.time_limit, solver=effort.solver,
-        seed=effort.seed, start=start, progress=effort.progress,
-        known={budget - step.resident_bytes: result for budget, result in known.items()})
-    plain_cost = step.plain_seconds
-    return [make_plan(step, step.resident_bytes + net, replace(result, plain_cost=plain_cost))
-            for net, result in zip(nets, results, strict=True)]
+        form.problem, [net_bytes(budget) for budget in budgets], seconds=seconds,
+        most_seconds=effort.time_limit, solver=effort.solver, seed=effort.seed, start=start,
+        progress=effort.progress,
+        known={net_bytes(budget): result for budget, result in known.items()})
+    return {budget: replace(result, keep_all_cost=form.base_seconds)
+            for budget, result in zip(budgets, results, strict=True)}
 
 
-def _cheapest_of_each(plans: Sequence[Plan], variants: Sequence[PreparedStep]) -> list[Plan]:
-    """Of the plans for each budget the cheapest; what is proven holds over all variants."""
-    by_budget: dict[int, list[Plan]] = {}
-    for plan in plans:
-        assert plan.budget_bytes is not None
-        by_budget.setdefault(plan.budget_bytes, []).append(plan)
-    chosen = []
-    for budget, rivals in by_budget.items():
-        best = min(rivals, key=lambda plan: plan.overhead)
-        possible = sum(may_fit(step, budget - step.resident_bytes) for step in variants)
-        # Nothing is known of a variant for which no plan was found, though one may exist.
-        bound = min(plan.overhead_bound for plan in rivals) if len(rivals) >= possible else 0.0
-        chosen.append(best if bound >= best.overhead_bound else replace(
-            best, overhead_bound=bound, status="feasible"))
-    return chosen
+def _cheapest_of_each(prepared: PreparedStep, curves: Sequence[Mapping[int, Result]],
+                      budgets: Sequence[int]) -> Iterator[Plan]:
+    """The cheapest plan for each budget, over all forms."""
+    for budget in budgets:
+        known = {form: curve[budget] for form, curve in zip(prepared.forms, curves, strict=True)
+                 if budget in curve}
+        found = choose(known, known.__getitem__)
+        if found is None:
+            continue
+        net_bytes = prepared.budget.net_bytes(budget)
+        # Nothing is known of a form for which no schedule was found, though one may exist.
+        bounds = [known[form].lower_bound if form in known else form.base_seconds
+                  for form in prepared.forms if form in known or form.may_fit(net_bytes)]
+        form, result = found
+        yield make_plan(prepared, form, budget, over_all_forms(result, bounds))
 
 
 def _compiled_plans(prepared: PreparedStep, points: int, effort: Effort) -> list[Plan]:

@@ -8,13 +8,15 @@ same at every size, is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from planner.api import capture
+from planner.api import prepare_step
 from planner.arguments.inputs import split_inputs
+from planner.arguments.planning import Planning
 from planner.errors import CaptureError
 from planner.progress import Progress
-from planner.search.planning import PreparedStep
+from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
     import torch
@@ -30,21 +32,21 @@ MakeLoss = Callable[[int], "Callable[[Any], torch.Tensor]"]
 class SizedSteps:
     """Captures of a model by size; mutable, since it remembers them."""
 
-    def __init__(self, model: nn.Module, make_inputs: MakeInputs, *, what: str,
-                 make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
-                 accumulation_of: Callable[[int], int] = lambda size: 1, **options: Any) -> None:
+    def __init__(self, model: nn.Module, make_inputs: MakeInputs, planning: Planning, *,
+                 what: str, make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
+                 accumulation_of: Callable[[int], int] | None = None) -> None:
         """`what`: the size in words, such as `batch`; `accumulation_of`: micro-steps to a step of
-        the optimizer, by size; `options`: those of `planner.api.capture`."""
+        the optimizer, by size; by default those of `planning`."""
         if not callable(make_inputs):
             raise TypeError(f"make_inputs must be a function from a {what} size to the inputs of a "
                             f"step, got {type(make_inputs).__name__}")
         if make_loss_fn is not None and not callable(make_loss_fn):
             raise TypeError(f"make_loss_fn must be a function from a {what} size to the loss "
                             f"function, got {type(make_loss_fn).__name__}")
-        if make_loss_fn is not None and options.get("loss_fn") is not None:
+        if make_loss_fn is not None and planning.loss_fn is not None:
             raise ValueError("give loss_fn or make_loss_fn, not both")
-        if options.get("backend", "eager") != "eager":
-            raise ValueError(f"backend={options['backend']!r}: sizes are compared by the step that "
+        if planning.backend != "eager":
+            raise ValueError(f"backend={planning.backend!r}: sizes are compared by the step that "
                              "runs op by op; use backend='eager', and plan the size that was found "
                              "for the other backend with planner.plan")
         self._model = model
@@ -53,7 +55,7 @@ class SizedSteps:
         self._what = what
         self._progress = progress
         self._accumulation_of = accumulation_of
-        self._options = options
+        self.planning = planning
         self._steps: dict[int, PreparedStep | None] = {}
         self._skipped: dict[int, str] = {}
 
@@ -80,18 +82,20 @@ class SizedSteps:
         return self._steps[size]
 
     def _capture(self, size: int) -> PreparedStep | None:
-        options = dict(self._options)
+        loss_fn = self.planning.loss_fn
         try:
             inputs = self._make_inputs(size)
             if self._make_loss_fn is not None:
-                options["loss_fn"] = self._make_loss_fn(size)
+                loss_fn = self._make_loss_fn(size)
         except Exception as error:  # the user's code; it may know of sizes that it cannot make
             self._skipped[size] = f"make_inputs({size}) failed: {type(error).__name__}: {error}"
             return None
         self._check(size, inputs)
+        planning = replace(self.planning, loss_fn=loss_fn)
+        if self._accumulation_of is not None:
+            planning = replace(planning, accumulation=self._accumulation_of(size))
         try:
-            step = capture(self._model, inputs, progress=self._progress,
-                           accumulation=self._accumulation_of(size), **options)
+            step = prepare_step(self._model, inputs, planning, self._progress)
         except CaptureError as error:
             self._skipped[size] = str(error)
             return None

@@ -1,9 +1,9 @@
-"""Bytes by category: dataclasses whose fields are also the keys of a mapping."""
+"""Bytes by category: dataclasses whose fields are also the keys of a mapping, and rows of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 
 class ByCategory(Mapping[str, int]):
@@ -13,12 +13,10 @@ class ByCategory(Mapping[str, int]):
     __slots__ = ()
 
     def __getitem__(self, category: str) -> int:
-        if category not in self:
+        if category not in tuple(self):
             raise KeyError(category)
-        return getattr(self, category)
-
-    def __contains__(self, category: object) -> bool:
-        return any(category == name for name in self)
+        size_bytes: int = getattr(self, category)
+        return size_bytes
 
     def __iter__(self) -> Iterator[str]:
         return (field.name for field in fields(self))  # type: ignore[arg-type]
@@ -28,3 +26,46 @@ class ByCategory(Mapping[str, int]):
 
     def __hash__(self) -> int:
         return hash(tuple(self.values()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryByCategory(ByCategory):
+    """A mapping from category to bytes, in a fixed order; the categories sum to the peak."""
+
+    parameters: int = 0
+    buffers: int = 0
+    inputs: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    """State of the optimizer; the temporaries of its step are temporaries."""
+    activations: int = 0
+    """Made by the forward, with what their recomputation needs (the random generator's state)."""
+    temporaries: int = 0
+    """Gradients of activations, workspace of single ops, temporaries of the optimizer's step."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum over all categories."""
+        return sum(self.values())
+
+
+CATEGORIES = tuple(field.name for field in fields(MemoryByCategory))
+"""The categories of memory, in the order in which reports list them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCourse:
+    """Bytes by category, moment after moment."""
+
+    bytes_of: tuple[tuple[int, ...], ...]
+    """For each moment, the bytes of each category, in the order of `CATEGORIES`."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that there is at any moment."""
+        return max(map(sum, self.bytes_of))
+
+    def by_category(self) -> dict[str, list[int]]:
+        """Category to its bytes at each moment."""
+        return {name: [row[place] for row in self.bytes_of]
+                for place, name in enumerate(CATEGORIES)}

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from graph_capture.memory.trace import Block, Category, MemoryTrace
-from planner.step.accounting import MemoryByCategory
+from planner.step.categories import MemoryByCategory
 from planner.training_loop.trace import LoopTrace, Span, StepPhase
 
 

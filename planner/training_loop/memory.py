@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.api import check_accumulation
 from planner.arguments.inputs import split_inputs
+from planner.arguments.planning import Planning
 from planner.errors import PlanMismatch
 from planner.progress import Progress, watched
 from planner.training_loop.account import account_of, floor_of
@@ -69,12 +69,10 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         PlanMismatch: the plan was made for another step.
         TypeError, ValueError: an argument is wrong in itself, an unknown optimizer for one.
     """
+    Planning(loss_fn=loss_fn, accumulation=accumulation)  # checks them
     loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
     dtype = _autocast_dtype(autocast)
     _check_clip(grad_clip)
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError("loss_fn must be a function of the model's output, "
-                        f"got {type(loss_fn).__name__}")
     from graph_capture.optimizer.named import optimizer_name
     from graph_capture.optimizer.step import OptimizerSettings
     from graph_capture.plain_step.loop import PlainLoop
@@ -158,25 +156,18 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
         prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
                            cost_model=plan.cost_model, device=plain.twin.device,
                            regions=plan.recipe.blocks or "model")
-    prepared = prepared.variant_of(plan.recipe)
-    graph = prepared.graph
-    try:
-        timeline = unroll(prepared.problem, schedule_of(graph, plan.recipe))
-    except KeyError as missing:
-        raise PlanMismatch(f"the plan recomputes {missing.args[0]!r}, which this step does not "
-                           "have; plan this model anew") from None
-    made = build_recipe(graph, timeline, tensors=prepared.tensors, training=prepared.training,
-                        overrides=prepared.overrides, low_peak=prepared.is_lean)
+    form = prepared.form_of(plan.recipe)
+    timeline = unroll(form.problem, schedule_of(form, plan.recipe))
+    made = build_recipe(prepared, form, timeline)
     if made != plan.recipe:
         raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
                            "autocast; plan this model with these inputs anew")
     names = plain.twin.parameters.keys()
-    return lambda with_gradient: planned_micro_step(graph, timeline, names, with_gradient)
+    return lambda with_gradient: planned_micro_step(form.graph, timeline, names, with_gradient)
 
 
 def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any,
           load_state_dict: bool) -> TrainingLoop:
-    check_accumulation(accumulation)
     for name, value, known in (("zero_grad", zero_grad, _ZERO_GRAD),
                                ("hold_output", hold_output, _HOLD_OUTPUT)):
         if value not in known:

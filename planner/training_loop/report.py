@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from planner.step.accounting import CATEGORIES, MemoryByCategory
+from planner.step.categories import CATEGORIES, MemoryByCategory, MemoryCourse
 from planner.training_loop.account import (
     Floor,
     IterationMemory,
@@ -36,24 +36,11 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryTimeline:
-    """Bytes by category after each event of loading and two iterations."""
+class LoopTimeline(MemoryCourse):
+    """Bytes by category before any event of loading and two iterations, and after each."""
 
-    bytes_of: tuple[tuple[int, ...], ...]
-    """One row for each event, in the order of `planner.step.accounting.CATEGORIES`; the first row
-    is before any event."""
     phases: tuple[tuple[str, int, int, int], ...]
     """Phase, iteration (0 is loading), and the first and last row that belong to it."""
-
-    def by_category(self) -> dict[str, list[int]]:
-        """Category to its bytes after each event."""
-        return {name: [row[place] for row in self.bytes_of]
-                for place, name in enumerate(CATEGORIES)}
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that is held at any time."""
-        return max(map(sum, self.bytes_of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +111,7 @@ class MemoryReport:
         return holders_at(self.trace.trace, self.fullest.event)
 
     @property
-    def timeline(self) -> MemoryTimeline:
+    def timeline(self) -> LoopTimeline:
         """Memory by category over loading and two iterations."""
         return _timeline(self.trace)
 
@@ -181,13 +168,13 @@ def _phase(phase: PhaseMemory) -> dict[str, Any]:
             "memory": dict(phase.memory)}
 
 
-def _timeline(loop: LoopTrace) -> MemoryTimeline:
+def _timeline(loop: LoopTrace) -> LoopTimeline:
     held = dict.fromkeys(CATEGORIES, 0)
     rows = [tuple(held.values())]
     for event in loop.trace.events:
         block = loop.trace.blocks[event if event >= 0 else ~event]
         held[block.category.value] += block.size_bytes if event >= 0 else -block.size_bytes
         rows.append(tuple(held.values()))
-    return MemoryTimeline(tuple(rows), tuple(
+    return LoopTimeline(tuple(rows), tuple(
         (StepPhase(span.phase).value, span.iteration, span.start, span.stop)
         for span in loop.spans))

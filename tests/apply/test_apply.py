@@ -148,7 +148,7 @@ def test_a_plan_for_eval_mode_runs_in_eval_mode():
     case = models.dropout_everywhere(layers=1)
     case.model.eval()
     step = captured(case)
-    planned, _ = apply_schedule(case, step, random_schedule(step.problem, 0, 0.8))
+    planned, _ = apply_schedule(case, step, random_schedule(step.base.problem, 0, 0.8))
     reference = train(torch.compile(case.model, backend="eager"), case)
     assert train(planned, case).differences(reference) == []
 
@@ -161,7 +161,7 @@ def test_training_with_an_optimizer_takes_the_same_course():
         run = torch.compile(model, backend="eager")
         if planned:
             step = captured(case)
-            run, _ = apply_schedule(case, step, random_schedule(step.problem, 0, 0.8))
+            run, _ = apply_schedule(case, step, random_schedule(step.base.problem, 0, 0.8))
         optimizer = torch.optim.AdamW(run.parameters(), lr=1e-2)
         torch.manual_seed(3)
         losses = []
@@ -255,8 +255,8 @@ def test_gradients_with_dropout_are_finite_differences():
     x = torch.randn(5, 6, dtype=torch.float64)
     case = Case(model, (x,), lambda out: out.square().sum())
     step = captured(case)
-    schedule = random_schedule(step.problem, 0, 1.0)
-    again = [step.problem.ops[op].name for op, runs in Counter(schedule).items() if runs > 1]
+    schedule = random_schedule(step.base.problem, 0, 1.0)
+    again = [step.base.problem.ops[op].name for op, runs in Counter(schedule).items() if runs > 1]
     assert any("dropout" in name for name in again)
     planned, _ = apply_schedule(case, step, schedule)
 

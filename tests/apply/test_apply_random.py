@@ -32,7 +32,7 @@ def check(case, step, expected, schedule) -> None:
     assert train(model, case).differences(expected) == []
     measured = measured_peak(model, case)
     # A first run of a random op is charged for the generator's state that its replays set aside.
-    random = any(step.problem.ops[op].replay_state_bytes for op in schedule)
+    random = any(step.base.problem.ops[op].replay_state_bytes for op in schedule)
     slack = CPU_GENERATOR_STATE_BYTES if random else 0
     assert timeline.peak_bytes - slack - 64 <= measured <= timeline.peak_bytes
 
@@ -43,7 +43,7 @@ def test_random_schedules_of_real_models(name):
     owner = subject(name)
     for seed, share in ((1, 0.5), (2, 1.0)):
         check(owner.case, owner.step, owner.reference,
-              random_schedule(owner.step.problem, seed, share))
+              random_schedule(owner.step.base.problem, seed, share))
 
 
 @pytest.mark.slow
@@ -51,5 +51,5 @@ def test_random_schedules_of_real_models(name):
 def test_random_schedules_of_random_models(seed):
     case = random_case(seed)
     step = captured(case)
-    schedule = random_schedule(step.problem, seed, 0.3 + 0.7 * (seed % 3) / 2)
+    schedule = random_schedule(step.base.problem, seed, 0.3 + 0.7 * (seed % 3) / 2)
     check(case, step, reference(case), schedule)

@@ -14,7 +14,8 @@ import planner
 from apply.plan_backend import PlanBackend
 from graph_capture.dynamo.blocks import find_blocks
 from planner.api import capture
-from planner.search.planning import PreparedStep, plan_within
+from planner.search.planning import plan_within
+from planner.step.prepared import PreparedStep
 from tests.support.models import BUILDERS, Case, language_model
 from tests.support.training import EFFORT, measured_peak, reference, train
 

@@ -59,41 +59,41 @@ def tight(prepared, default):
 
 
 def test_the_plan_is_made_on_the_graph_that_inductor_partitions(prepared):
-    targets = {op.target for op in prepared.graph.ops}
+    targets = {op.target for op in prepared.base.graph.ops}
     assert "prims.inductor_random.default" in targets
     assert not any("dropout" in target for target in targets)
-    assert prepared.lean is None  # nothing is concatenated
+    assert len(prepared.forms) == 1  # nothing is concatenated
 
 
 def test_random_numbers_are_drawn_once_and_computed_from_seeds_any_number_of_times(prepared):
-    ops = {op.target: op for op in prepared.graph.ops}
+    ops = {op.target: op for op in prepared.base.graph.ops}
     assert ops["prims.inductor_seeds.default"].pinned
     assert not ops["prims.inductor_random.default"].pinned
 
 
 def test_what_inductor_saves_is_what_the_schedule_saves(prepared):
-    graph, problem = prepared.graph, prepared.problem
-    wanted = prepared.compiled.saved_by_default
+    graph, problem = prepared.base.graph, prepared.base.problem
+    wanted = prepared.base.compiled.saved_by_default
     assert wanted
-    schedule = schedule_saving(graph, problem, wanted)
+    schedule = schedule_saving(prepared.base, wanted)
     unroll(problem, schedule)  # raises where the schedule is not legal
-    saved = saved_buffers(graph, problem, schedule)
+    saved = saved_buffers(prepared.base, schedule)
     for b in saved - wanted:
         assert (graph.buffers[b].kept_to_end
                 or not problem.ops[graph.buffers[b].producer].recomputable)
 
 
 def test_saving_nothing_recomputes_everything_that_may_be(prepared):
-    graph, problem = prepared.graph, prepared.problem
-    schedule = schedule_saving(graph, problem, frozenset())
-    for buffer in saved_buffers(graph, problem, schedule):
+    graph, problem = prepared.base.graph, prepared.base.problem
+    schedule = schedule_saving(prepared.base, frozenset())
+    for buffer in saved_buffers(prepared.base, schedule):
         op = problem.ops[graph.buffers[buffer].producer]
         assert not op.recomputable or graph.buffers[buffer].kept_to_end
 
 
 def test_what_is_free_to_compute_is_not_saved(prepared):
-    graph, problem = prepared.graph, prepared.problem
-    everything = saved_buffers(graph, problem, problem.plain_schedule)
+    graph, problem = prepared.base.graph, prepared.base.problem
+    everything = saved_buffers(prepared.base, problem.keep_all_schedule)
     free = {index for index, op in enumerate(graph.ops) if "gelu" in op.target
             or op.target.startswith("aten.erf")}
     leaner = without_free(graph, everything, free)
@@ -102,7 +102,7 @@ def test_what_is_free_to_compute_is_not_saved(prepared):
 
 
 def test_what_a_kernel_keeps_to_itself_takes_no_memory_and_never_crosses(prepared):
-    graph, problem = prepared.graph, prepared.problem
+    graph, problem = prepared.base.graph, prepared.base.problem
     assert [s.size_bytes for s in problem.storages] == [b.size_bytes for b in graph.buffers]
     fused = [index for index, buffer in enumerate(graph.buffers)
              if buffer.size_bytes == 0 and graph.ops[buffer.producer].digest]
@@ -214,7 +214,7 @@ def test_in_half_precision_emulated_casts_keep_recomputed_values_identical():
             # How near a budget can come depends on what matrix products in bfloat16 take for
             # themselves, and that on the number of threads.
             tight = smallest_plan(prepared, EFFORT)
-            assert any(region.recomputations for region in tight.recipe.regions)
+            assert any(region.insertions for region in tight.recipe.regions)
             gradients = []
             for plan in (default, tight):
                 model.zero_grad(set_to_none=True)

@@ -109,7 +109,7 @@ def test_code_is_generated_once_for_each_decision(prepared, tight, monkeypatch):
         assert len(codes) == 1
         assert all(codes)
     monkeypatch.setattr(PlanBackend, "_matching_region", refuse)
-    prepared.compiled._known.clear()
+    prepared.base.compiled._known.clear()
     default = plan_within(prepared, None, EFFORT)
     assert default.peak_bytes > tight.peak_bytes
     assert default.overhead < tight.overhead
@@ -165,6 +165,6 @@ def test_kernels_of_blocks_are_timed(monkeypatch, tmp_path):
     step = capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor",
                    regions="blocks", cost_model="measured")
     plan = plan_at(step, 0.8)
-    planned, unplanned = step.compiled._seconds.values()
+    planned, unplanned = step.base.compiled._seconds.values()
     assert min(planned, unplanned) > 0
     assert plan.overhead == planned / unplanned - 1

@@ -7,6 +7,7 @@ The oracles: the same graphs before the change, the allocator's events, gradient
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import fx, nn
 
 from apply.layouts import lay_out_weights
 from apply.realized import realize_across_library_calls
-from apply.recipe import Recomputation
+from apply.recipe import Insertion, RunAgain
 from apply.rewrite import rewrite
 from graph_capture.inductor.fused_costs import Fusion, fusion_of
 from graph_capture.joint_graph.realized_copy import REALIZED_COPY
@@ -22,7 +23,7 @@ from graph_capture.torch_compat.inductor import is_stored
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled import smallest_plan
-from planner.search.planning import Effort
+from planner.search.effort import Effort
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case, unet
 from tests.support.regions import lowered
@@ -121,7 +122,7 @@ def test_graphs_with_other_layouts_compute_the_same():
     model, x = Convolutions(), torch.randn(2, 3, 8, 8)
     region = lowered(model, x, loss_fn=lambda loss: loss)
     first = next(op.name for op in region.ops if op.target == "aten.convolution.default")
-    again = Recomputation(before=region.ops[region.num_forward].name, ops=(first,))
+    again = Insertion(region.ops[region.num_forward].name, (RunAgain(first),))
     primals = [torch.randn(p.meta["val"].shape) for p in region.joint.primals]
     found = []
     for change in (False, True):
@@ -154,13 +155,14 @@ def prepared():
 
 
 def test_the_copy_is_a_buffer_and_costs_time(prepared):
-    lean = prepared.lean
-    copies = [op for op in lean.graph.ops
+    form = prepared.forms[1]
+    assert form.low_peak
+    copies = [op for op in form.graph.ops
               if op.target == "checkpoint_planner.realized_copy.default"]
     assert copies
     assert all(op.seconds > 0 for op in copies)
-    assert all(lean.graph.buffers[op.outputs[0]].size_bytes > 0 for op in copies)
-    assert 0 < lean.copy_seconds <= sum(op.seconds for op in copies) * 1.01
+    assert all(form.graph.buffers[op.outputs[0]].size_bytes > 0 for op in copies)
+    assert 0 < form.extra_seconds <= sum(op.seconds for op in copies) * 1.01
     part = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)[:, :2]
     assert torch.equal(REALIZED_COPY(part), part)
     assert REALIZED_COPY(part).untyped_storage().nbytes() == part.numel() * part.element_size()
@@ -173,13 +175,13 @@ def test_pools_belong_to_generated_kernels(prepared):
         packet = target.split(".")[1]
         node = fx.Graph().call_function(getattr(torch.ops.prims, packet).default, ())
         assert fusion_of(node) is kind
-        assert any(op.target == target for op in prepared.graph.ops)
+        assert any(op.target == target for op in prepared.base.graph.ops)
 
 
 @pytest.mark.slow
-def test_the_smallest_lean_step_takes_what_was_predicted_with_the_same_gradients(prepared):
+def test_the_smallest_low_peak_step_takes_what_was_predicted_with_the_same_gradients(prepared):
     case = small()
-    plan = smallest_plan(prepared.lean, Effort(time_limit=4.0))
+    plan = smallest_plan(replace(prepared, forms=prepared.forms[1:]), Effort(time_limit=4.0))
     assert plan.recipe.low_peak
     assert plan.recipe.strict_order
     assert any("copied" in note for note in plan.notes)

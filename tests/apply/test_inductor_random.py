@@ -67,19 +67,19 @@ def compiled(case, keep):
     """The case, compiled with a schedule that saves those random results for the backward which
     `keep` names, and no others; its predicted peak; the names of what it runs again."""
     step = capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor")
-    graph = step.graph
+    graph = step.base.graph
     saved = frozenset(
-        b for b in saved_buffers(graph, step.problem, step.problem.plain_schedule)
+        b for b in saved_buffers(step.base, step.base.problem.keep_all_schedule)
         if graph.ops[graph.buffers[b].producer].replay_state_bytes
         and keep(graph.ops[graph.buffers[b].producer].target))
     recipe = build_recipe(
-        graph, unroll(step.problem, schedule_saving(graph, step.problem, saved)),
-        tensors=step.tensors, training=step.training, overrides=step.overrides)
+        step, step.base, unroll(step.base.problem, schedule_saving(step.base, saved)))
     recipe = replace(recipe, backend="inductor", regions=tuple(
         replace(region, inplace_reuses=()) for region in recipe.regions))
-    again = {name for region in recipe.regions for r in region.recomputations for name in r.ops}
+    again = {action.op for region in recipe.regions for insertion in region.insertions
+             for action in insertion.actions}
     random = {op.name for op in graph.ops if op.replay_state_bytes}
-    peak = step.compiled.trace(recipe).peak_bytes
+    peak = step.base.compiled.trace(recipe).peak_bytes
     return apply_recipe(case.model, recipe), peak, random & again, random - again
 
 

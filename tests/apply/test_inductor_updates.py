@@ -29,11 +29,11 @@ def loss_of(output):
 
 def test_running_statistics_belong_to_the_forward_and_are_computed_once():
     prepared = capture(make_model(), batch(), loss_fn=loss_of, backend="inductor")
-    graph = prepared.graph
+    graph = prepared.base.graph
     updates = [op for op in graph.ops if op.target.startswith("aten.copy_")]
     assert len(updates) == 6  # mean, variance and count of two layers
     assert all(op.phase is Phase.FORWARD for op in updates)
-    schedule = schedule_saving(graph, prepared.problem, prepared.compiled.saved_by_default)
+    schedule = schedule_saving(prepared.base, prepared.base.compiled.saved_by_default)
     again = [graph.ops[i].target for i in set(schedule) if schedule.count(i) > 1]
     assert not any("var_mean" in target for target in again)
 

@@ -67,7 +67,7 @@ def test_the_mode_is_captured_as_it_is():
     case.model.eval()
     step = capture(case)
     assert not step.training and not case.model.training
-    assert not any("dropout" in op.target for op in step.graph.ops)
+    assert not any("dropout" in op.target for op in step.base.graph.ops)
 
 
 def test_a_model_on_meta_is_planned_like_a_real_one():
@@ -115,7 +115,7 @@ def test_the_key_value_cache_is_left_out_and_that_is_said():
     case = models.gpt2_cache(**SMALL)
     step = capture(case)
     assert step.overrides == (("use_cache", False),)
-    assert any("use_cache=False" in note for note in step.graph.notes)
+    assert any("use_cache=False" in note for note in step.base.graph.notes)
     assert case.model.config.use_cache
     assert capture(models.gpt2(**SMALL)).overrides == ()
 
@@ -175,7 +175,7 @@ def two_regions(skip: bool) -> Case:
 def test_regions_are_captured_in_order_and_applied_together(skip):
     case = two_regions(skip)
     step = captured(case)
-    graph = step.graph
+    graph = step.base.graph
     assert len(graph.regions) == 2
     assert any("broke the model into 2 regions" in note for note in graph.notes)
     first, second = graph.regions
@@ -185,7 +185,7 @@ def test_regions_are_captured_in_order_and_applied_together(skip):
     expected = reference(case)
     for seed in range(3):
         planned, timeline = apply_schedule(
-            case, step, random_schedule(step.problem, seed, 0.8))
+            case, step, random_schedule(step.base.problem, seed, 0.8))
         assert len(timeline.schedule) > len(graph.ops)
         assert train(planned, case).differences(expected) == []
         assert measured_peak(planned, case) <= timeline.peak_bytes

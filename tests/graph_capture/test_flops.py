@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+import planner
+from graph_capture.op_costs import devices
 from graph_capture.op_costs.costs import OpCosts
-from graph_capture.op_costs.devices import device_model
+from graph_capture.op_costs.devices import assumption, device_model
 from graph_capture.op_costs.flops import bytes_moved, op_flops
 from graph_capture.twins.fake import make_twin
+from planner.api import capture
 from tests.support.models import BUILDERS
 
 aten = torch.ops.aten
@@ -46,6 +50,45 @@ def test_models_agree_with_torchs_counter_on_the_ops_that_it_knows(name):
     known = {packet: flops for packet, flops in ours.flops.items() if packet in flop_registry}
     assert known == theirs.get_flop_counts()["Global"] and known
     assert sum(ours.flops.values()) > sum(known.values())  # pointwise work is not free
+
+
+def _empty(*shape):
+    return torch.empty(shape, device="meta")
+
+
+A, B, C = _empty(2, 3, 4), _empty(2, 4, 5), _empty(2, 3, 5)
+X, W, Y = _empty(2, 6, 9, 9), _empty(4, 6, 3, 3), _empty(2, 4, 9, 9)
+REST = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+Q, K, V = _empty(2, 4, 10, 8), _empty(2, 4, 12, 8), _empty(2, 4, 12, 16)
+OUT = _empty(2, 4, 10, 16)
+
+
+@pytest.mark.parametrize(("target", "args", "out"), [
+    (aten.mm.default, (A[0], B[0]), C[0]),
+    (aten.addmm.default, (C[0], A[0], B[0]), C[0]),
+    (aten.bmm.default, (A, B), C),
+    (aten.baddbmm.default, (C, A, B), C),
+    (aten.convolution.default, (X, W, None, *REST), Y),
+    (aten._convolution.default, (X, W, None, *REST, False, False, False, False), Y),
+    (aten.convolution_backward.default, (Y, X, W, [4], *REST, [True, True, True]), (X, W, Y[0])),
+    (aten._scaled_dot_product_flash_attention.default, (Q, K, V), (OUT,)),
+    (aten._scaled_dot_product_efficient_attention.default, (Q, K, V, None, False), (OUT,)),
+    (aten._scaled_dot_product_cudnn_attention.default, (Q, K, V, None, False), (OUT,)),
+    (aten._scaled_dot_product_flash_attention_backward.default, (OUT, Q, K, V), (Q, K, V)),
+    (aten._scaled_dot_product_efficient_attention_backward.default, (OUT, Q, K, V), (Q, K, V)),
+    (aten._scaled_dot_product_cudnn_attention_backward.default, (OUT, Q, K, V), (Q, K, V)),
+])
+def test_an_op_that_torchs_counter_knows_counts_as_there(target, args, out):
+    out = tree_map(torch.empty_like, out)
+    theirs = flop_registry[target.overloadpacket](*args, out_val=out)
+    assert op_flops(target, args, {}, out) == theirs > 0
+
+
+def test_an_overload_with_a_dtype_counts_as_the_others():
+    for target, args in ((aten.mm.dtype, (A[0], B[0])), (aten.bmm.dtype, (A, B)),
+                         (aten.addmm.dtype, (C[0], A[0], B[0]))):
+        flops = op_flops(target, (*args, torch.float32), {}, torch.empty_like(C))
+        assert flops == (240 if target is aten.bmm.dtype else 120)
 
 
 @pytest.mark.parametrize(("causal", "kv_heads"), [(False, 4), (True, 4), (False, 2)])
@@ -147,6 +190,40 @@ def test_device_table():
     large = h100.op_seconds(10**15, 10**9, torch.bfloat16)
     assert 1.0 < large < 10 and large < h100.op_seconds(10**15, 10**9, torch.float32)
     assert h100.op_seconds(0, 3 * 10**12, torch.int64) == pytest.approx(1.12, rel=0.01)
+
+
+def test_the_gpu_is_named_by_the_user_or_told_to_be_assumed():
+    assert device_model("cuda", gpu="h100").name == device_model(
+        "cuda:1", "something new", gpu="NVIDIA H100 PCIe").name == "H100"
+    with pytest.raises(ValueError, match="unknown gpu 'H101'; known: B200"):
+        device_model("cuda", gpu="H101")
+    with pytest.raises(ValueError, match="give device='cuda' too"):
+        device_model("cpu", gpu="H100")
+    with pytest.raises(TypeError, match="name of a GPU"):
+        device_model("cuda", gpu=100)
+    assert assumption(torch.device("cpu")) is None
+    assert assumption(torch.device("cuda"), "H100") is None
+
+
+@pytest.mark.parametrize(("product", "told"), [
+    ("", "there is no GPU here to ask"), ("Chip 9", "Chip 9 is not in the table of GPUs"),
+    ("NVIDIA H200", None)])
+def test_what_is_assumed_of_a_gpu_is_told(monkeypatch, product, told):
+    monkeypatch.setattr(devices, "product_name", lambda device: product)
+    said = assumption(torch.device("cuda"))
+    assert said is None if told is None else f"{told}: gpu= names the one" in said
+
+
+def test_a_plan_tells_what_it_assumed_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "product_name", lambda device: "Chip 9")
+    model, batch = torch.nn.Linear(64, 64), torch.zeros(64, 64)
+    plain = planner.plan(model, batch, device="cuda", probe=False)
+    assert any("Chip 9" in note and "gpu=" in note for note in plain.notes)
+    named = planner.plan(model, batch, device="cuda", probe=False, gpu="T4")
+    assert not any("gpu=" in note for note in named.notes)
+    assert named.peak_bytes == plain.peak_bytes
+    step = capture(model, batch, device="cuda", probe=False, gpu="T4").graph
+    assert step.step_seconds > capture(model, batch, device="cuda", probe=False).graph.step_seconds
 
 
 def test_cpu_ratio_of_product_to_pointwise_is_realistic():

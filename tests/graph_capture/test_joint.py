@@ -46,8 +46,8 @@ def test_what_gets_no_gradient_in_eager_gets_none_planned(used):
     plain = train(case.model, case)
     without = {name for name, gradient in plain.gradients.items() if gradient is None}
     step = captured(case)
-    assert {b.label for b in step.graph.buffers if b.label} | without == set(plain.gradients)
-    planned, _ = apply_schedule(case, step, random_schedule(step.problem, 0, 0.7))
+    assert {b.label for b in step.base.graph.buffers if b.label} | without == set(plain.gradients)
+    planned, _ = apply_schedule(case, step, random_schedule(step.base.problem, 0, 0.7))
     trace = train(planned, case)
     assert {name for name, gradient in trace.gradients.items() if gradient is None} == without
     assert trace.differences(reference(case)) == []
@@ -82,7 +82,7 @@ def test_zeros_are_made_where_an_op_cannot_do_without():
     for index in (0, 1):
         case = Case(Mixed(), (torch.randn(3, 6),), lambda out, index=index: out[index].sum())
         step = captured(case)
-        planned, _ = apply_schedule(case, step, step.problem.plain_schedule)
+        planned, _ = apply_schedule(case, step, step.base.problem.keep_all_schedule)
         trace = train(planned, case)
         plain = train(case.model, case)
         assert trace.distance(plain) <= 1e-6
@@ -163,9 +163,9 @@ def test_early_gradients_lower_the_peak_and_change_no_value(monkeypatch):
     layers = [nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)]
     case = Case(nn.Sequential(*layers), (torch.randn(256, 32),), lambda out: out.square().sum())
     step = captured(case)
-    early, _ = simulate(step.problem, step.problem.plain_schedule)
-    planned, _ = apply_schedule(case, step, random_schedule(step.problem, 0, 0.7))
+    early, _ = simulate(step.base.problem, step.base.problem.keep_all_schedule)
+    planned, _ = apply_schedule(case, step, random_schedule(step.base.problem, 0, 0.7))
     assert train(planned, case).differences(reference(case)) == []
     monkeypatch.setattr("graph_capture.joint_graph.joint._hasten_gradients", lambda *_: None)
     late = captured(case)
-    assert early < simulate(late.problem, late.problem.plain_schedule).peak_bytes
+    assert early < simulate(late.problem, late.problem.keep_all_schedule).peak_bytes

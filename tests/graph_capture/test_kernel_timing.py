@@ -30,7 +30,7 @@ def prepare(monkeypatch, tmp_path, model, x):
 def test_the_kernels_that_are_timed_are_those_of_the_step(monkeypatch, tmp_path):
     prepared = prepare(monkeypatch, tmp_path, Scale(), torch.randn(5, 7))
     plan_within(prepared, None)
-    account, calls = prepared.compiled, []
+    account, calls = prepared.base.compiled, []
     monkeypatch.setattr(account.tracer.costs, "seconds_of_kernels",
                         lambda found: calls.extend(found) or 1.0)
     account.seconds(next(iter(account._known)))
@@ -54,7 +54,7 @@ def test_overhead_is_the_ratio_of_timed_steps_and_kernels_are_timed_once(monkeyp
         raise AssertionError("it was timed before")
 
     monkeypatch.setattr(Kernel, "build", refuse)
-    account = prepared.compiled
+    account = prepared.base.compiled
     account._seconds.clear()
     recipes = [next(known for known in account._known
                     if account.with_code(known) == made.recipe) for made in (default, plan)]

@@ -8,8 +8,9 @@ from torch import nn
 
 import planner
 from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
-from planner.search.forms import Refused
-from planner.search.planning import Effort, cheapest, make_plan, plan_within, schedule_within
+from planner.search.eager import make_plan, schedule_within
+from planner.search.forms import cheapest
+from planner.search.planning import Effort, plan_within
 from solvers.errors import InfeasibleBudget
 from solvers.minimum import minimum_peak, working_set_floor
 from solvers.simulator import simulate
@@ -88,20 +89,21 @@ def test_a_gradient_that_the_backward_returns_is_left_alone():
 
 @pytest.mark.slow
 def test_a_transformer_has_nothing_to_copy():
-    assert captured(gpt2(layers=2)).lean is None
+    assert len(captured(gpt2(layers=2)).forms) == 1
 
 
 @pytest.mark.parametrize("layout", [
     lambda case: case, pytest.param(channels_last, marks=pytest.mark.slow)])
-def test_gradients_and_peaks_of_lean_steps(layout):
+def test_gradients_and_peaks_of_low_peak_steps(layout):
     case = layout(unet(image=32))
-    lean = captured(case).lean
-    assert lean is not None
+    step = captured(case)
+    _, low_peak = step.forms
+    assert low_peak.low_peak
     expected = reference(case)
     for seed in range(3):
-        schedule = (lean.problem.plain_schedule if seed == 0
-                    else random_schedule(lean.problem, seed, 0.5))
-        planned, timeline = apply_schedule(case, lean, schedule)
+        schedule = (low_peak.problem.keep_all_schedule if seed == 0
+                    else random_schedule(low_peak.problem, seed, 0.5))
+        planned, timeline = apply_schedule(case, step, schedule, low_peak)
         assert train(planned, case).differences(expected) == []
         assert measured_peak(planned, case) == timeline.peak_bytes
 
@@ -118,14 +120,15 @@ def test_poolings_read_a_gradient_for_the_shape_of_their_input():
 
 
 @pytest.mark.slow
-def test_the_lean_step_fits_where_the_other_cannot(tmp_path):
+def test_the_low_peak_step_fits_where_the_other_cannot(tmp_path):
     """Held when measured, from a file, with gradients equal to the last bit."""
     case = channels_last(unet(batch=4, width=16))
     step = captured(case)
-    floor = working_set_floor(step.problem)
-    lean_peak, _ = simulate(step.lean.problem, minimum_peak(step.lean.problem, time_limit=2.0))
-    assert lean_peak < floor
-    budget = step.resident_bytes + (lean_peak + floor) // 2
+    floor = working_set_floor(step.base.problem)
+    low_peak = step.forms[1]
+    least = low_peak.net_peak_bytes(minimum_peak(low_peak.problem, time_limit=2.0))
+    assert least < floor
+    budget = step.resident_bytes + (least + floor) // 2
     path = tmp_path / "plan.json"
     plan_within(step, budget, Effort(time_limit=4.0)).save(path)
     plan = planner.load(path)
@@ -141,47 +144,47 @@ def test_the_lean_step_fits_where_the_other_cannot(tmp_path):
 
 def test_copies_are_counted_as_extra_time():
     step = captured(channels_last(unet()))
-    lean = step.lean
-    copies = sum(op.seconds for op in lean.graph.ops if op.target == "aten.clone.default")
+    low_peak = step.forms[1]
+    copies = sum(op.seconds for op in low_peak.graph.ops if op.target == "aten.clone.default")
     assert copies > 0
-    assert lean.copy_seconds == pytest.approx(copies)
-    plan = make_plan(lean, None, solve(lean.problem, None))
-    assert plan.overhead == pytest.approx(copies / step.graph.step_seconds)
-    assert schedule_within(step, step.keep_all_peak_bytes, Effort())[0] is step
+    assert low_peak.extra_seconds == pytest.approx(copies)
+    plan = make_plan(step, low_peak, None, solve(low_peak.problem, None))
+    assert plan.overhead == pytest.approx(copies / step.base.graph.step_seconds)
+    assert schedule_within(step, step.keep_all_peak_bytes, Effort())[0] is step.base
 
 
 @pytest.mark.slow
-def test_the_cheaper_variant_is_taken_and_the_bound_holds_for_both():
-    """At every budget, against each variant solved alone."""
+def test_the_cheaper_form_is_taken_and_the_bound_holds_for_both():
+    """At every budget, against each form solved alone."""
     step = captured(unet(image=32, depth=1))
-    high, _ = simulate(step.problem, step.problem.plain_schedule)
-    low = working_set_floor(step.lean.problem)
+    high, _ = simulate(step.base.problem, step.base.problem.keep_all_schedule)
+    low = working_set_floor(step.forms[1].problem)
     for share in (0.3, 0.5, 0.8):
         net = low + int(share * (high - low))
-        chosen, result = cheapest(step.variants, net, Effort(time_limit=2.0))
-        alone = [solve(variant.problem, net, time_limit=1.0) for variant in step.variants]
+        chosen, result = cheapest(step.forms, net, Effort(time_limit=2.0))
+        alone = [solve(form.problem, net, time_limit=1.0) for form in step.forms]
         assert result.cost <= min(one.cost for one in alone) * (1 + 1e-3)
         assert result.lower_bound <= min(one.cost for one in alone) * (1 + 1e-9)
-        assert chosen in step.variants
-        assert result.plain_cost == pytest.approx(step.problem.plain_cost)
+        assert chosen in step.forms
+        assert result.keep_all_cost == pytest.approx(step.base.problem.keep_all_cost)
 
 
-def test_a_budget_that_no_variant_meets_is_refused_with_the_smaller_minimum():
+def test_a_budget_that_no_form_meets_is_refused_with_the_smaller_minimum():
     step = captured(channels_last(unet(image=32)))
-    floors = [working_set_floor(variant.problem) for variant in step.variants]
+    floors = [working_set_floor(form.problem) for form in step.forms]
     net = min(floors) - 1
-    with pytest.raises(Refused) as refused:
-        cheapest(step.variants, net, Effort(time_limit=1.0))
-    minimum = refused.value.minimum_bytes
-    assert simulate(refused.value.step.problem, refused.value.schedule).peak_bytes <= minimum
-    for variant in step.variants:
+    nearest, refused = cheapest(step.forms, net, Effort(time_limit=1.0))
+    assert isinstance(refused, InfeasibleBudget)
+    minimum = refused.minimum_bytes
+    assert nearest.net_peak_bytes(refused.schedule) <= minimum
+    for form in step.forms:
         with pytest.raises(InfeasibleBudget) as alone:
-            solve(variant.problem, net, time_limit=1.0)
+            solve(form.problem, net, time_limit=1.0)
         assert minimum <= alone.value.minimum_bytes * 1.02
 
 
 @pytest.mark.slow
-def test_the_frontier_has_plans_of_both_variants():
+def test_the_frontier_has_plans_of_both_forms():
     case = channels_last(unet(batch=4, width=16))
     curve = planner.frontier(case.model, case.inputs, loss_fn=case.loss_fn, points=5,
                              time_limit=2.0)
@@ -192,10 +195,10 @@ def test_the_frontier_has_plans_of_both_variants():
 
 
 @pytest.mark.slow
-def test_a_lean_plan_serves_smaller_images():
+def test_a_low_peak_plan_serves_smaller_images():
     case = channels_last(unet(batch=4, width=16))
     step = captured(case)
-    budget = step.resident_bytes + working_set_floor(step.problem)
+    budget = step.resident_bytes + working_set_floor(step.base.problem)
     plan = plan_within(step, budget - 1, Effort(time_limit=3.0))
     assert plan.recipe.low_peak
     model = plan.apply(case.model)

@@ -212,9 +212,9 @@ def test_state_that_the_step_mutates_is_read_as_it_was(size, seed):
     torch.manual_seed(0)
     case = Case(_ReadsWhatItMutates(size), (torch.randn(4, 8),), torch.sum)
     step = captured(case)
-    pinned = [op.name for op in step.graph.ops if "mutates" in op.pinned]
+    pinned = [op.name for op in step.base.graph.ops if "mutates" in op.pinned]
     assert bool(pinned) is (size > 8)
-    planned, _ = apply_schedule(case, step, random_schedule(step.problem, seed, 1.0))
+    planned, _ = apply_schedule(case, step, random_schedule(step.base.problem, seed, 1.0))
     assert train(planned, case).differences(reference(case)) == []
 
 

@@ -10,7 +10,6 @@ from graph_capture.training_graph import Phase, SavingCosts
 from planner.api import capture
 from planner.search.cheap_to_recompute import saving_seconds, without_cheap
 from planner.search.saving import saved_buffers, schedule_saving
-from solvers.simulator import simulate
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import batch, loss_of, make_model
 
@@ -23,21 +22,20 @@ def prepared():
 
 
 def cost(prepared, saved, costs):
-    schedule = schedule_saving(prepared.graph, prepared.problem, saved)
-    return simulate(prepared.problem, schedule).cost + saving_seconds(
-        prepared.graph, prepared.problem, schedule, costs)
+    schedule = schedule_saving(prepared.base, saved)
+    return prepared.base.cost(schedule) + saving_seconds(prepared.base, schedule, costs)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_single_result_is_cheaper_to_give_up(prepared, seed):
-    graph, problem = prepared.graph, prepared.problem
+    form, graph = prepared.base, prepared.base.graph
     rng = random.Random(seed)
-    everything = saved_buffers(graph, problem, problem.plain_schedule)
+    everything = saved_buffers(form, form.problem.keep_all_schedule)
     saved = frozenset(b for b in everything if rng.random() < 0.8)
     # Costs of the same order as the ops', so that some are worth their while and some are not.
     costs = SavingCosts({b: rng.choice((0.1, 1.0, 10.0)) * seconds
-                         for b, seconds in prepared.compiled.saving_costs.to_save.items()})
-    kept = without_cheap(graph, problem, saved, costs)
+                         for b, seconds in form.compiled.saving_costs.to_save.items()})
+    kept = without_cheap(form, saved, costs)
     assert kept <= saved
     least = cost(prepared, kept, costs)
     assert least <= cost(prepared, saved, costs) + 1e-12
@@ -47,20 +45,20 @@ def test_no_single_result_is_cheaper_to_give_up(prepared, seed):
 
 
 def test_masks_of_dropouts_are_drawn_again_on_a_cpu(prepared):
-    graph, costs = prepared.graph, prepared.compiled.saving_costs
-    masks = {b for b in prepared.compiled.saved_by_default
+    graph, compiled = prepared.base.graph, prepared.base.compiled
+    masks = {b for b in compiled.saved_by_default
              if "gt" in graph.ops[graph.buffers[b].producer].target}
-    assert masks <= costs.to_save.keys()
-    kept = without_cheap(graph, prepared.problem, prepared.compiled.saved_by_default, costs)
+    assert masks <= compiled.saving_costs.to_save.keys()
+    kept = without_cheap(prepared.base, compiled.saved_by_default, compiled.saving_costs)
     assert len(masks) == 2
     assert masks.isdisjoint(kept)
 
 
 def test_what_reading_its_sources_costs_keeps_a_result(prepared):
-    graph, problem = prepared.graph, prepared.problem
-    saved, costs = prepared.compiled.saved_by_default, prepared.compiled.saving_costs
+    graph = prepared.base.graph
+    saved, costs = prepared.base.compiled.saved_by_default, prepared.base.compiled.saving_costs
     dear = replace(costs, to_read=dict.fromkeys(range(len(graph.buffers)), 1.0))
-    given_up = saved - without_cheap(graph, problem, saved, dear)
+    given_up = saved - without_cheap(prepared.base, saved, dear)
     for buffer in given_up:  # made from nothing that would have to be read
         assert "gt" in graph.ops[graph.buffers[buffer].producer].target or not (
             set(graph.ops[graph.buffers[buffer].producer].inputs))
@@ -69,7 +67,7 @@ def test_what_reading_its_sources_costs_keeps_a_result(prepared):
 def test_what_a_library_reads_is_in_memory_anyway():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
     prepared = capture(model, torch.randn(4, 8), loss_fn=loss_of, backend="inductor")
-    graph, to_save = prepared.graph, prepared.compiled.saving_costs.to_save
+    graph, to_save = prepared.base.graph, prepared.base.compiled.saving_costs.to_save
     read = {b for op in graph.ops if "mm" in op.target for b in op.inputs}
     assert to_save
     assert to_save.keys().isdisjoint(read)

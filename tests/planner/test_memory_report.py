@@ -16,7 +16,7 @@ from torch.cuda import _memory_viz as viewer
 
 import planner
 from planner.search.planning import Effort, plan_within
-from planner.step.accounting import CATEGORIES
+from planner.step.categories import CATEGORIES
 from planner.training_loop.account import account_of
 from tests.support.loops import (
     IDS,

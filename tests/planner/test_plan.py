@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from graph_capture.training_graph import OptimizerMemory
 from planner.api import resolve
 from planner.arguments.budget import parse_budget
 from planner.search.planning import Effort, plan_within
-from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
+from tests.support.graphs import HandMadeStep, chain, prepared, steps
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_a_plan_keeps_its_budget_or_names_one_that_works(step, budget_bytes):
     assert plan.memory.total_bytes == plan.peak_bytes
     assert plan.recompute_flops == sum(row.flops * row.recomputations for row in plan.decisions)
     assert plan.overhead > 0 or all(
-        row.action == "keep" or ready.graph.ops[ready.graph.index_of[row.op]].seconds == 0
+        row.action == "keep" or ready.base.graph.ops[ready.base.graph.index_of[row.op]].seconds == 0
         for row in plan.decisions)
 
 
@@ -76,7 +77,7 @@ def test_an_impossible_budget_names_the_smallest_and_what_holds_it(step):
 
 
 def test_a_budget_under_the_optimizers_step_is_impossible_too():
-    heavy = prepared(HandMadeStep(chain(6), 3000, Footprint("adamw", 80, 5000)))
+    heavy = prepared(HandMadeStep(chain(6), 3000, OptimizerMemory("adamw", 80, 5000)))
     with pytest.raises(planner.InfeasibleBudget) as caught:
         plan_within(heavy, 4000)
     assert caught.value.minimum_bytes == 1110 + 80 + 42 + 5000

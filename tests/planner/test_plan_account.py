@@ -1,25 +1,21 @@
 """The account of the step: every byte has a category; the peak is that of the fullest moment."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_capture.training_graph import Phase
+from apply.recipe import Insertion
+from graph_capture.training_graph import OptimizerMemory, Phase
 from planner.plans.decisions import build_recipe, schedule_of
 from planner.search.planning import Effort, plan_within
-from planner.step.accounting import (
-    CATEGORIES,
-    MemoryByCategory,
-    OptimizerMemory,
-    account,
-    holders_at,
-    memory_at,
-)
+from planner.step.accounting import account, holders_at, memory_at
+from planner.step.categories import CATEGORIES, MemoryByCategory
 from planner.step.lowering import lower
 from solvers.simulator import simulate, unroll
-from tests.support.graphs import Footprint, HandMadeStep, chain, legal_schedule, prepared, steps
+from tests.support.graphs import HandMadeStep, chain, legal_schedule, prepared, steps
 
 
 @settings(max_examples=60, deadline=None)
@@ -36,15 +32,15 @@ def test_the_categories_sum_to_the_memory_at_every_run(step, data):
 @given(steps(), st.data())
 def test_the_peak_is_resident_memory_and_the_fuller_of_the_two_phases(step, data):
     ready = prepared(step)
-    schedule = legal_schedule(data, ready.problem)
-    made = account(step.graph, unroll(ready.problem, schedule), ready.optimizer)
+    schedule = legal_schedule(data, ready.base.problem)
+    made = account(ready.base, unroll(ready.base.problem, schedule))
     state = 0 if step.optimizer is None else step.optimizer.state_bytes
     resident = step.graph.resident.total_bytes + state
     kept = sum(b.size_bytes for b in step.graph.buffers if b.kept_to_end)
     optimizer_step = 0 if step.optimizer is None else (
         resident + kept + step.optimizer.step_peak_bytes)
-    forward_backward = resident + simulate(ready.problem, schedule).peak_bytes
-    assert made.resident_bytes == resident
+    forward_backward = resident + simulate(ready.base.problem, schedule).peak_bytes
+    assert ready.resident_bytes == resident
     assert made.peak_bytes == max(forward_backward, optimizer_step) == sum(made.memory.values())
     assert list(made.memory) == list(CATEGORIES)
 
@@ -52,19 +48,32 @@ def test_the_peak_is_resident_memory_and_the_fuller_of_the_two_phases(step, data
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.data())
 def test_a_recipe_stands_for_its_schedule(step, data):
-    problem = lower(step.graph)
-    schedule = legal_schedule(data, problem)
-    recipe = build_recipe(step.graph, unroll(problem, schedule), tensors=(), training=True,
-                          overrides=())
-    assert schedule_of(step.graph, recipe) == schedule
+    ready = prepared(step)
+    schedule = legal_schedule(data, ready.base.problem)
+    recipe = build_recipe(ready, ready.base, unroll(ready.base.problem, schedule))
+    assert schedule_of(ready.base, recipe) == schedule
+
+
+def test_an_action_that_a_recipe_cannot_hold_is_refused_both_ways():
+    ready = prepared(HandMadeStep(chain(4), 2000))
+    form = ready.base
+    timeline = unroll(form.problem, range(len(form.problem)))
+    strange = replace(timeline, schedule=(0, "offload 0", *timeline.schedule[1:]))
+    with pytest.raises(AssertionError, match="'offload 0'"):
+        build_recipe(ready, form, strange)
+    recipe = build_recipe(ready, form, timeline)
+    region = replace(recipe.regions[0],
+                     insertions=(Insertion(form.graph.ops[1].name, ("fetch 0",)),))
+    with pytest.raises(AssertionError, match="'fetch 0'"):
+        schedule_of(form, replace(recipe, regions=(region,)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.data())
 def test_the_recipe_takes_over_what_the_simulator_says(step, data):
-    graph, problem = step.graph, lower(step.graph)
-    timeline = unroll(problem, legal_schedule(data, problem))
-    recipe = build_recipe(graph, timeline, tensors=(), training=True, overrides=())
+    graph, ready = step.graph, prepared(step)
+    timeline = unroll(ready.base.problem, legal_schedule(data, ready.base.problem))
+    recipe = build_recipe(ready, ready.base, timeline)
     said = {(reuse.op, reuse.run): reuse.candidate
             for region in recipe.regions for reuse in region.inplace_reuses}
     runs = Counter()
@@ -87,7 +96,7 @@ def test_a_chain_is_counted_by_hand():
 
 
 def test_the_optimizers_step_may_be_the_fullest_moment():
-    step = HandMadeStep(chain(4), 2000, Footprint("adamw", 300, 5000))
+    step = HandMadeStep(chain(4), 2000, OptimizerMemory("adamw", 300, 5000))
     plan = plan_within(prepared(step), None)
     assert plan.peak_bytes == plan.optimizer_step_peak_bytes == 1110 + 300 + 4 * 7 + 5000
     assert plan.memory["optimizer"] == 300
@@ -119,7 +128,7 @@ def test_only_forward_ops_are_replayed_and_only_beside_their_own_region(step):
 def test_the_smallest_budget_counts_the_optimizer_too():
     step = HandMadeStep(chain(6), 3000)
     optimizer = OptimizerMemory("adam", 0, 700)
-    heavy = HandMadeStep(chain(6), 3000, Footprint("adam", 0, 700))
+    heavy = HandMadeStep(chain(6), 3000, OptimizerMemory("adam", 0, 700))
     light = plan_within(prepared(step), 1452, Effort())
     assert light.peak_bytes <= 1452
     plan = plan_within(prepared(heavy), 1110 + 42 + optimizer.step_peak_bytes, Effort())

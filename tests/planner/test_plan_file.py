@@ -3,9 +3,12 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -13,15 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from graph_capture.training_graph import OptimizerMemory
 from planner.plans.file import SCHEMA_VERSION, dumps, from_dict, loads
+from planner.plans.schema import schema
 from planner.search.planning import Effort, plan_within
-from tests.support.graphs import Footprint, HandMadeStep, chain, prepared, steps
+from tests.support.graphs import HandMadeStep, chain, prepared, steps
 
 SCHEMA = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
 MAKE_AND_PRINT = """
 from planner.plans.file import dumps
-from planner.search.planning import plan_within
+from planner.plans.schema import schema
+from planner.search.planning import Effort, plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared
 print(dumps(plan_within(prepared(HandMadeStep(chain(9), 2600)), 1800)), end="")
 """
@@ -135,7 +141,7 @@ def places(value, path=()):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_missing_field_is_named_by_its_path(data):
-    document = make_plan(optimizer=Footprint("adam", 10, 20)).to_dict()
+    document = make_plan(optimizer=OptimizerMemory("adam", 10, 20)).to_dict()
     free = ("inputs", "overrides")
     path = data.draw(st.sampled_from([
         path for path in places(document)
@@ -157,7 +163,7 @@ def test_a_missing_field_is_named_by_its_path(data):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_value_of_the_wrong_type_is_refused(data):
-    document = make_plan(optimizer=Footprint("adam", 10, 20)).to_dict()
+    document = make_plan(optimizer=OptimizerMemory("adam", 10, 20)).to_dict()
     path = data.draw(st.sampled_from([
         path for path in places(document) if path[0] not in ("inputs", "overrides")]))
     damaged = copy.deepcopy(document)
@@ -184,7 +190,8 @@ def test_a_file_changed_by_hand_is_refused():
         from_dict(other_digest)
 
     stranger = copy.deepcopy(document)
-    stranger["regions"][0]["recomputations"][0]["ops"] = ["net.other/aten.linear#0"]
+    stranger["regions"][0]["insertions"][0]["actions"] = [
+        {"kind": "run", "op": "net.other/aten.linear#0"}]
     with pytest.raises(planner.PlanFileError, match=r"net\.other"):
         from_dict(stranger)
 
@@ -202,8 +209,67 @@ def test_files_diff_well():
     assert len(lines) < 130
 
 
-def test_the_published_schema_is_itself_valid():
+def test_the_published_schema_is_itself_valid_and_that_of_the_types():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert schema() == SCHEMA, "python -m planner.plans.schema > planner/plan.schema.json"
+
+
+def test_an_action_that_no_reader_knows_is_refused_by_its_path():
+    document = make_plan().to_dict()
+    document["regions"][0]["insertions"][0]["actions"][0]["kind"] = "offload"
+    with pytest.raises(planner.PlanFileError, match=re.escape(
+            "expected 'run' as regions[0].insertions[0].actions[0].kind, got 'offload'")):
+        from_dict(document)
+
+
+@pytest.mark.parametrize("path, value, message", [
+    (("predicted", "memory", "inputs"), -1,
+     "expected a whole number >= 0 as predicted.memory.inputs, got -1"),
+    (("tensors", 0, "shape", 1), "3", "expected a whole number >= 0 as tensors[0].shape[1], got"),
+    (("predicted", "overhead"), float("-inf"), "expected a number > -1 as predicted.overhead"),
+    (("solver", "status"), "fine", "expected 'feasible' or 'optimal' as solver.status, got 'fine'"),
+    (("optimizer",), 3, "expected an object or null as optimizer, got 3"),
+    (("created_with", "torch"), 2, "expected an object of texts as created_with"),
+    (("fingerprint",), "sha", "expected text such as ^sha256"),
+    (("regions", 0, "surprise"), 1, "the field regions[0].surprise is none of a plan"),
+])
+def test_an_error_says_where_what_was_expected_and_what_came(path, value, message):
+    document = make_plan(optimizer=OptimizerMemory("adam", 10, 20)).to_dict()
+    holder = document
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    with pytest.raises(planner.PlanFileError, match=re.escape(message)) as caught:
+        from_dict(document, name="plan.json")
+    assert str(caught.value).startswith("plan.json is no plan")
+    assert str(caught.value).endswith("plan again and save to a new file")
+
+
+def test_a_plan_that_is_no_json_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(make_plan(), overhead=float("nan")).save(tmp_path / "plan.json")
+    assert os.listdir(tmp_path) == []
+
+
+VERSION_5 = Path(__file__).with_name("plan_version_5.json")
+
+
+def test_a_file_of_version_5_holds_the_same_plan():
+    step = HandMadeStep(chain(12), 2600, OptimizerMemory("adam", 10, 20))
+    made = plan_within(prepared(step), 2000)
+    assert planner.load(VERSION_5) == replace(made, created_with=planner.load(
+        VERSION_5).created_with)
+
+
+def test_a_damaged_file_of_version_5_is_refused():
+    document = json.loads(VERSION_5.read_text())
+    for key, value in (("regions", None), ("regions", [3]), ("regions", [{"early": []}]),
+                       ("regions", [{"recomputations": [1, {"ops": 2}]}]), ("fingerprint", "")):
+        with pytest.raises(planner.PlanFileError, match="is no plan"):
+            from_dict({**document, key: value})
+    document["regions"][0]["recomputations"][0]["ops"][0] = "net.other/aten.linear#0"
+    with pytest.raises(planner.PlanFileError, match=r"net\.other"):
+        from_dict(document)
 
 
 def test_the_moment_before_which_ops_may_run_again_is_known_by_name():

@@ -6,12 +6,13 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision
 from planner.reporters.layers import Totals, layer_rows
 from planner.search.planning import Effort, plan_within
 from planner.sizes.frontier import trace_frontier
 from planner.units import format_bytes, format_flops
-from tests.support.graphs import Footprint, HandMadeStep, chain, prepared
+from tests.support.graphs import HandMadeStep, chain, prepared
 
 
 def decision(module, *, recomputations=0, flops=5, saved=10, plain=10):
@@ -65,7 +66,7 @@ def test_many_different_modules_are_summed_at_a_smaller_depth():
 
 
 def test_the_table_shows_what_a_person_acts_on():
-    step = HandMadeStep(chain(12), 2600, Footprint("adamw", 300, 20))
+    step = HandMadeStep(chain(12), 2600, OptimizerMemory("adamw", 300, 20))
     plan = plan_within(prepared(step), 2300)
     text = str(plan)
     for needle in ("2,300", f"{plan.peak_bytes:,}", "2,600", f"{100 * plan.overhead:.2f}%",

@@ -6,7 +6,7 @@ import pytest
 
 from planner.api import capture
 from planner.search.saving import saved_buffers, schedule_saving
-from planner.search.unified_blocks import with_fewer_decisions
+from planner.search.unified_blocks import unify_blocks
 from solvers.simulator import simulate
 from tests.support.models import language_model
 
@@ -19,8 +19,8 @@ def step():
 
 def ways(step, schedule):
     """In how many ways the blocks save."""
-    graph = step.graph
-    saved = saved_buffers(graph, step.problem, schedule)
+    graph = step.base.graph
+    saved = saved_buffers(step.base, schedule)
     return len({tuple(position for position, index in enumerate(region.forward)
                       if not saved.isdisjoint(graph.ops[index].outputs))
                 for region in graph.regions})
@@ -29,29 +29,25 @@ def ways(step, schedule):
 def uneven(step, seed):
     """A schedule that saves something else in each block."""
     rng = random.Random(seed)
-    saved = saved_buffers(step.graph, step.problem, step.problem.plain_schedule)
-    return schedule_saving(step.graph, step.problem,
-                           {buffer for buffer in sorted(saved) if rng.random() < 0.7})
+    saved = saved_buffers(step.base, step.base.problem.keep_all_schedule)
+    return schedule_saving(step.base, {b for b in sorted(saved) if rng.random() < 0.7})
 
 
 def test_without_limits_all_blocks_are_treated_alike(step):
     schedule = uneven(step, 0)
     assert ways(step, schedule) == 4
-    alike = with_fewer_decisions(step.graph, step.problem, schedule,
-                                 peak_bytes=10**12, cost=float("inf"))
+    alike = unify_blocks(step.base, schedule, net_peak_bytes=10**12, cost=float("inf"))
     assert ways(step, alike) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_limits_of_memory_and_cost_hold(step, seed):
     schedule = uneven(step, seed)
-    before = simulate(step.problem, schedule)
-    cost = before.cost + 0.01 * step.problem.plain_cost
-    simpler = with_fewer_decisions(step.graph, step.problem, schedule,
-                                   peak_bytes=before.peak_bytes, cost=cost)
-    after = simulate(step.problem, simpler)
+    before = simulate(step.base.problem, schedule)
+    cost = before.cost + 0.01 * step.base.problem.keep_all_cost
+    simpler = unify_blocks(step.base, schedule, net_peak_bytes=before.peak_bytes, cost=cost)
+    after = simulate(step.base.problem, simpler)
     assert after.peak_bytes <= before.peak_bytes
     assert after.cost <= cost
     assert ways(step, simpler) <= ways(step, schedule)
-    assert with_fewer_decisions(step.graph, step.problem, schedule, peak_bytes=0,
-                                cost=cost) == schedule
+    assert unify_blocks(step.base, schedule, net_peak_bytes=0, cost=cost) == schedule

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from solvers import simulate, solve
 from solvers.curve import solve_all
-from workloads.synthetic_gpt import gpt
+from solvers.synthetic_gpt import gpt
 
 
 def test_costs_fall_with_the_budget_and_what_is_known_is_not_solved_again() -> None:
     problem = gpt(3)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budgets = [plain * tenths // 10 for tenths in (4, 6, 8, 10)]
     known = replace(solve(problem, budgets[1], time_limit=10.0), solver="known")
     lines: list[str] = []
@@ -19,7 +19,7 @@ def test_costs_fall_with_the_budget_and_what_is_known_is_not_solved_again() -> N
                         progress=lines.append)
     costs = [result.cost for result in results]
     assert costs == sorted(costs, reverse=True)
-    assert costs[-1] == problem.plain_cost
+    assert costs[-1] == problem.keep_all_cost
     assert results[1].solver == "known"
     assert [line for line in lines if line.startswith("budget")][:3] == [
         "budget 1 of 4", "budget 3 of 4", "budget 4 of 4"]

@@ -10,9 +10,9 @@ import pytest
 from solvers import Problem, simulate, solve
 from solvers.incumbent import Incumbent
 from solvers.result import Result
+from solvers.synthetic_gpt import gpt
 from solvers.task import Task
 from tests.support.oracles import training_chain
-from workloads.synthetic_gpt import gpt
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ CASES = [
 def test_a_proven_schedule_does_not_depend_on_the_load(
         problem: Problem, fraction: float,
         loaded: Callable[[float, Callable[[], Result]], Result]) -> None:
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = int(plain * fraction)
     calm = solve(problem, budget, time_limit=30.0)
     proven = 0
@@ -56,7 +56,7 @@ def test_a_proven_schedule_does_not_depend_on_the_load(
 def test_what_only_the_deadline_lets_through_is_not_called_optimal() -> None:
     """A schedule that turns up after the deadline may be another one next time."""
     problem = training_chain(8)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     task = Task(problem, plain // 2, time.monotonic() - 1.0)
     incumbent = Incumbent(task)
     incumbent.start()
@@ -65,7 +65,7 @@ def test_what_only_the_deadline_lets_through_is_not_called_optimal() -> None:
 
 def test_a_time_limit_returns_what_was_found_and_what_is_not_proven() -> None:
     problem = gpt(6)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     result = solve(problem, int(plain * 0.25), time_limit=0.2)
     assert result.peak_bytes <= int(plain * 0.25)
     assert result.status == "feasible" and result.gap > 0

@@ -18,17 +18,17 @@ def test_square_root_memory_for_one_more_forward(length: int, segments: bool) ->
     for solver in ("sqrt_n", "dp"):
         result = solve(problem, budget, solver=solver)
         assert result.peak_bytes <= budget
-        assert result.cost - problem.plain_cost <= length
+        assert result.cost - problem.keep_all_cost <= length
 
 
 @pytest.mark.parametrize("solver", ["dp", "ilp", "auto"])
 def test_each_value_that_must_go_costs_one_run(solver: str) -> None:
     # With every second value retained, dropping one costs the one run that brings it back.
     problem = training_chain(20)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     for missing in range(1, 8):
         result = solve(problem, plain - missing, solver=solver, time_limit=5.0)
-        extra = result.cost - problem.plain_cost
+        extra = result.cost - problem.keep_all_cost
         assert extra >= missing
         if solver != "dp":
             assert extra == missing

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from solvers import Problem, unroll
 from solvers.frontiers import Frontier, frontiers, narrow_frontiers, region_after, waists
+from solvers.synthetic_gpt import gpt
 from tests.support.strategies_small import problems
-from workloads.synthetic_gpt import gpt
 
 
 @settings(max_examples=200, deadline=None)
@@ -27,7 +27,7 @@ def test_a_frontier_is_what_the_ops_behind_it_need(problem: Problem, data: st.Da
 def test_the_waists_of_a_transformer_lie_between_its_additions() -> None:
     layers = 5
     problem = gpt(layers)
-    region = region_after(problem, unroll(problem, problem.plain_schedule).peak_position)
+    region = region_after(problem, unroll(problem, problem.keep_all_schedule).peak_position)
     found = waists(narrow_frontiers(problem, region, len(problem)))
     sizes = {problem.ops[f.position].name.split(".")[-1]: f.size_bytes for f in found}
     assert len(found) >= 2 * layers

@@ -13,7 +13,7 @@ from solvers.frontiers import narrow_frontiers, region_after
 from solvers.polish import drop_recomputes
 from solvers.realise import realise
 from solvers.slot_model import best_of_slots
-from solvers.slots import block_gaps, gaps_of, template
+from solvers.slots import block_offers, offers_of, template
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules
@@ -35,7 +35,7 @@ def test_the_bound_holds_for_every_schedule_within_the_budget(data: st.DataObjec
     solution = CutModel(problem, budget, tuple(cuts), inner=tuple(sorted(inner))).solve(SECONDS)
     assert solution.solved
     assert solution.retained is not None
-    assert problem.plain_cost + solution.extra_bound <= cost + 1e-6
+    assert problem.keep_all_cost + solution.extra_bound <= cost + 1e-6
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,15 +43,15 @@ def test_the_bound_holds_for_every_schedule_within_the_budget(data: st.DataObjec
 def test_the_bound_with_every_cut_is_below_the_optimum(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=6).filter(
         lambda p: not any(op.replay_state_bytes for op in p.ops)))
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = data.draw(st.integers(plain // 2, plain))
     best = cheapest(problem, budget)
     inner = data.draw(st.sets(st.tuples(*[st.integers(1, len(problem) - 1)] * 2), max_size=4)
                       ) if len(problem) > 1 else ()
-    solution = CutModel(problem, budget, problem.plain_schedule,
+    solution = CutModel(problem, budget, problem.keep_all_schedule,
                         inner=tuple(sorted(inner))).solve(SECONDS)
     if best is not None:
-        assert problem.plain_cost + solution.extra_bound <= best + 1e-6
+        assert problem.keep_all_cost + solution.extra_bound <= best + 1e-6
 
 
 @settings(max_examples=150, deadline=None)
@@ -87,7 +87,7 @@ def test_polish_saves_cost_and_keeps_to_the_budget(data: st.DataObject) -> None:
 def test_slots_find_the_best_part_of_a_template(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=7))
     whole = data.draw(schedules(problem, max_recomputations=6))
-    offered = template(problem, gaps_of(problem, [whole]))
+    offered = template(problem, offers_of(problem, [whole]))
     peak, _ = simulate(problem, offered)
     budget = data.draw(st.integers(max(0, peak - 8), peak))
     found = best_of_slots(problem, budget, offered, deadline=time.monotonic() + SECONDS).schedule
@@ -100,7 +100,7 @@ def test_slots_find_the_best_part_of_a_template(data: st.DataObject) -> None:
         # exact up to the gap at which it stops.
         simple = not any(op.inplace or op.replay_state_bytes for op in problem.ops)
         if simple:
-            assert cost <= best + 1e-3 * problem.plain_cost
+            assert cost <= best + 1e-3 * problem.keep_all_cost
     elif best is not None:
         assert any(op.inplace or op.replay_state_bytes for op in problem.ops)
 
@@ -120,8 +120,8 @@ def _parts(problem, offered):
 
 def test_blocks_offer_what_their_readers_need() -> None:
     problem = training_chain(6)
-    pivot = unroll(problem, problem.plain_schedule).peak_position
+    pivot = unroll(problem, problem.keep_all_schedule).peak_position
     region = region_after(problem, pivot)
-    gaps = block_gaps(problem, region, narrow_frontiers(problem, region, 2))
-    simulate(problem, template(problem, gaps))
-    assert set().union(*gaps.values()) >= set(region.ops) - {pivot}
+    offers = block_offers(problem, region, narrow_frontiers(problem, region, 2))
+    simulate(problem, template(problem, offers))
+    assert set().union(*offers.values()) >= set(region.ops) - {pivot}

@@ -33,7 +33,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert [op.name for op in problem.ops] == ["a", "1", "2"]
     assert [op.recomputable for op in problem.ops] == [True, True, False]
     assert problem.ops[2].inputs == (0, 1)
-    assert simulate(problem, problem.plain_schedule) == (35, 3.5)
+    assert simulate(problem, problem.keep_all_schedule) == (35, 3.5)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -30,9 +30,9 @@ def test_improvement_stays_legal_within_budget_and_is_never_worse(data: st.DataO
 @settings(max_examples=60, deadline=None)
 @given(problem=problems(max_ops=6).map(without_replay_state), share=st.floats(0.4, 1.0))
 def test_no_schedule_is_cheaper_than_the_optimum(problem: Problem, share: float) -> None:
-    budget = int(share * simulate(problem, problem.plain_schedule).peak_bytes)
+    budget = int(share * simulate(problem, problem.keep_all_schedule).peak_bytes)
     best = cheapest(problem, budget)
-    found = repair(problem, budget, problem.plain_schedule, moves=2000)
+    found = repair(problem, budget, problem.keep_all_schedule, moves=2000)
     if best is None:
         assert found is None
         return
@@ -44,7 +44,7 @@ def test_no_schedule_is_cheaper_than_the_optimum(problem: Problem, share: float)
 @pytest.mark.parametrize("budget", [35, 45, 55])
 def test_a_short_chain_is_solved_to_optimality(budget: int) -> None:
     problem = training_chain(6)
-    start = repair(problem, budget, problem.plain_schedule, moves=20_000)
+    start = repair(problem, budget, problem.keep_all_schedule, moves=20_000)
     best = cheapest(problem, budget)
     assert (start is None) == (best is None)
     if start is not None:
@@ -55,12 +55,12 @@ def test_a_short_chain_is_solved_to_optimality(budget: int) -> None:
 def test_a_schedule_over_the_budget_is_refused() -> None:
     problem = training_chain(4)
     with pytest.raises(ValueError, match="over the budget of 30"):
-        improve(problem, 30, problem.plain_schedule)
+        improve(problem, 30, problem.keep_all_schedule)
 
 
 def test_moves_make_the_result_reproducible() -> None:
     problem = training_chain(10)
-    start = repair(problem, 70, problem.plain_schedule, moves=20_000, time_limit=60.0)
+    start = repair(problem, 70, problem.keep_all_schedule, moves=20_000, time_limit=60.0)
     assert start is not None
     runs = {improve(problem, 70, start, moves=2000, seed=5, time_limit=60.0) for _ in range(2)}
     assert len(runs) == 1

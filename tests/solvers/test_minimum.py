@@ -36,7 +36,7 @@ def test_floor_and_schedule_enclose_the_exact_minimum(problem: Problem) -> None:
 @settings(max_examples=200, deadline=None)
 @given(problem=problems(), share=st.floats(0.3, 1.0), noise=st.sampled_from([0.0, 0.4]))
 def test_a_lazy_schedule_is_legal(problem: Problem, share: float, noise: float) -> None:
-    budget = int(share * simulate(problem, problem.plain_schedule).peak_bytes)
+    budget = int(share * simulate(problem, problem.keep_all_schedule).peak_bytes)
     found = lazy_schedule(problem, budget, taste=EvictionTaste(noise=noise), seed=1)
     if found is not None:
         peak = simulate(problem, found).peak_bytes
@@ -46,7 +46,7 @@ def test_a_lazy_schedule_is_legal(problem: Problem, share: float, noise: float) 
 @settings(max_examples=60, deadline=None)
 @given(problems(max_ops=6).map(without_replay_state))
 def test_the_oracle_agrees_with_the_plain_schedule(problem: Problem) -> None:
-    peak, cost = simulate(problem, problem.plain_schedule)
+    peak, cost = simulate(problem, problem.keep_all_schedule)
     assert cheapest(problem, peak) == cost
 
 
@@ -81,7 +81,7 @@ def test_a_long_chain_takes_seconds() -> None:
     found = minimum_peak(problem, time_limit=4.0)
     assert time.monotonic() - start < 15.0
     assert simulate(problem, found).peak_bytes < 0.1 * simulate(
-        problem, problem.plain_schedule).peak_bytes
+        problem, problem.keep_all_schedule).peak_bytes
 
 
 def test_the_same_seed_gives_the_same_schedule() -> None:

@@ -19,8 +19,8 @@ def _problem(ops: list[Op], storages: list[Storage], *segments: Segment) -> Prob
 def test_what_it_derives() -> None:
     problem = _problem(*_chain(), Segment(0, ()), Segment(2, (0,)))
     assert len(problem) == 3
-    assert problem.plain_schedule == (0, 1, 2)
-    assert problem.plain_cost == 6.0
+    assert problem.keep_all_schedule == (0, 1, 2)
+    assert problem.keep_all_cost == 6.0
     assert problem.consumers == ((1, 2), (2,), ())
     assert problem.segment_of == (0, 0, 1)
     assert problem.may_replay(0, 2)

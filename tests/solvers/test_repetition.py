@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from solvers import Op, Problem, Storage, simulate, unroll
 from solvers.cut_model import CutModel, _Program
 from solvers.repetition import LEAST_SPARED, runs_of
+from solvers.synthetic_gpt import gpt
 from tests.support.oracle_small import cheapest
 from tests.support.problems import all_runs, repeated
 from tests.support.strategies_small import schedules
-from workloads.synthetic_gpt import gpt
 
 SECONDS = 10.0
 
@@ -29,14 +29,14 @@ def test_a_bound_on_counts_holds_for_every_schedule(data: st.DataObject) -> None
     solution = CutModel(problem, peak, tuple(cuts), inner=tuple(sorted(inner)),
                         runs=all_runs(problem)).solve(SECONDS)
     assert solution.solved
-    assert problem.plain_cost + solution.extra_bound <= cost + 1e-6
+    assert problem.keep_all_cost + solution.extra_bound <= cost + 1e-6
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_counting_never_says_more_than_telling_apart(data: st.DataObject) -> None:
     problem = data.draw(repeated(times=2))
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = data.draw(st.integers(plain // 2, plain))
     cuts = tuple(sorted(data.draw(st.sets(
         st.integers(0, len(problem) - 1), min_size=1, max_size=2))))
@@ -45,14 +45,14 @@ def test_counting_never_says_more_than_telling_apart(data: st.DataObject) -> Non
     assert counted.extra_bound <= apart.extra_bound + 1e-6
     best = cheapest(problem, budget) if len(problem) <= 9 else None
     if best is not None:
-        assert problem.plain_cost + apart.extra_bound <= best + 1e-6
+        assert problem.keep_all_cost + apart.extra_bound <= best + 1e-6
 
 
 @pytest.mark.parametrize("fraction", [0.7, 0.5, 0.35])
 @pytest.mark.parametrize("layers", [4, 7])
 def test_with_one_cut_nothing_is_lost_by_counting(layers: int, fraction: float) -> None:
     problem = gpt(layers)
-    timeline = unroll(problem, problem.plain_schedule)
+    timeline = unroll(problem, problem.keep_all_schedule)
     budget = int(fraction * timeline.peak_bytes)
     runs = runs_of(problem)
     assert runs
@@ -69,7 +69,7 @@ def test_the_model_does_not_grow_with_depth() -> None:
     sizes = []
     for layers in (12, 48):
         problem = gpt(layers)
-        timeline = unroll(problem, problem.plain_schedule)
+        timeline = unroll(problem, problem.keep_all_schedule)
         program = _Program(CutModel(problem, timeline.peak_bytes // 2,
                                     (timeline.peak_position,), runs=runs_of(problem)))
         sizes.append(program.mip.get_num_variables())

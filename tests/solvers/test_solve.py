@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
+from solvers.synthetic_gpt import gpt
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules
-from workloads.synthetic_gpt import gpt
 
 LADDER = ("none", "sqrt_n", "dp", "ilp", "auto")
 
@@ -20,7 +20,7 @@ LADDER = ("none", "sqrt_n", "dp", "ilp", "auto")
 @given(data=st.data())
 def test_a_result_is_legal_within_budget_and_bounded(solver: str, data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=9))
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = data.draw(st.integers(0, plain + 1))
     known = simulate(problem, data.draw(schedules(problem)))
     try:
@@ -44,7 +44,7 @@ def test_a_result_is_legal_within_budget_and_bounded(solver: str, data: st.DataO
 def test_optima_and_bounds_agree_with_exhaustive_search(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=7).filter(
         lambda p: not any(op.replay_state_bytes for op in p.ops)))
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = data.draw(st.integers(plain // 2, plain))
     best = cheapest(problem, budget)
     try:
@@ -62,7 +62,7 @@ def test_optima_and_bounds_agree_with_exhaustive_search(data: st.DataObject) -> 
 @given(data=st.data())
 def test_every_bound_is_below_every_schedule_of_any_solver(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=6))
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = data.draw(st.integers(plain // 2, plain))
     results = []
     for solver in SOLVERS:
@@ -79,7 +79,7 @@ def test_every_bound_is_below_every_schedule_of_any_solver(data: st.DataObject) 
 def test_no_budget_means_nothing_is_recomputed() -> None:
     problem = training_chain(6)
     result = solve(problem)
-    assert result.schedule == problem.plain_schedule
+    assert result.schedule == problem.keep_all_schedule
     assert result.status == "optimal"
     assert result.overhead == result.overhead_bound == result.gap == 0.0
 
@@ -100,27 +100,27 @@ def test_every_solver_is_listed() -> None:
 
 def test_a_larger_budget_never_costs_more_with_a_warm_start() -> None:
     problem = gpt(2)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     known, costs = None, []
     for tenths in range(4, 11):
         result = solve(problem, plain * tenths // 10, time_limit=2.0, warm_start=known)
         known = result.schedule
         costs.append(result.cost)
     assert costs == sorted(costs, reverse=True)
-    assert costs[-1] == problem.plain_cost
+    assert costs[-1] == problem.keep_all_cost
 
 
 def test_progress_is_reported_line_by_line() -> None:
     lines: list[str] = []
     problem = gpt(2)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     solve(problem, plain // 2, time_limit=5.0, progress=lines.append)
     assert lines and all("bound" in line and "\n" not in line for line in lines)
 
 
 def test_the_same_input_and_seed_give_the_same_schedule_where_the_proof_closes() -> None:
     problem = gpt(3)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     first, second = (solve(problem, int(plain * 0.7), seed=3) for _ in range(2))
     assert first.status == second.status == "optimal"
     assert first.schedule == second.schedule
@@ -130,7 +130,7 @@ def test_the_same_input_and_seed_give_the_same_schedule_where_the_proof_closes()
 @pytest.mark.parametrize("layers", [1, 4])
 def test_joint_graphs_at_every_budget(layers: int, fraction: float) -> None:
     problem: Problem = gpt(layers)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     try:
         result = solve(problem, int(plain * fraction), time_limit=2.0)
     except InfeasibleBudget as error:
@@ -141,7 +141,7 @@ def test_joint_graphs_at_every_budget(layers: int, fraction: float) -> None:
 
 def test_auto_is_never_worse_than_another_solver() -> None:
     problem = gpt(3)
-    plain, _ = simulate(problem, problem.plain_schedule)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = plain // 2
     best = solve(problem, budget, time_limit=5.0)
     for solver in ("sqrt_n", "dp", "ilp"):

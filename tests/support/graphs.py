@@ -15,6 +15,7 @@ from apply.recipe import ParameterKey
 from graph_capture.training_graph import (
     Buffer,
     BufferKind,
+    OptimizerMemory,
     Phase,
     Region,
     ResidentMemory,
@@ -22,16 +23,7 @@ from graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
-from planner.search.planning import PreparedStep, prepare
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What capture says of an optimizer."""
-
-    name: str
-    state_bytes: int
-    step_peak_bytes: int
+from planner.step.prepared import PreparedStep, prepare
 
 
 @dataclass(frozen=True)
@@ -49,15 +41,14 @@ class HandMadeStep:
     graph: TrainingGraph
     baseline_peak_bytes: int
     """Of the whole plain step."""
-    optimizer: Footprint | None = None
+    optimizer: OptimizerMemory | None = None
     training: bool = True
     overrides: tuple[tuple[str, object], ...] = (("use_cache", False),)
     compiled: None = None
-    lean: None = None
 
     @property
-    def plain(self) -> StepForm:
-        return StepForm(self.graph)
+    def forms(self) -> tuple[StepForm, ...]:
+        return (StepForm(self.graph),)
 
     @property
     def baseline(self) -> Baseline:
@@ -179,7 +170,8 @@ def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
         backwards.append(range(start, len(build.ops)))
     regions = tuple(Region(forward, backward, (True,))
                     for forward, backward in zip(forwards, reversed(backwards), strict=True))
-    optimizer = draw(st.sampled_from([None, Footprint("sgd", 0, 11), Footprint("adam", 2000, 400)]))
+    optimizer = draw(st.sampled_from(
+        [None, OptimizerMemory("sgd", 0, 11), OptimizerMemory("adam", 2000, 400)]))
     return HandMadeStep(graph=build.graph(regions), baseline_peak_bytes=draw(
         st.integers(3200, 9000)), optimizer=optimizer)
 

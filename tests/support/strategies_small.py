@@ -57,7 +57,7 @@ def insertions(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int]
 @st.composite
 def schedules(draw: st.DrawFn, problem: Problem, max_recomputations: int = 8) -> Schedule:
     """A legal schedule of `problem`."""
-    schedule = problem.plain_schedule
+    schedule = problem.keep_all_schedule
     for _ in range(draw(st.integers(0, max_recomputations))):
         choices = list(insertions(problem, schedule))
         if not choices:

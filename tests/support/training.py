@@ -23,7 +23,9 @@ from planner.api import capture
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_recipe
 from planner.plans.plan import Plan
-from planner.search.planning import Effort, PreparedStep, plan_within
+from planner.search.planning import Effort, plan_within
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
 from solvers.problem import Problem, Schedule
 from solvers.simulator import Timeline, unroll
 from tests.support.models import BUILDERS, HF, Case
@@ -137,13 +139,13 @@ def captured(case: Case) -> PreparedStep:
 
 
 def apply_schedule(
-    case: Case, step: PreparedStep, schedule: Schedule
+    case: Case, step: PreparedStep, schedule: Schedule, form: Form | None = None
 ) -> tuple[nn.Module, Timeline]:
-    """The model that runs `schedule`, and what the simulator says of it."""
-    timeline = unroll(step.problem, schedule)
-    recipe = build_recipe(step.graph, timeline, tensors=step.tensors, training=step.training,
-                          overrides=step.overrides, low_peak=step.is_lean)
-    return apply_recipe(case.model, recipe), timeline
+    """The model that runs `schedule`, one of the base form unless another is given, and what the
+    simulator says of it."""
+    form = form or step.base
+    timeline = unroll(form.problem, schedule)
+    return apply_recipe(case.model, build_recipe(step, form, timeline)), timeline
 
 
 def random_schedule(problem: Problem, seed: int, share: float) -> Schedule:

@@ -1,9 +1,9 @@
 """What it would cost to remake a storage, by what else is gone around it.
 
-The model of the world: storages that are gone but wanted form *gaps*, connected by the ops that
-make one from another; remaking one storage of a gap remakes most of it.
+The model of the world: storages that are gone but wanted form *holes*, connected by the ops that
+make one from another; remaking one storage of a hole remakes most of it.
 
-Blind spot: a gap never splits, so prices err on the high side once parts of it have come back.
+Blind spot: a hole never splits, so prices err on the high side once parts of it have come back.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from solvers.problem import Problem
 _LARGE_RIM = 64
 
 
-class Gaps:
+class Holes:
     """Connected sets of storages that are gone but wanted, and what it costs to remake them.
 
-    Dropping a storage joins the gaps next to it, so its price is theirs and its own: that is what
+    Dropping a storage joins the holes next to it, so its price is theirs and its own: that is what
     keeps checkpoints apart on a chain (the neighbourhood of Dynamic Tensor Rematerialization).
     A union-find that never splits: a storage that comes back only takes its own cost along.
     """
@@ -26,7 +26,7 @@ class Gaps:
     def __init__(self, problem: Problem, both_ways: bool) -> None:
         self.own = [problem.ops[storage.producer].cost for storage in problem.storages]
         self.price = np.array(self.own, dtype=float)
-        """Per storage: its own cost and that of the gaps next to it."""
+        """Per storage: its own cost and that of the holes next to it."""
         self.near = [
             sorted({*problem.ops[storage.producer].inputs,
                     *(out for reader in problem.consumers[index]
@@ -37,7 +37,7 @@ class Gaps:
         self.node: dict[int, int] = {}  # of each storage that is gone but wanted
         self.parent: list[int] = []
         self.cost: list[float] = []
-        self.rim: list[set[int]] = []  # storages next to the gap that may be held
+        self.rim: list[set[int]] = []  # storages next to the hole that may be held
 
     def open(self, storage: int) -> None:
         """The storage is gone but wanted."""
@@ -68,7 +68,7 @@ class Gaps:
             self._reprice(storage)
 
     def _reprice_around(self, storage: int, root: int) -> None:
-        """Update prices next to a gap that has changed at `storage`; next to a large one, where
+        """Update prices next to a hole that has changed at `storage`; next to a large one, where
         the change matters little, only those next to the storage."""
         rim = self.rim[root]
         if len(rim) > _LARGE_RIM:
@@ -79,7 +79,7 @@ class Gaps:
         rim.difference_update(left)
 
     def _reprice(self, storage: int) -> set[int]:
-        """Update the price of a storage; the gaps next to it."""
+        """Update the price of a storage; the holes next to it."""
         roots = {self._root(self.node[other]) for other in self.near[storage]
                  if other in self.node}
         counted = roots if self.both_ways else {

@@ -1,0 +1,133 @@
+"""Memory against time, measured: plans, gradient checkpointing and `activation_memory_budget`.
+
+    python -m benchmarks.curve --model gpt2 --rounds 9 --draw docs/images/memory_time.svg
+
+There are two ways to execute a step, and each is compared with itself.  Op by op: the plain step,
+Hugging Face's gradient checkpointing of every layer, and plans.  Compiled by Inductor:
+`torch.compile(model)` with several values of `torch._functorch.config.activation_memory_budget`,
+and plans.  All steps of one executor run in turns in one process; a step's time is the median of
+its ratios to the step of that executor which saves no memory.  Peaks are allocator events above
+resident memory.  The models return nothing but their loss.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+import planner
+from benchmarks.against_torch import returning_loss_only
+from benchmarks.arguments import benchmark_parser, parse
+from benchmarks.compiled import Compiled
+from benchmarks.measure import MEGABYTE, Ratio, peak_bytes, run_step, time_in_turns
+from benchmarks.models import WORKLOADS, Workload
+from benchmarks.step_time import with_gradient_checkpointing
+from planner.reporters.figures import new_figure
+
+RATIOS = (0.7, 0.5, 0.4, 0.2)
+"""Values of `activation_memory_budget`; 1 is the default, and saves no memory."""
+PLANS = "plans"
+
+
+class Point(NamedTuple):
+    """One step, measured."""
+
+    series: str
+    label: str
+    peak_bytes: int
+    time: Ratio
+    """As a multiple of the first step's."""
+
+
+def measure(workload: Workload, steps: Iterable[tuple[str, str, nn.Module]],
+            rounds: int) -> list[Point]:
+    """Peaks and times of steps given as series, label and model; the first is what they are
+    compared with."""
+    named = [(series, label, model, peak_bytes(workload, model)) for series, label, model in steps]
+    times = time_in_turns([partial(run_step, workload, each[2]) for each in named], rounds)
+    return [Point(series, label, peak, times.ratio(index, 0))
+            for index, (series, label, _, peak) in enumerate(named)]
+
+
+def planned(workload: Workload, backend: str, points: int,
+            time_limit: float) -> Iterable[tuple[str, str, nn.Module]]:
+    """Plans from the least memory to the least time, applied."""
+    curve = planner.frontier(workload.model, workload.inputs, loss_fn=workload.loss_fn,
+                             backend=backend, points=points, time_limit=time_limit)
+    for plan in curve:
+        yield PLANS, f"estimated {plan.overhead:+.1%}", plan.apply(workload.model)
+
+
+def op_by_op(name: str, points: int, rounds: int, time_limit: float) -> list[Point]:
+    """The plain step, gradient checkpointing and plans for the eager backend."""
+    workload = WORKLOADS[name]()
+    checkpointed = with_gradient_checkpointing(workload)
+    assert checkpointed is not None, f"{name} has no gradient checkpointing"
+    workload = returning_loss_only(workload)
+    theirs = returning_loss_only(Workload(name, checkpointed, workload.inputs)).model
+    return measure(workload, [
+        ("plain PyTorch", "", workload.model), ("gradient_checkpointing_enable()", "", theirs),
+        *planned(workload, "eager", points, time_limit)], rounds)
+
+
+def compiled(name: str, points: int, rounds: int, time_limit: float) -> list[Point]:
+    """`torch.compile` at several ratios, and plans for Inductor."""
+    workload = returning_loss_only(WORKLOADS[name]())
+    return measure(workload, [
+        ("torch.compile(model)", "", Compiled(workload.model)),
+        *(("activation_memory_budget", f"{ratio:g}", Compiled(workload.model, ratio))
+          for ratio in RATIOS), *planned(workload, "inductor", points, time_limit)], rounds)
+
+
+def draw(panels: Mapping[str, Sequence[Point]], path: str) -> None:
+    """One panel for each executor: time, with quartiles, over peak memory."""
+    figure, axes = new_figure(len(panels))
+    for panel, (title, points) in zip(axes, panels.items(), strict=True):
+        for series in dict.fromkeys(point.series for point in points):
+            mine = sorted((point for point in points if point.series == series),
+                          key=lambda point: point.peak_bytes)
+            sizes = [point.peak_bytes / MEGABYTE for point in mine]
+            times = [point.time for point in mine]
+            panel.errorbar(sizes, [time.median for time in times], label=series, marker="o",
+                           linestyle="-" if series == PLANS else "", elinewidth=0.7,
+                           yerr=[[time.median - time.low for time in times],
+                                 [time.high - time.median for time in times]])
+            for point in mine if series != PLANS else ():
+                panel.annotate(f" {point.label}", (point.peak_bytes / MEGABYTE, point.time.median))
+        panel.axhline(1, color="grey", linewidth=0.8, linestyle=":")
+        panel.set(title=title, xlim=(0, None), ylim=(0, None),
+                  xlabel="measured peak above resident memory (MB)",
+                  ylabel=f"time of a step ÷ {points[0].series}")
+        panel.legend(fontsize="small", loc="lower left")
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and draw it."""
+    parser = benchmark_parser("curve", __doc__, rounds=9, threads=1, time_limit=20.0)
+    parser.add_argument("--model", default="gpt2", choices=("gpt2", "bert", "llama", "vit"))
+    parser.add_argument("--points", type=int, default=6, help="plans for each executor")
+    parser.add_argument("--draw", help="file for the picture; its ending names the format")
+    options = parse(parser, argv)
+    sizes = (options.model, options.points, options.rounds, options.time_limit)
+    print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds; median "
+          "[quartiles] of the time of a step ÷ that of the first of its executor\n"
+          "| executor | step | | peak MB | time |\n|---|---|---|---:|---:|", flush=True)
+    panels: dict[str, list[Point]] = {}
+    for title, measured in (("op by op", op_by_op), ("compiled by Inductor", compiled)):
+        panels[title] = measured(*sizes)
+        for point in panels[title]:
+            print(f"| {title} | {point.series} | {point.label} | "
+                  f"{point.peak_bytes / MEGABYTE:.2f} | {point.time} |", flush=True)
+    if options.draw:
+        draw(panels, options.draw)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The arguments by which a step is captured and planned: named, defaulted and checked here, once.
+
+`planner.plan` explains them and spells them out; whatever else takes them says
+`**arguments: Unpack[PlanArguments]` and makes a `Planning` of them, as the command line does, and
+the options of the backend for `torch.compile`.  So a new argument is a field here (with its line in
+`PlanArguments`, for type checkers), a parameter of `plan`, and what it does.
+
+Blind spots: what needs a look at the model (`keep`, `regions`, `optimizer`, `device`) is checked in
+capture.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+BACKENDS = ("eager", "inductor")
+"""Backends that a plan can be made for."""
+
+COST_MODELS = ("roofline", "measured", "flops")
+"""Ways to estimate the seconds of an op."""
+
+
+class PlanArguments(TypedDict, total=False):
+    """The fields of `Planning` as keyword arguments; `planner.plan` says what they mean."""
+
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    optimizer: object
+    solver: str
+    backend: str
+    cost_model: str
+    device: torch.device | str | None
+    gpu: str | None
+    time_limit: float
+    keep: Sequence[str]
+    probe: bool
+    accumulation: int
+    regions: str | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How the command line takes an argument."""
+
+    help: str
+    kind: Any = str
+    """The type of what is written there; a list: it may be repeated."""
+    name: str | None = None
+    """Such as `--keep`; `None`: that of the field."""
+    metavar: str | None = None
+    min: int | None = None
+    positional: bool = False
+
+
+def flag(help: str, **details: Any) -> dict[str, Flag]:
+    """Metadata of a field that the command line takes."""
+    return {"flag": Flag(help, **details)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """Checked arguments; `planner.plan` says what they mean.
+
+    Raises `TypeError` or `ValueError` where one is wrong in itself.
+    """
+
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    optimizer: object = field(default=None, metadata=flag("sgd, adam, adamw, ..."))
+    solver: str = field(default="auto", metadata=flag("auto, none, sqrt_n, dp, ilp, ..."))
+    backend: str = field(default="eager", metadata=flag("eager or inductor."))
+    cost_model: str = field(default="roofline", metadata=flag(
+        "What recomputation costs: roofline (time), measured or flops."))
+    device: torch.device | str | None = field(default=None, metadata=flag(
+        "The device planned for."))
+    gpu: str | None = field(default=None, metadata=flag("Its model, for estimates: H100, ..."))
+    time_limit: float = field(default=60.0, metadata=flag("Seconds for the solver.", kind=float))
+    keep: Sequence[str] = field(default=(), metadata=flag(
+        "Module or op whose results are kept; may be repeated.", kind=list[str], metavar="NAME"))
+    probe: bool = field(default=True, metadata=flag(
+        "Measure the workspace of single ops.", kind=bool))
+    accumulation: int = field(default=1, metadata=flag(
+        "Micro-steps to each step of the optimizer.", kind=int, min=1))
+    regions: str | Sequence[str] = field(default="model", metadata=flag(
+        "Compiled as one piece: model, blocks, or names of modules."))
+
+    def __post_init__(self) -> None:
+        from solvers.solve import ALGORITHMS
+
+        _check_known("solver", self.solver, tuple(ALGORITHMS))
+        _check_known("backend", self.backend, BACKENDS)
+        _check_known("cost_model", self.cost_model, COST_MODELS)
+        _check_seconds(self.time_limit)
+        check_count("accumulation", self.accumulation, of="micro-steps")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise TypeError("loss_fn must be a function of the model's output, "
+                            f"got {type(self.loss_fn).__name__}")
+        if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
+            raise TypeError(f"keep must be a sequence of names, got {self.keep!r}; "
+                            'for one name write keep=("layers.3.attn",)')
+        if self.gpu is not None:
+            from graph_capture.op_costs.devices import gpu_model
+
+            gpu_model(self.gpu)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Planning:
+        """From the keyword arguments of a function that `takes_planning`.
+
+        Raises `TypeError` for one that it has not, as Python does, and names those that it has.
+        """
+        known = [parameter.name for parameter in inspect.signature(function).parameters.values()
+                 if parameter.kind is parameter.KEYWORD_ONLY]
+        for name in arguments:
+            if name not in known:
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument "
+                                f"{name!r}; known: {', '.join(known)}")
+        return cls(**arguments)
+
+    def arguments(self) -> PlanArguments:
+        """Keyword arguments of `planner.plan` and its like."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return PlanArguments(**chosen)  # type: ignore[typeddict-item]
+
+
+def takes_planning(*, without: Collection[str] = ()) -> Callable[[F], F]:
+    """Shows the fields of `Planning` in the signature of a function, but for some, in place of
+    `**arguments`."""
+
+    def complete(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [parameter for parameter in signature.parameters.values()
+               if parameter.kind is not parameter.VAR_KEYWORD]
+        taken = [inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY,
+                                   default=each.default, annotation=each.type)
+                 for each in fields(Planning) if each.name not in without]
+        vars(function)["__signature__"] = signature.replace(parameters=own + taken)
+        return function
+
+    return complete
+
+
+def check_count(name: str, value: Any, least: int = 1, *, of: str = "") -> int:
+    """A whole number of at least `least`; raises `TypeError` or `ValueError`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number{of and f' of {of}'}, got {value!r}")
+    count = int(value)
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    return count
+
+
+def _check_seconds(time_limit: Any) -> None:
+    if isinstance(time_limit, bool) or not isinstance(time_limit, numbers.Real):
+        raise TypeError(f"time_limit must be a number of seconds, got {time_limit!r}")
+    if not time_limit > 0 or not math.isfinite(time_limit):
+        raise ValueError(f"time_limit must be a finite number of seconds above 0, "
+                         f"got {time_limit}")
+
+
+def _check_known(argument: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {argument} {value!r}; known: {', '.join(known)}")

@@ -1,0 +1,36 @@
+"""`checkpoint-planner advise TARGET`: how best to run a batch within a budget."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from planner.arguments.planning import Planning
+from planner.cli.options import Json, Output, SizeBudget, SizedTargetOptions, command
+from planner.cli.output import check_writable, print_result
+
+
+@command(without=("batch", "inputs", "accumulation"))
+def run(
+    target: SizedTargetOptions, budget: SizeBudget,
+    effective_batch: Annotated[int, typer.Option(
+        "--effective-batch", min=1, help="Samples for each step of the optimizer.")],
+    planning: Planning, output: Output = None, json: Json = False,
+) -> None:
+    """List the ways to run an effective batch of TARGET within a budget, the fastest first."""
+    from planner.arguments.budget import absolute_budget
+    from planner.cli.sized_target import load_sized_target
+    from planner.reporters.choices import advice_report
+    from planner.sizes.advice import advise
+
+    absolute_budget(None, budget, "which differs with the batch")
+    check_writable(output)
+    found = load_sized_target(target, "batch", first=1, device="meta")
+    arguments = planning.arguments()
+    del arguments["accumulation"]
+    advice = advise(found.make_inputs, found.model, effective_batch=effective_batch,
+                    budget=budget, **arguments)
+    if output is not None and advice.best.plan is not None:
+        advice.best.plan.save(output)
+    print_result(advice, advice_report, json=json)

@@ -1,0 +1,32 @@
+"""`checkpoint-planner frontier TARGET`: what each byte of memory less costs in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.arguments.planning import Planning
+from planner.cli.options import Json, TargetOptions, command
+from planner.cli.output import check_writable, print_result
+
+
+@command()
+def run(
+    target: TargetOptions, planning: Planning,
+    points: Annotated[int, typer.Option("--points", min=2, help="How many budgets.")] = 20,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the curve: .png, .svg.")] = None,
+    json: Json = False,
+) -> None:
+    """Print the memory/overhead curve of TARGET."""
+    from planner.cli.target import load_target
+    from planner.reporters.table import frontier_report
+    from planner.sizes.frontier import frontier
+
+    check_writable(plot)
+    model, example = load_target(target, device="meta")
+    curve = frontier(model, example, points=points, **planning.arguments())
+    if plot is not None:
+        curve.plot(plot)
+    print_result(curve, lambda curve: frontier_report(curve.plans), json=json)

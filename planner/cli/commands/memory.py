@@ -1,0 +1,88 @@
+"""`checkpoint-planner memory TARGET`: the account of the training loop, without a plan or with one.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.arguments.planning import Planning
+from planner.cli.options import Budget, Json, TargetOptions, command
+from planner.cli.output import check_writable, print_json, print_report
+
+
+class ZeroGrad(StrEnum):
+    """Where the loop resets gradients."""
+
+    AFTER_STEP = "after_step"
+    BEFORE_BACKWARD = "before_backward"
+
+
+class HoldOutput(StrEnum):
+    """How long the loop holds the model's output."""
+
+    BACKWARD = "backward"
+    STEP = "step"
+    LOOP = "loop"
+
+
+@command(planning=("optimizer", "accumulation", "device", "probe"))
+def run(
+    target: TargetOptions, planning: Planning, budget: Budget = None,
+    plan_path: Annotated[Path | None, typer.Option(
+        "--plan", metavar="PLAN.json", help="Count forward and backward as this plan has them.")
+    ] = None,
+    autocast: Annotated[str | None, typer.Option(
+        "--autocast", help="Forward and loss run within torch.autocast: bf16 or fp16.")] = None,
+    grad_clip: Annotated[float | None, typer.Option(
+        "--grad-clip", help="Largest norm of the gradients.")] = None,
+    grad_scaler: Annotated[bool, typer.Option(
+        "--grad-scaler", help="A GradScaler scales the loss and makes the step.")] = False,
+    set_to_none: Annotated[bool, typer.Option(
+        "--set-to-none/--set-to-zero", help="What zero_grad does with gradients.")] = True,
+    zero_grad: Annotated[ZeroGrad, typer.Option(
+        "--zero-grad", help="Where gradients are reset.")] = ZeroGrad.AFTER_STEP,
+    hold_output: Annotated[HoldOutput, typer.Option(
+        "--hold-output", help="How long output and loss are held.")] = HoldOutput.STEP,
+    load_state_dict: Annotated[bool, typer.Option(
+        "--load-state-dict", help="Parameters come from a state dict on the device.")] = False,
+    snapshot: Annotated[Path | None, typer.Option(
+        "--snapshot", metavar="FILE", help="Save a snapshot for pytorch.org/memory_viz.")] = None,
+    json: Json = False,
+) -> None:
+    """Print what a training loop of TARGET takes, phase by phase, and whether a budget holds it."""
+    from planner.arguments.budget import absolute_budget
+    from planner.cli.target import load_target
+    from planner.plans.file import load
+    from planner.reporters.budget_table import budget_report
+    from planner.reporters.memory_table import memory_report
+    from planner.training_loop.budget_check import check_budget
+    from planner.training_loop.memory import memory
+
+    limit = None if budget is None else absolute_budget(
+        None, budget, "which is what this command tells")
+    check_writable(snapshot)
+    plan = None if plan_path is None else load(plan_path)
+    model, example = load_target(target, device="meta")
+    report = memory(
+        model, example, optimizer=planning.optimizer, plan=plan,
+        accumulation=planning.accumulation,
+        autocast=autocast, grad_clip=grad_clip, grad_scaler=grad_scaler,
+        set_to_none=set_to_none, zero_grad=zero_grad.value, hold_output=hold_output.value,
+        load_state_dict=load_state_dict, device=planning.device,
+        probe=planning.probe)
+    if snapshot is not None:
+        report.save_snapshot(snapshot)
+    check = None if limit is None else check_budget(report, limit)
+    if json:
+        checked = {} if check is None else {"budget": check.to_dict()}
+        print_json({**report.to_dict(), **checked})
+    else:
+        print_report(memory_report(report))
+        if check is not None:
+            print_report(budget_report(check))
+    if check is not None:
+        check.require()

@@ -1,0 +1,25 @@
+"""`checkpoint-planner plan TARGET --budget 8GB`: one plan."""
+
+from __future__ import annotations
+
+from planner.arguments.planning import Planning
+from planner.cli.options import Budget, Json, Output, TargetOptions, command
+from planner.cli.output import check_writable, print_result
+
+
+@command()
+def run(target: TargetOptions, planning: Planning, budget: Budget = None, output: Output = None,
+        json: Json = False) -> None:
+    """Plan one training step of TARGET under a budget and print the plan."""
+    from planner.api import plan
+    from planner.arguments.budget import parse_budget
+    from planner.cli.target import load_target
+    from planner.reporters.table import plan_report
+
+    parse_budget(None, budget)
+    check_writable(output)
+    model, example = load_target(target, device="meta")
+    made = plan(model, example, budget=budget, **planning.arguments())
+    if output is not None:
+        made.save(output)
+    print_result(made, plan_report, json=json)

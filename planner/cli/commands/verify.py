@@ -1,0 +1,31 @@
+"""`checkpoint-planner verify TARGET PLAN.json`: a plan beside the plain step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from planner.cli.failures import ExitCode
+from planner.cli.options import Json, PlanPath, TargetOptions, command
+from planner.cli.output import print_result
+
+
+@command()
+def run(
+    target: TargetOptions, path: PlanPath,
+    device: Annotated[str, typer.Option("--device", help="Where the steps run.")] = "cpu",
+    json: Json = False,
+) -> None:
+    """Run one plain and one planned training step of TARGET and compare them."""
+    from planner.cli.target import load_target
+    from planner.plans.file import load
+    from planner.reporters.table import verification_report
+    from planner.running.verify import verify
+
+    plan = load(path)
+    model, example = load_target(target, device=device)
+    verification = verify(model, plan, example)
+    print_result(verification, verification_report, json=json)
+    if not verification.ok:
+        raise typer.Exit(int(ExitCode.ERROR))

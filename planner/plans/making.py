@@ -1,0 +1,54 @@
+"""From a schedule that a search found, and its account, to the plan that it stands for.
+
+Eager and Inductor differ in what judges a schedule (the simulator, or the code that is generated),
+not in what a plan is.
+"""
+
+from __future__ import annotations
+
+from apply.recipe import Recipe
+from planner.plans.decisions import decide
+from planner.plans.plan import Plan
+from planner.plans.version import created_with
+from planner.step.budget import StepAccount
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
+from solvers.problem import Schedule
+from solvers.result import Status
+
+
+def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, *,
+                  schedule: Schedule, recipe: Recipe, account: StepAccount, overhead: float,
+                  overhead_bound: float, status: Status, solver: str, seconds: float,
+                  notes: tuple[str, ...] = ()) -> Plan:
+    """The plan of a schedule of one form of the step, for a limit on the whole step.
+
+    `account` judges it; `recipe`: what runs it; `notes`: what to know beside the notes on the
+    capture.
+    """
+    decisions = decide(form, schedule)
+    return Plan(
+        budget_bytes=budget_bytes,
+        peak_bytes=account.peak_bytes,
+        baseline_peak_bytes=prepared.baseline_peak_bytes,
+        resident_bytes=form.budget.resident_bytes,
+        memory=account.memory,
+        forward_backward_peak_bytes=account.forward_backward_peak_bytes,
+        optimizer_step_peak_bytes=form.budget.optimizer_step_bytes,
+        recompute_flops=sum(row.flops * row.recomputations for row in decisions),
+        step_flops=form.graph.step_flops,
+        overhead=overhead,
+        overhead_bound=overhead_bound,
+        status=status,
+        solver=solver,
+        optimizer=form.budget.optimizer,
+        device=form.graph.device,
+        backend=prepared.backend,
+        cost_model=prepared.cost_model,
+        decisions=decisions,
+        recipe=recipe,
+        inputs=prepared.inputs,
+        notes=(*form.graph.notes, *notes),
+        created_with=created_with(),
+        solve_seconds=seconds,
+    )

@@ -1,0 +1,82 @@
+"""Planning a step that runs op by op: the simulator's account is that of the step itself.
+
+The limit is on the whole step; the solver sees what it leaves for forward and backward.  What no
+schedule changes, resident memory and the optimizer's step, sets a floor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.errors import InfeasibleBudget
+from planner.plans.decisions import build_recipe
+from planner.plans.making import assemble_plan
+from planner.plans.plan import Plan
+from planner.search.effort import Effort
+from planner.search.forms import cheapest, solve_form
+from planner.step.accounting import account, describe_bottleneck
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
+from solvers.errors import InfeasibleBudget as Refusal
+from solvers.problem import Schedule
+from solvers.result import Result
+from solvers.simulator import unroll
+
+_DIAGNOSIS_SECONDS = 1.0
+"""Longest search for a cheap schedule that only serves to explain a refusal."""
+
+
+def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort, *,
+                    warm_start: Schedule | None = None) -> tuple[Form, Result]:
+    """The cheapest schedule found, and the form of the step that it is of; raises
+    `InfeasibleBudget`."""
+    if budget_bytes is None:
+        return prepared.base, solve_form(prepared.base, None, Effort(solver="none"))
+    if not prepared.budget.is_possible(budget_bytes):
+        raise infeasible(prepared, budget_bytes, effort)
+    form, found = cheapest(
+        prepared.forms, prepared.budget.net_bytes(budget_bytes), effort, warm_start)
+    if isinstance(found, Refusal):
+        raise _refusal(form, budget_bytes, found.minimum_bytes, found.schedule)
+    return form, found
+
+
+def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[Form, Result]:
+    """A schedule within the smallest budget that is known to be met, and the form of the step that
+    it is of.  Where the optimizer's step holds more than any schedule needs, the budget is that."""
+    form, found = cheapest(prepared.forms, prepared.budget.least_net_bytes, effort)
+    if isinstance(found, Refusal):
+        return form, solve_form(form, found.minimum_bytes, effort, found.schedule)
+    return form, found
+
+
+def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
+    """The error for a budget below what the optimizer's step or resident memory takes: the smallest
+    that can be met, and what holds it."""
+    net_bytes = prepared.budget.least_net_bytes
+    brief = replace(effort, time_limit=min(effort.time_limit, _DIAGNOSIS_SECONDS))
+    form, found = cheapest(prepared.forms, net_bytes, brief)
+    if isinstance(found, Refusal):
+        net_bytes = found.minimum_bytes
+    return _refusal(form, budget_bytes, net_bytes, found.schedule)
+
+
+def _refusal(form: Form, budget_bytes: int, net_minimum_bytes: int, schedule: Schedule
+             ) -> InfeasibleBudget:
+    return form.budget.refusal(budget_bytes, net_minimum_bytes,
+                               describe_bottleneck(form, unroll(form.problem, schedule)))
+
+
+def make_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, result: Result
+              ) -> Plan:
+    """The plan that a solver's result stands for, with the account of the whole step."""
+    timeline = unroll(form.problem, result.schedule)
+    overhead = form.overhead(result.schedule)
+    return assemble_plan(
+        prepared, form, budget_bytes, schedule=result.schedule,
+        recipe=build_recipe(prepared, form, timeline), account=account(form, timeline),
+        overhead=overhead,
+        # Where proven, the two are one number; the bound's own rounding would say otherwise.
+        overhead_bound=overhead if result.status == "optimal" else (
+            min(max(result.overhead_bound, 0.0), overhead)),
+        status=result.status, solver=result.solver, seconds=result.seconds)

@@ -1,0 +1,121 @@
+"""Schedules that are worth compiling, by the account of the scheduling problem alone.
+
+The solver's schedules are made for ops; here they are changed for kernels: what Inductor computes
+for free, or for less than it takes to save, is not saved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+
+from planner.search.cheap_to_recompute import free_ops, saving_seconds, without_cheap, without_free
+from planner.search.effort import Effort
+from planner.search.forms import solve_form
+from planner.search.saving import saved_buffers, schedule_saving
+from planner.step.form import Form
+from solvers.errors import InfeasibleBudget as Refusal
+from solvers.problem import Schedule
+
+NO_LESS = 0.95
+"""Schedules whose peaks, by the problem's account, are nearer than this are not told apart by
+it."""
+_SHARE_OF_SOLVER = 0.1
+"""Part of the time limit that one proposal may take."""
+_LEAST_SECONDS = 2.0
+"""The search for the least memory may take so long, whatever the time limit (a U-Net of 700 ops
+takes that); cut short, it misses by more than two searches of its kind differ."""
+_SMALL = 0.002
+"""Part of the budget for what is so small that it is saved where Inductor saves it by itself."""
+_COST_OF_FREE = 1e-3
+"""Part of its own cost that the solver sees of an op that is free to run again: enough to tell
+schedules apart that are alike otherwise."""
+_WORTH_TRYING = 1.1
+"""A schedule that takes more than this times what it should, by the problem's account, is not
+compiled."""
+
+
+class Proposals:
+    """What the solver proposes for one form of a step; mutable, since it remembers that."""
+
+    def __init__(self, form: Form, effort: Effort) -> None:
+        assert form.compiled is not None
+        self.form, self.effort = form, effort
+        self.default = schedule_saving(form, form.compiled.saved_by_default)
+        """What Inductor does by itself."""
+        self._saved_by_default = form.compiled.saved_by_default
+        self._costs = form.compiled.saving_costs
+        self._solved: dict[int, Schedule] = {}
+
+    @cached_property
+    def costly(self) -> frozenset[int]:
+        """What Inductor saves by itself, less what is cheap to recompute."""
+        return without_cheap(self.form, self._saved_by_default, self._costs)
+
+    @cached_property
+    def least(self) -> tuple[int, Schedule]:
+        """The least net bytes that a schedule is known to take by the problem's own account, and
+        that schedule; empty where it is not at hand."""
+        seconds = max(self.effort.time_limit * _SHARE_OF_SOLVER, _LEAST_SECONDS)
+        try:  # with the costs that ops have alone: another schedule beside those of `within`
+            return 0, solve_form(self.form, 0, replace(self.effort, time_limit=seconds)).schedule
+        except Refusal as refusal:
+            return refusal.minimum_bytes, refusal.schedule
+
+    def cost(self, schedule: Schedule) -> float:
+        """Seconds of a step, by the problem's account, and of what it takes to save."""
+        return self.form.cost(schedule) + saving_seconds(self.form, schedule, self._costs)
+
+    def cost_within(self, net_bytes: int) -> float:
+        """What the schedule costs that is most promising within `net_bytes`; infinite where there
+        is none."""
+        try:
+            return self.cost(self.within(net_bytes)[0])
+        except Refusal:
+            return math.inf
+
+    def within(self, net_bytes: int) -> tuple[Schedule, ...]:
+        """Schedules within `net_bytes`, the most promising first: the solver's without saving what
+        is free to compute, where that is worth a try; then as it is, where that takes less memory.
+
+        Raises `solvers.InfeasibleBudget`.
+        """
+        found = self._solve(net_bytes)
+        saved = saved_buffers(self.form, found) | self._small(net_bytes)
+        saved = without_free(self.form.graph, saved, self._free)
+        cheap = schedule_saving(self.form, without_cheap(self.form, saved, self._costs))
+        peaks = [self.form.net_peak_bytes(schedule) for schedule in (cheap, found)]
+        if peaks[0] > _WORTH_TRYING * net_bytes:
+            return (found,)
+        return (cheap, found) if peaks[1] < NO_LESS * peaks[0] else (cheap,)
+
+    @cached_property
+    def _free(self) -> frozenset[int]:
+        """Ops that are free to run again where what is costly is saved."""
+        return free_ops(self.form, self.costly)
+
+    @cached_property
+    def _priced(self) -> Form:
+        """The form with the problem that the solver sees."""
+        problem = self.form.problem
+        return replace(self.form, problem=replace(problem, ops=tuple(
+            replace(op, cost=_COST_OF_FREE * op.cost) if index in self._free else op
+            for index, op in enumerate(problem.ops))))
+
+    def _solve(self, net_bytes: int) -> Schedule:
+        if net_bytes not in self._solved:
+            share = self.effort.time_limit * _SHARE_OF_SOLVER
+            self._solved[net_bytes] = solve_form(
+                self._priced, net_bytes, replace(self.effort, time_limit=share)).schedule
+        return self._solved[net_bytes]
+
+    def _small(self, net_bytes: int) -> frozenset[int]:
+        """The smallest of what Inductor saves by itself, from which it makes larger results again.
+        """
+        sizes = sorted((self.form.graph.buffers[buffer].size_bytes, buffer)
+                       for buffer in self.costly)
+        limits = accumulate(size for size, _ in sizes)
+        return frozenset(buffer for (_, buffer), total in zip(sizes, limits, strict=True)
+                         if total <= _SMALL * net_bytes)

@@ -1,0 +1,118 @@
+"""The limit on a whole step, and what it leaves for the schedule of forward and backward.
+
+The model of the world: resident memory (parameters, buffers, inputs, optimizer state) is there from
+before the step to after it.  Above it the step has two phases: forward, loss and backward, which a
+schedule orders; then the optimizer's step, during which all that is kept to the end of the first
+phase (gradients, the model's output) is alive, and its own temporaries.  The peak is the maximum
+over both, and no schedule changes the second.  Gradients of earlier micro-steps are resident until
+the new ones are added to them, which is after the backward.
+
+Bytes are of the whole step, except where the name says *net*: above resident memory, during
+forward, loss and backward, as the solvers count.
+
+Blind spots: the first step, when optimizer state does not exist yet, is taken for any other;
+fragmentation and the allocator's caches do not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from graph_capture.training_graph import OptimizerMemory, TrainingGraph
+from planner.errors import InfeasibleBudget
+from planner.step.categories import MemoryByCategory
+
+
+@dataclass(frozen=True, slots=True)
+class StepAccount:
+    """Memory of one training step under one schedule."""
+
+    memory: MemoryByCategory
+    """At the peak of the whole step; sums to it."""
+    forward_backward_peak_bytes: int
+    """Peak of forward, loss and backward, resident memory included."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the whole step."""
+        return self.memory.total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """What a step takes whatever its schedule, and so what a limit on it leaves."""
+
+    optimizer: OptimizerMemory | None
+    resident: MemoryByCategory
+    """Held before the step begins and throughout it."""
+    optimizer_step: MemoryByCategory
+    """Held when the optimizer's step is fullest; nothing without an optimizer."""
+
+    @classmethod
+    def of(cls, graph: TrainingGraph, optimizer: OptimizerMemory | None) -> StepBudget:
+        """The budget of the step with this graph and this optimizer."""
+        held = graph.resident
+        resident = MemoryByCategory(
+            held.parameters_bytes, held.buffers_bytes, held.inputs_bytes, held.gradients_bytes,
+            0 if optimizer is None else optimizer.state_bytes)
+        if optimizer is None:
+            return cls(None, resident, MemoryByCategory())
+        made = Counter({"temporaries": optimizer.step_peak_bytes})
+        for buffer in graph.buffers:
+            if buffer.kept_to_end:
+                made[buffer.kind.value] += buffer.size_bytes
+        # The new gradients were added to those of earlier micro-steps.
+        return cls(optimizer, resident, _plus(replace(resident, gradients=0), made))
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is held before the step begins and throughout it."""
+        return self.resident.total_bytes
+
+    @property
+    def optimizer_step_bytes(self) -> int:
+        """Peak of the optimizer's step, resident memory included; 0 without an optimizer."""
+        return self.optimizer_step.total_bytes
+
+    @property
+    def least_net_bytes(self) -> int:
+        """What forward and backward may take without the step taking more than that of the
+        optimizer does: no plan needs less."""
+        return max(0, self.net_bytes(self.optimizer_step_bytes))
+
+    def is_possible(self, limit_bytes: int) -> bool:
+        """Whether a limit leaves anything, and the optimizer's step is within it."""
+        return self.net_bytes(limit_bytes) >= 0 and self.optimizer_step_bytes <= limit_bytes
+
+    def net_bytes(self, limit_bytes: int) -> int:
+        """What a limit on the whole step leaves for forward and backward; negative where resident
+        memory takes more."""
+        return limit_bytes - self.resident_bytes
+
+    def whole_bytes(self, net_bytes: int) -> int:
+        """Peak of the whole step whose forward and backward take `net_bytes`."""
+        return max(self.resident_bytes + net_bytes, self.optimizer_step_bytes)
+
+    def with_resident(self, made: Mapping[str, int]) -> MemoryByCategory:
+        """Resident memory, and what forward and backward have made besides, by category."""
+        return _plus(self.resident, made)
+
+    def account(self, net_peak_bytes: int, made: Mapping[str, int]) -> StepAccount:
+        """The account of a step whose forward and backward peak at `net_peak_bytes`, when they
+        have `made` so much by category."""
+        forward_backward, floor = self.resident_bytes + net_peak_bytes, self.optimizer_step_bytes
+        memory = self.optimizer_step if floor > forward_backward else self.with_resident(made)
+        assert memory.total_bytes == max(forward_backward, floor), "every byte has a category"
+        return StepAccount(memory, forward_backward)
+
+    def refusal(self, limit_bytes: int, net_minimum_bytes: int, bottleneck: str
+                ) -> InfeasibleBudget:
+        """The error for a limit on the whole step, where no schedule is known to take less than
+        `net_minimum_bytes`."""
+        return InfeasibleBudget(limit_bytes, self.whole_bytes(net_minimum_bytes), bottleneck)
+
+
+def _plus(memory: MemoryByCategory, made: Mapping[str, int]) -> MemoryByCategory:
+    return MemoryByCategory(**{name: size + made.get(name, 0) for name, size in memory.items()})

@@ -1,0 +1,68 @@
+"""One form in which a step may run: a graph, the problem that it is for the solvers, its memory.
+
+The step as it was captured is the base form.  A second form may hold less during the backward at
+the price of copies (`graph_capture.joint_graph.low_peak_backward`); the copies are paid whether or
+not anything is recomputed, and count as extra time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graph_capture.training_graph import TrainingGraph
+from planner.step.budget import StepBudget
+from solvers.minimum import working_set_floor
+from solvers.problem import Problem, Schedule
+from solvers.simulator import simulate
+
+if TYPE_CHECKING:
+    from planner.step.compiled_account import CompiledAccount
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """A form of a step, ready to be planned whatever the budget.  Each is equal to itself only."""
+
+    graph: TrainingGraph
+    problem: Problem
+    budget: StepBudget
+    compiled: CompiledAccount | None = None
+    """Judges schedules by the code that Inductor generates; `None` for the eager backend."""
+    low_peak: bool = False
+    """Whether gradients are copied so that the backward holds less."""
+    extra_seconds: float = 0.0
+    """What those copies take: part of the extra time of its plans."""
+
+    @property
+    def base_seconds(self) -> float:
+        """Duration of the step without recomputation and copies."""
+        return self.graph.step_seconds - self.extra_seconds
+
+    def may_fit(self, net_bytes: int) -> bool:
+        """Whether no bound says that every schedule takes more than `net_bytes` above resident
+        memory."""
+        return working_set_floor(self.problem) <= net_bytes
+
+    def net_peak_bytes(self, schedule: Schedule) -> int:
+        """Peak of forward and backward under a schedule, above resident memory."""
+        return simulate(self.problem, schedule).peak_bytes
+
+    def peak_bytes(self, schedule: Schedule) -> int:
+        """Peak of the whole step under a schedule."""
+        return self.budget.whole_bytes(self.net_peak_bytes(schedule))
+
+    def cost(self, schedule: Schedule) -> float:
+        """What all runs of a schedule cost, in the unit of the problem."""
+        return simulate(self.problem, schedule).cost
+
+    def overhead(self, schedule: Schedule) -> float:
+        """Seconds of recomputations and copies, as a fraction of the step without them; 0 where
+        nothing takes time."""
+        seen: set[int] = set()
+        extra = self.graph.step_seconds - self.base_seconds
+        for index in schedule:
+            if index in seen:
+                extra += self.graph.ops[index].seconds
+            seen.add(index)
+        return extra / self.base_seconds if self.base_seconds > 0 else 0.0

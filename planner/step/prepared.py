@@ -1,0 +1,133 @@
+"""A captured step made ready for planning: once, whatever the budgets.
+
+Each form of the step is lowered to a problem; what no schedule changes goes into its budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from graph_capture.training_graph import StepForm, TrainingGraph
+from planner.step.budget import StepBudget
+from planner.step.form import Form
+from planner.step.lowering import lower, without_buffers
+from planner.units import format_fraction
+
+if TYPE_CHECKING:
+    from apply.recipe import ParameterKey, Recipe
+    from graph_capture.capture import CapturedStep
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A captured step, lowered to problems: all that planning needs, whatever the budget."""
+
+    forms: tuple[Form, ...]
+    """The base form first, then what else the step may run as."""
+    baseline_peak_bytes: int
+    """Peak of the plain eager step, resident memory and optimizer included."""
+    tensors: tuple[ParameterKey, ...]
+    inputs: Any
+    training: bool
+    overrides: tuple[tuple[str, object], ...]
+    backend: str
+    cost_model: str
+
+    @property
+    def base(self) -> Form:
+        """The step as it was captured."""
+        return self.forms[0]
+
+    @property
+    def budget(self) -> StepBudget:
+        """What the step takes whatever the schedule."""
+        return self.base.budget
+
+    @property
+    def resident_bytes(self) -> int:
+        """Held whatever the schedule."""
+        return self.budget.resident_bytes
+
+    @property
+    def keep_all_peak_bytes(self) -> int:
+        """Peak of the step in which nothing is recomputed."""
+        return self.base.peak_bytes(self.base.problem.keep_all_schedule)
+
+    def form_of(self, recipe: Recipe) -> Form:
+        """The form that a plan with this recipe is of."""
+        return next((form for form in self.forms if form.low_peak == recipe.low_peak),
+                    self.base)
+
+    def may_fit(self, limit_bytes: int) -> bool:
+        """Whether no bound says that every plan of the whole step takes more."""
+        net_bytes = self.budget.net_bytes(limit_bytes)
+        return self.budget.is_possible(limit_bytes) and any(
+            form.may_fit(net_bytes) for form in self.forms)
+
+
+def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: object,
+            backend: str = "eager", cost_model: str = "roofline",
+            accumulation: int = 1) -> PreparedStep:
+    """Lower a captured step.
+
+    `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
+    inputs, in JSON values.  With `accumulation`, any micro-step but the first is planned: the
+    gradients of those before are resident.
+    """
+    base, *others = (_form(step, form, accumulation) for form in step.forms)
+    baseline_bytes = step.baseline.peak_bytes
+    if accumulation > 1:
+        assert step.later is not None
+        baseline_bytes = max(baseline_bytes - base.graph.gradient_bytes, step.later.peak_bytes)
+    return PreparedStep(
+        forms=(base, *(_with_copies(form, base) for form in others)),
+        baseline_peak_bytes=base.budget.whole_bytes(baseline_bytes),
+        tensors=tuple(tensors), inputs=_as_json(inputs), training=step.training,
+        overrides=tuple((name, _as_json(value)) for name, value in step.overrides),
+        backend=backend, cost_model=cost_model)
+
+
+def _form(step: CapturedStep, form: StepForm, accumulation: int) -> Form:
+    """One form of a step, for Inductor with the account of what is compiled."""
+    graph = form.graph if accumulation == 1 else _accumulating(form.graph, accumulation)
+    problem, budget = lower(graph), StepBudget.of(graph, step.optimizer)
+    if step.compiled is None:
+        return Form(graph, problem, budget)
+    from planner.step.compiled_account import CompiledAccount
+
+    graph = replace(graph, buffers=tuple(
+        replace(buffer, size_bytes=0) if index in form.fused else buffer
+        for index, buffer in enumerate(graph.buffers)))
+    return Form(graph, without_buffers(problem, form.fused), budget,
+                CompiledAccount(step.compiled, form.saved_by_default, form.saving_costs))
+
+
+def _accumulating(graph: TrainingGraph, accumulation: int) -> TrainingGraph:
+    """A micro-step after the first: its graph, gradients of the one before being there."""
+    return replace(
+        graph, resident=replace(graph.resident, gradients_bytes=graph.gradient_bytes),
+        notes=(*graph.notes, f"gradients of {accumulation} micro-steps add up: those of the "
+               "steps before are counted as resident; the output is taken to be let go as "
+               "each backward ends"))
+
+
+def _with_copies(form: Form, base: Form) -> Form:
+    """The form with copies of gradients, with a note of what they cost."""
+    base_seconds = base.graph.step_seconds
+    extra_seconds = form.graph.step_seconds - base_seconds
+    share = format_fraction(extra_seconds / base_seconds if base_seconds else 0.0)
+    graph = replace(form.graph, notes=(*form.graph.notes, (
+        "parts of gradients that are read late are copied, so that the whole can go early "
+        f"(gradients of concatenations): {share} of the step, counted as extra time")))
+    return replace(form, graph=graph, low_peak=True, extra_seconds=extra_seconds)
+
+
+def _as_json(value: Any) -> Any:
+    """A value as it comes back from a JSON file: tuples are lists, keys are text."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return value

@@ -1,1 +1,0 @@
-"""Training steps that tests and benchmarks share; neither imports the other."""
