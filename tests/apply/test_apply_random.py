@@ -21,6 +21,8 @@ from tests.support.training import (
     train,
 )
 
+pytestmark = pytest.mark.compat
+
 NAMES = ("dropout_everywhere", "views", "many_outputs", "autocast", "gpt2", *CONVOLUTIONAL)
 
 

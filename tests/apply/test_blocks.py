@@ -19,6 +19,8 @@ from planner.step.prepared import PreparedStep
 from tests.support.models import BUILDERS, Case, language_model
 from tests.support.training import EFFORT, measured_peak, reference, train
 
+pytestmark = pytest.mark.compat
+
 
 def prepared(case: Case) -> PreparedStep:
     return capture(case.model, case.inputs, loss_fn=case.loss_fn, regions="blocks")

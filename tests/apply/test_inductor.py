@@ -37,7 +37,7 @@ from tests.support.inductor import (
 )
 from tests.support.models import Case
 
-pytestmark = needs_compiler
+pytestmark = [pytest.mark.compat, needs_compiler]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.support.compiler import needs_compiler
 from tests.support.models import BUILDERS, Case, language_model
 from tests.support.training import measured_peak, reference, train
 
-pytestmark = needs_compiler
+pytestmark = [pytest.mark.compat, needs_compiler]
 
 EFFORT = Effort(time_limit=2.0)
 

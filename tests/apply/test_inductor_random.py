@@ -21,7 +21,7 @@ from tests.support.compiler import needs_compiler
 from tests.support.models import Case
 from tests.support.training import measured_peak, train
 
-pytestmark = needs_compiler
+pytestmark = [pytest.mark.compat, needs_compiler]
 
 WIDTH = 32
 

@@ -13,6 +13,8 @@ import planner
 from tests.support.models import BUILDERS, Case, language_model
 from tests.support.training import measured_peak, reference, train
 
+pytestmark = pytest.mark.compat
+
 PLANNED = {"batch": 5, "seq": 24}
 
 

@@ -17,6 +17,8 @@ from graph_capture.memory.allocator import (
     record_stages,
 )
 
+pytestmark = pytest.mark.compat
+
 
 def test_peak_and_end_of_known_allocations():
     kept = []

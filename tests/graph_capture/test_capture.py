@@ -25,6 +25,8 @@ from tests.support.training import (
     train,
 )
 
+pytestmark = pytest.mark.compat
+
 
 def capture(case: Case, **options) -> CapturedStep:
     return capture_step(case.model, case.args, case.kwargs, loss_fn=case.loss_fn, **options)

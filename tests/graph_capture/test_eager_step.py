@@ -23,6 +23,8 @@ from graph_capture.twins.fake import make_twin
 from tests.support import models
 from tests.support.models import BUILDERS, Case
 
+pytestmark = pytest.mark.compat
+
 DEFAULT_SIZE = {"layers": 2, "batch": 4, "seq": 96, "width": 64}
 SIZES = {
     "vit": {"layers": 2, "batch": 8, "width": 64}, "unet": {"batch": 2, "image": 32},

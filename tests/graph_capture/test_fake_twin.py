@@ -16,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from graph_capture.errors import CaptureError
 from graph_capture.twins.fake import make_twin
 
+pytestmark = pytest.mark.compat
+
 
 class Odd(nn.Module):
     """Tied, shared, non-contiguous, frozen, parametrized; plain and non-persistent tensors."""

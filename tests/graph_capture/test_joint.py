@@ -15,6 +15,8 @@ from tests.support.models import Case
 from tests.support.regions import joint_graph, recorded
 from tests.support.training import apply_schedule, captured, random_schedule, reference, train
 
+pytestmark = pytest.mark.compat
+
 
 class Heads(nn.Module):
     """Two outputs with a common trunk; the loss may use either or both."""

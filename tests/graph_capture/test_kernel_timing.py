@@ -10,7 +10,7 @@ from planner.search.planning import plan_within
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, batch, budget_at, loss_of, make_model
 
-pytestmark = [needs_compiler, pytest.mark.slow]
+pytestmark = [pytest.mark.compat, needs_compiler, pytest.mark.slow]
 
 
 class Scale(nn.Module):

@@ -13,6 +13,8 @@ from graph_capture.errors import CaptureError
 from graph_capture.plain_step.loss import objective, output_tensors, trace_loss
 from graph_capture.twins.fake import make_twin
 
+pytestmark = pytest.mark.compat
+
 
 def test_objective_follows_the_documented_rule():
     x = torch.ones(3, requires_grad=True)

@@ -15,6 +15,8 @@ from graph_capture.op_costs import probe as op_probe
 from graph_capture.op_costs.cache import ENVIRONMENT_VARIABLE, OpCache, cache_directory
 from graph_capture.op_costs.probe import OpProbe, signature
 
+pytestmark = pytest.mark.compat
+
 aten = torch.ops.aten
 CONV = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 

@@ -15,6 +15,8 @@ from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.fake import make_twin
 
+pytestmark = pytest.mark.compat
+
 
 def record(fn) -> AllocationRecord:
     return record_peak_of_op(fn, torch.device("cpu"))

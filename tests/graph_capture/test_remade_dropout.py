@@ -9,6 +9,8 @@ from graph_capture.joint_graph.lower import last_forward_node, lower
 from graph_capture.joint_graph.remade_dropout import remake_dropout
 from tests.support.regions import joint_graph
 
+pytestmark = pytest.mark.compat
+
 DROPOUT = torch.ops.aten.native_dropout.default
 
 

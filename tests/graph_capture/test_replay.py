@@ -26,6 +26,8 @@ from tests.support.models import Case
 from tests.support.regions import lowered
 from tests.support.training import apply_schedule, captured, random_schedule, reference, train
 
+pytestmark = pytest.mark.compat
+
 aten = torch.ops.aten
 
 x, p = torch.rand(40), torch.full((40,), 0.3)

@@ -16,6 +16,8 @@ import graph_capture.torch_compat
 from graph_capture.errors import UnsupportedTorch
 from graph_capture.torch_compat import compilation, requirements
 
+pytestmark = pytest.mark.compat
+
 FOLDER = Path(graph_capture.torch_compat.__file__).parent
 
 

@@ -11,6 +11,8 @@ from planner.api import capture
 from planner.ranks.data_parallel import CATEGORIES
 from planner.ranks.layout import assign_buckets, partition, unit_names
 
+pytestmark = pytest.mark.compat
+
 WIDTH, LAYERS, BATCH = 64, 4, 2
 
 

@@ -12,6 +12,8 @@ import planner
 from graph_capture.memory.allocator import record_peak
 from planner.torch_compile_backend import checkpoint_planner, read_options
 
+pytestmark = pytest.mark.compat
+
 
 @pytest.fixture(autouse=True)
 def backend_by_name():

@@ -22,6 +22,7 @@ from tests.support.loops import (
 from tests.support.models import BUILDERS
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("name", "size", "optimizer", "options"), [
     ("gpt2", {"layers": 1, "batch": 2, "seq": 32}, torch.optim.RMSprop, {"accumulation": 2}),
     ("bert", {"layers": 1, "batch": 2, "seq": 32}, torch.optim.Adafactor,
