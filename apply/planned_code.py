@@ -27,8 +27,6 @@ class PlannedCode:
                  regions: Sequence[int] | None = None) -> None:
         """`regions`: those of the recipe that may be met here, by default all."""
         self.model, self.recipe = model, recipe
-        self.all_planned_runs = 0
-        """Regions of the plan that have run so far."""
         self._name, self._regions = name, regions
         self._backend = _backend_of(model, recipe, regions)
         self._compiled = compile_forward(name, self._backend)
@@ -61,8 +59,6 @@ class PlannedCode:
                 if isinstance(error.inner_exception, PlanMismatch):
                     raise error.inner_exception from None
                 raise
-            finally:
-                self.all_planned_runs += backend.planned_runs
 
     def why_unplanned(self) -> str | None:
         """Why the last call, which went well, did not run under the plan; `None` where it did."""

@@ -15,8 +15,7 @@ import copyreg
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Self
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,29 +37,9 @@ class CountingForward(StandIn):
     def __init__(self, module: nn.Module, inner: Forward | None) -> None:
         super().__init__(module, inner)
         self.steps = StepCounts()
-        _STANDING[id(module)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "steps": StepCounts()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        _STANDING[id(self.__self__)] = self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = super().__deepcopy__(memo)
-        _STANDING[id(new.__self__)] = new
-        return new
-
-
-_STANDING: WeakValueDictionary[int, CountingForward] = WeakValueDictionary()
-"""By identity of the module: what was put into it, wherever it is wrapped now."""
-
-
-def standing_in(module: nn.Module) -> CountingForward | None:
-    """What was put in the place of a module's forward, though others may have wrapped it since."""
-    found = _STANDING.get(id(module))
-    return found if found is not None and found.__self__ is module else None
 
 
 class PlannedForward(CountingForward):
@@ -92,6 +71,7 @@ class PlannedForward(CountingForward):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self.without_self(args)
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         known = [number for number, recipe in enumerate(self.recipes)

@@ -225,7 +225,9 @@ class TwinCopier(TorchFunctionMode):
         self.storage_bytes[storage_key(fake)] = storage.nbytes()
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)
-        return fake.requires_grad_(real.requires_grad)
+        fake.requires_grad_(real.requires_grad)
+        # Dynamo treats an attribute that was made so in another way than a registered buffer.
+        return nn.Buffer(fake, persistent=real.persistent) if isinstance(real, nn.Buffer) else fake
 
     def _uncopyable(self, model: nn.Module) -> str:
         """The attribute that `copy.deepcopy` fails on, in words."""
