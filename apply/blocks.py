@@ -97,7 +97,10 @@ class ModelForward(CountingForward):
             self.steps.count(reason_of_mode(recipe.training))
             return self.plain(*args, **kwargs)
         before = self._planned_runs()
-        result = self.plain(*args, **{**dict(recipe.overrides), **kwargs})
+        try:
+            result = self.plain(*args, **{**dict(recipe.overrides), **kwargs})
+        except PlanMismatch as error:
+            raise self.explained(recipe, error, args, kwargs) from None
         self.steps.count(None if self._planned_runs() > before else _NO_BLOCK)
         return result
 
