@@ -29,10 +29,10 @@ def apply_by_blocks(model: nn.Module, recipe: Recipe) -> nn.Module:
         if path not in copies:
             outer, _, name = path.rpartition(".")
             parent = copied(outer)
-            if parent._modules.get(name) is None:
+            if (block := parent._modules.get(name)) is None:
                 raise PlanMismatch(f"the plan has a block {path}, this model has none; make a plan "
                                    "for this model")
-            copies[path] = copy.copy(parent._modules[name])
+            copies[path] = copy.copy(block)
             parent.__dict__["_modules"] = {**parent._modules, name: copies[path]}
         return copies[path]
 
@@ -43,7 +43,7 @@ def apply_by_blocks(model: nn.Module, recipe: Recipe) -> nn.Module:
             block = copied(name)
             block._compiled_call_impl = _BlockCall(block, code, recipe)
     applied = copies[""]
-    applied._compiled_call_impl = _ModelCall(applied, recipe)  # type: ignore[assignment]
+    applied._compiled_call_impl = _ModelCall(applied, recipe)
     return applied
 
 

@@ -47,8 +47,7 @@ def apply_recipe(
                              "blocks; leave it out")
         return apply_by_blocks(model, recipe)
     applied = copy.copy(model)
-    applied._compiled_call_impl = _PlannedCall(  # type: ignore[assignment]
-        applied, recipe, replan)
+    applied._compiled_call_impl = _PlannedCall(applied, recipe, replan)
     return applied
 
 

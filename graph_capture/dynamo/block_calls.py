@@ -40,7 +40,7 @@ class BlockCalls:
         """Inside, these submodules run compiled."""
         try:
             for block, call in self._calls:
-                block._compiled_call_impl = call  # type: ignore[assignment]
+                block._compiled_call_impl = call
             yield
         finally:
             for block, _ in self._calls:

@@ -244,7 +244,7 @@ def pass_absent_gradients(outputs: object) -> None:
     """Let the compiled region behind `outputs` receive `None` for an output without a gradient,
     instead of zeros of its size (`set_materialize_grads` on its autograd node)."""
     for output in pytree.tree_leaves(outputs):
-        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
         for _ in range(4):  # An output that is a view stands a few autograd nodes further.
             if node is None:
                 break

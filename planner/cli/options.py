@@ -96,7 +96,7 @@ def command(*, without: Collection[str] = (), **only: Collection[str]
                         for key, value in given.items() if value is not None})
                 function(**values)
 
-        parameters = []
+        parameters: list[inspect.Parameter] = []
         for name, parameter in signature.parameters.items():
             parameters += ([parameter.replace(kind=parameter.KEYWORD_ONLY)] if name not in taken
                            else map(_parameter, taken[name]))
