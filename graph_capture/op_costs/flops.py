@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import log2, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -34,7 +34,7 @@ def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return 0  # a view
     formula = _FORMULAS.get(name)
     if formula is not None:
-        return int(formula(args, kwargs, inputs, outputs))
+        return int(formula(Call(args, kwargs, inputs, outputs)))
     registered = flop_registry.get(target.overloadpacket)
     if registered is not None:
         # An overload that is told the dtype of its result: the formulas have no such parameter.
@@ -66,26 +66,27 @@ def bytes_moved(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, 
     return written + sum(read)
 
 
-Formula = Callable[[tuple[Any, ...], Mapping[str, Any], list[torch.Tensor], list[torch.Tensor]],
-                   float]
+class Call(NamedTuple):
+    """One run of an op."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
 
 
-def _matrix_product(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                    inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+Formula = Callable[[Call], float]
+
+
+def _matrix_product(call: Call) -> int:
     """`[b] m k @ [b] k n`: the two matrices are the last operands of every such op."""
-    left, right = inputs[-2:]
+    left, right = call.inputs[-2:]
     columns = right.shape[-1] if right.dim() > 1 else 1
     return 2 * left.numel() * columns
 
 
-def _linear(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-            inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    x, weight = inputs[:2]
-    return 2 * x.numel() * weight.shape[0]
-
-
 def _convolution_once(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor,
-                      transposed: bool) -> int:
+                      transposed: bool = False) -> int:
     """Each element of the weight is used once per position: of the output, or, transposed, of the
     input."""
     spatial = weight.dim() - 2
@@ -94,30 +95,23 @@ def _convolution_once(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor,
     return 2 * batch * prod(positions) * weight.numel()
 
 
-def _convolution(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    return _convolution_once(args[0], args[1], outputs[0], transposed=False)
-
-
-def _convolution_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                          inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    grad_out, x, weight = args[:3]
-    mask = kwargs.get("output_mask", args[10] if len(args) > 10 else (True, True, True))
+def _convolution_backward(call: Call) -> int:
+    grad_out, x, weight = call.args[:3]
+    mask = call.kwargs.get("output_mask",
+                           call.args[10] if len(call.args) > 10 else (True, True, True))
     wanted = bool(mask[0]) + bool(mask[1])
-    return wanted * _convolution_once(x, weight, grad_out, bool(args[7]))
+    return wanted * _convolution_once(x, weight, grad_out, bool(call.args[7]))
 
 
-def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-               inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+def _attention(call: Call) -> int:
     """Scores and their product with the values."""
-    query, _, value = args[:3]
-    return 2 * _scores(*args[:2]) * (query.shape[-1] + value.shape[-1])
+    query, key, value = call.args[:3]
+    return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                        inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+def _attention_backward(call: Call) -> int:
     """The scores again, then gradients: of scores and values, of query and key."""
-    _, query, key, value = args[:4]
+    _, query, key, value = call.args[:4]
     return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
@@ -126,49 +120,22 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
     return prod(query.shape[:-1]) * key.shape[-2]
 
 
-def _recurrent(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-               inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+def _recurrent(call: Call) -> int:
     """Every weight matrix meets every position of the sequence once."""
-    weights = [t for t in inputs if t.dim() == 2 and t.dtype.is_floating_point]
-    sequence = inputs[0]
-    return 2 * sum(w.numel() for w in weights) * prod(sequence.shape[:-1])
-
-
-def _window(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-            inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    """Pooling: each output looks at its whole window."""
-    return prod(args[1]) * outputs[0].numel()
-
-
-def _window_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                     inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    return prod(args[2]) * inputs[0].numel()
-
-
-def _of_first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                    inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    """One per element of the gradient or source that is added up, not of the table it goes to."""
-    return inputs[0].numel()
-
-
-def _of_source(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-               inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    return inputs[-1].numel()
-
-
-def _outer(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-           inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    return 2 * outputs[0].numel()
+    weights = [t for t in call.inputs if t.dim() == 2 and t.dtype.is_floating_point]
+    return 2 * sum(w.numel() for w in weights) * prod(call.inputs[0].shape[:-1])
 
 
 _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("addbmm", "mv", "addmv", "dot", "vdot", "_int_mm", "matmul"),
                     _matrix_product),
-    **dict.fromkeys(("linear", "mkldnn_linear", "_mkl_linear"), _linear),
-    **dict.fromkeys(("outer", "ger"), _outer),
+    **dict.fromkeys(("linear", "mkldnn_linear", "_mkl_linear"),
+                    lambda call: 2 * call.inputs[0].numel() * call.inputs[1].shape[0]),
+    **dict.fromkeys(("outer", "ger"), lambda call: 2 * call.outputs[0].numel()),
     **dict.fromkeys(("cudnn_convolution", "miopen_convolution", "mkldnn_convolution",
                      "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d",
-                     "conv_depthwise3d", "conv1d", "conv2d", "conv3d"), _convolution),
+                     "conv_depthwise3d", "conv1d", "conv2d", "conv3d"),
+                    lambda call: _convolution_once(*call.args[:2], call.outputs[0])),
     **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"),
                     _convolution_backward),
     **dict.fromkeys(("scaled_dot_product_attention", "_scaled_dot_product_attention_math",
@@ -185,18 +152,22 @@ _FORMULAS: dict[str, Formula] = {
                     _attention_backward),
     **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
     **dict.fromkeys(("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"),
-                    lambda *call: 2 * _recurrent(*call)),
+                    lambda call: 2 * _recurrent(call)),
     **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d",
-                     "avg_pool3d", "max_pool2d", "max_pool1d", "avg_pool1d"), _window),
-    **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward"), _window_backward),
+                     "avg_pool3d", "max_pool2d", "max_pool1d", "avg_pool1d"),
+                    # Each output looks at its whole window.
+                    lambda call: prod(call.args[1]) * call.outputs[0].numel()),
+    **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward"),
+                    lambda call: prod(call.args[2]) * call.inputs[0].numel()),
     **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
                      "embedding_dense_backward", "nll_loss_backward", "nll_loss2d_backward"),
-                    _of_first_input),
+                    # Each element that is added up, not those of the table that it goes to.
+                    lambda call: call.inputs[0].numel()),
     **dict.fromkeys(("scatter_add", "index_add", "index_put", "_index_put_impl", "index_put_",
-                     "_unsafe_index_put"), _of_source),
+                     "_unsafe_index_put"), lambda call: call.inputs[-1].numel()),
     # One element of each row is picked and averaged.
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"),
-                    lambda args, kwargs, inputs, outputs: 2 * args[1].numel()),
+                    lambda call: 2 * call.args[1].numel()),
 }
 """FLOPs of the ops that are more than a constant per element."""
 

@@ -76,13 +76,13 @@ def test_peak_and_end_equal_the_real_step(name: str, probe: OpProbe):
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "block_twice", "views", "unet", "autocast"])
 def test_fake_tensors_give_the_same_where_code_does_not_ask(name, probe, monkeypatch):
-    """The way taken where plain tensors cannot be: gradients are summed as for plain ones."""
+    """The way taken where data-less tensors cannot be: sums of gradients are the same."""
     case = build(name)
-    plain = trace(case, probe)
+    data_less = trace(case, probe)
     monkeypatch.setattr(micro_step, "data_less_twin", None)
     fake = trace(case, probe)
     assert not fake.data_less
-    assert dataclasses.replace(fake, plain=True) == plain
+    assert dataclasses.replace(fake, data_less=True) == data_less
 
 
 @pytest.mark.parametrize("padded", [False, True])
