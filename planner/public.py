@@ -7,6 +7,7 @@ from planner.errors import (
     PlanFileError,
     PlanMismatch,
     PlannerError,
+    UnsupportedTorch,
 )
 from planner.plans.file import load
 from planner.plans.plan import Plan
@@ -32,6 +33,7 @@ __all__ = [
     "PlanMismatch",
     "PlannerError",
     "RankMemory",
+    "UnsupportedTorch",
     "Verification",
     "advise",
     "apply",
