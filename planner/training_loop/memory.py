@@ -117,7 +117,8 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
     proposals = propose(PresentLoop(trace, loop, plain, micro_steps, optimizer, traced, settings,
                                     floor, plan is not None))
     return MemoryReport(
-        account=account, trace=trace, loop=loop, device=str(plain.twin.device),
+        account.loading, account.first, account.steady, account.resident,
+        trace=trace, loop=loop, device=str(plain.twin.device),
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
