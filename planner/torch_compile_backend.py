@@ -63,7 +63,8 @@ def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
     _warn_of_break(module)
     if not torch.is_grad_enabled():
         return _without_plan(module, example_inputs, chosen)
-    return torch.compiler.disable(_PlannedGraph(module, chosen))
+    planned: Callable[..., Any] = torch.compiler.disable(_PlannedGraph(module, chosen))
+    return planned
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
@@ -83,10 +84,12 @@ def read_options(options: Mapping[str, Any]) -> Options:
 def _without_plan(module: fx.GraphModule, example_inputs: Sequence[Any],
                   options: Options) -> Callable[..., Any]:
     if not options.inductor:
-        return module
+        run: Callable[..., Any] = module
+        return run
     from graph_capture.torch_compat import lookup_backend
 
-    return lookup_backend("inductor")(module, list(example_inputs))
+    compiled: Callable[..., Any] = lookup_backend("inductor")(module, list(example_inputs))
+    return compiled
 
 
 def _warn_of_break(module: fx.GraphModule) -> None:
@@ -215,8 +218,8 @@ def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
 def _is_number_of_argument(node: fx.Node) -> bool:
     """Whether the node reads the value of a scalar argument: Dynamo makes tensors of Python floats
     that have changed between calls."""
-    return (node.op == "call_method" and node.target == "item"
-            and node.args[0].op == "placeholder")
+    return bool(node.op == "call_method" and node.target == "item"
+                and node.args[0].op == "placeholder")
 
 
 def _arguments_read_as_numbers(module: fx.GraphModule) -> frozenset[int]:

@@ -131,7 +131,7 @@ class TwinCopier(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.mode = self.new_mode()
+        self.mode: Any = self.new_mode()
         self.device = device
         self.memo: dict[int, Any] = {}
         self.fake_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
