@@ -30,7 +30,7 @@ def circumstances_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return Circumstances(
         inputs=tuple(_input_keys(_named_arguments(model, tuple(args), kwargs))),
-        autocast=_autocast(), wrapper=wrapper,
+        autocast=autocast_state(), wrapper=wrapper,
         attention=attention if isinstance(attention, str) else None)
 
 
@@ -115,7 +115,7 @@ def _leaves(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _autocast() -> str:
+def autocast_state() -> str:
     """Each device type with its dtype, where autocast is on."""
     kinds = ["cpu"]
     accelerator = torch.accelerator.current_accelerator()

@@ -7,6 +7,8 @@ An outer `torch.compile` does not trace it: its graph breaks there, and the plan
 
 Blind spots: a step of several graphs keeps to the recipe of its first; where that has run and
 another does not fit, no other recipe is tried, since random state and buffers may have changed.
+Hooks of the model that change its arguments have run when a recipe is asked for, and run again
+where that captures the model.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apply.circumstances import circumstances_of, differences
+from apply.circumstances import autocast_state, circumstances_of, differences
 from apply.errors import PlanMismatch
 from apply.planned_code import PlannedCode
 from apply.recipe import Circumstances, Recipe
@@ -158,6 +160,6 @@ _FIRST_CALL_HINT = ("; or, if the model sets something up in its first call, cal
 def _kind_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Equal for calls that most likely run the same graphs."""
     leaves = pytree.tree_leaves((args, dict(sorted(kwargs.items()))))
-    return (module.training, tuple(sorted(kwargs)), torch.is_autocast_enabled(), tuple(
+    return (module.training, tuple(sorted(kwargs)), autocast_state(), tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor)
         else type(leaf) for leaf in leaves))

@@ -114,7 +114,13 @@ class _Copies:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    copied = copy.copy(module)
+    try:
+        copied = copy.copy(module)
+    except Exception as error:  # A wrapper has swapped its class for one that cannot be copied.
+        raise TypeError(
+            f"cannot make another {type(module).__name__} that shares everything with the model "
+            f"({type(error).__name__}: {error}); apply the plan before the model is wrapped, as by "
+            "fully_shard, and wrap what plan.apply returns") from error
     set_forward(copied, rebound(own_forward(module), module, copied))
     return copied
 

@@ -6,9 +6,11 @@ The oracle is the allocator: a step that runs under the plan takes the plan's by
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import types
 import warnings
+from collections.abc import Collection, Iterable
 
 import pytest
 import torch
@@ -71,8 +73,15 @@ COPIES = {"deepcopy": copy.deepcopy, "averaged": averaged, "saved": saved_and_lo
           "copy of a wrapper": lambda model: copy.deepcopy(Outer(model))}
 
 
-@pytest.mark.parametrize("kind", COPIES)
-@pytest.mark.parametrize("regions", ["model", "blocks"])
+def both(kinds: Iterable[str], quick: Collection[str]) -> pytest.MarkDecorator:
+    """Every kind, for the model as a whole and by blocks, where only some are quick."""
+    return pytest.mark.parametrize(("kind", "regions"), [
+        pytest.param(kind, regions, marks=() if regions == "model" or kind in quick else
+                     pytest.mark.slow)
+        for kind in kinds for regions in ("model", "blocks")])
+
+
+@both(COPIES, quick=("deepcopy", "saved"))
 def test_copies_keep_the_plan(case, plan, by_blocks, kind, regions):
     used = plan if regions == "model" else by_blocks
     applied = used.apply(case.model)
@@ -94,8 +103,7 @@ CALLS = {"forward": lambda model: model.forward, "compiled around": wrapped_by_c
          "compiled": lambda model: torch.compile(model, backend="eager"), "held": Outer}
 
 
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("regions", ["model", "blocks"])
+@both(CALLS, quick=("compiled around",))
 def test_every_way_to_call_runs_the_plan(case, plan, by_blocks, kind, regions):
     used = plan if regions == "model" else by_blocks
     applied = used.apply(case.model)
@@ -199,8 +207,6 @@ def test_names_are_those_of_the_model_whatever_wraps_its_forward(plan):
 
 
 def test_the_signature_is_that_of_the_model(case, plan):
-    import inspect
-
     assert inspect.signature(plan.apply(case.model).forward) == inspect.signature(
         case.model.forward)
 
