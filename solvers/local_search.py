@@ -191,7 +191,7 @@ class _Walk:
         if key is None:
             return self._insert(self.chance.choice(self.candidates))
         outputs = self.problem.ops[self.timeline.op_at[key]].outputs
-        self._remove(key)
+        self.timeline.remove_with_causes(key)
         if draw > 0.65:
             where = self.chance.random()
             if outputs and where < 0.4:
@@ -256,31 +256,4 @@ class _Walk:
                 low, high = timeline.position(lived[1]), timeline.position(key)
                 if high - low > 1:
                     self._insert_op(self.problem.storages[storage].producer, key)
-        return True
-
-    def _remove(self, key: int) -> None:
-        """Drop a recomputation, and those that only served it."""
-        timeline = self.timeline
-        op = timeline.op_at[key]
-        served = [timeline.life(s, key) for s in self.problem.ops[op].inputs]
-        timeline.remove(key)
-        for lived in served:
-            if lived and lived[0] in timeline.op_at:
-                birth = lived[0]
-                maker = timeline.op_at[birth]
-                if timeline.first_keys[maker] != birth and self._useless(maker, birth):
-                    self._remove(birth)
-
-    def _useless(self, op: int, key: int) -> bool:
-        """Whether nothing reads what the run with that key makes."""
-        timeline = self.timeline
-        for storage in self.problem.ops[op].outputs:
-            births, reads = timeline.births[storage], timeline.reads[storage]
-            if self.problem.storages[storage].kept_to_end:
-                continue
-            index = bisect_left(births, key)
-            after = births[index + 1] if index + 1 < len(births) else math.inf
-            found = bisect_left(reads, key)
-            if found < len(reads) and reads[found] < after:
-                return False
         return True
