@@ -105,15 +105,17 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
-    from apply.runtime import tensor_keys
+    from apply.circumstances import circumstances_of, tensor_keys
     from graph_capture.capture import capture_step
 
+    circumstances = circumstances_of(model, args, kwargs)
     step = capture_step(
         model, args, kwargs, loss_fn=planning.loss_fn, device=planning.device, gpu=planning.gpu,
         keep=tuple(planning.keep), backend=planning.backend, cost_model=planning.cost_model,
         probe=planning.probe, optimizer=planning.optimizer,
         accumulated=planning.accumulation > 1, regions=planning.regions, progress=progress)
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
+                   circumstances=circumstances,
                    backend=planning.backend, cost_model=planning.cost_model,
                    accumulation=planning.accumulation)
 

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.module_forward import take_down
 from graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -95,6 +96,7 @@ def twin_by(copier: TwinCopier, model: nn.Module, args: tuple[Any, ...], kwargs:
             extra: tuple[Any, ...], planned: torch.device) -> FakeTwin:
     """The twin that `copier` makes; sizes are counted as by the allocator of `planned`."""
     twin = copier.module(model)
+    take_down(twin)  # A plan that the model runs under is none of the model's.
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     buffers = dict(twin.named_buffers(remove_duplicate=False))
     of_parameters = {storage_key(fake) for fake in parameters.values()}
@@ -223,7 +225,9 @@ class TwinCopier(TorchFunctionMode):
         self.storage_bytes[storage_key(fake)] = storage.nbytes()
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)
-        return fake.requires_grad_(real.requires_grad)
+        fake.requires_grad_(real.requires_grad)
+        # Dynamo treats an attribute that was made so in another way than a registered buffer.
+        return nn.Buffer(fake, persistent=real.persistent) if isinstance(real, nn.Buffer) else fake
 
     def _uncopyable(self, model: nn.Module) -> str:
         """The attribute that `copy.deepcopy` fails on, in words."""

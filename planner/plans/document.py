@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from apply.recipe import InplaceReuse, Insertion, ParameterKey, RegionRecipe
+from apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
 from graph_capture.training_graph import CodeMemory, OptimizerMemory, Outline
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
@@ -83,6 +83,7 @@ class Document:
     cost_model: str
     training: bool
     inputs: Any
+    circumstances: Circumstances | None
     overrides: dict[str, Any]
     low_peak: bool
     strict_order: bool
