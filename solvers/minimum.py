@@ -197,7 +197,7 @@ class Descent:
 
     def _attempt(self, budget: int, taste: EvictionTaste, max_runs: int) -> bool:
         found = lazy_schedule(self.problem, budget, taste=taste, max_runs=max_runs,
-                              deadline=self._deadline, seed=self.seed)
+                              deadline=self._deadline)
         if found is None:
             return False
         peak = simulate(self.problem, found).peak_bytes
