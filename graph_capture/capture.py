@@ -21,6 +21,7 @@ from graph_capture.inductor.compiled_form import compiled_form
 from graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
 from graph_capture.inductor.fused_costs import FusedCosts
 from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
+from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
 from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
@@ -33,6 +34,17 @@ from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin, make_twin
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """What traces a step that was captured before; no tensor of it has memory."""
+
+    twin: FakeTwin
+    """As the user calls it, without the arguments that capture forced."""
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    """That of the twin; `None`: the step was captured without one."""
+    workspace: Workspace
 
 
 @dataclass(frozen=True)
@@ -52,8 +64,10 @@ class CapturedStep:
     """Whether the model was in training mode."""
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
-    compiled: CompiledTracer | None = None
+    compiled: CompiledTracer | None
     """Follows the step as Inductor compiles it; `None` for the eager backend."""
+    tracing: Tracing
+    """What traces it again, for what comes to be known later."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -146,7 +160,8 @@ def capture_step(
             workspace=costs.workspace_bytes),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
-            traced, traced_loss, costs, recording.graphs, twin))
+            traced, traced_loss, costs, recording.graphs, twin),
+        tracing=Tracing(unforced, twin_loss, costs.workspace_bytes))
 
 
 def _without(twin: FakeTwin, names: Set[str]) -> FakeTwin:

@@ -29,7 +29,7 @@ from planner.api import plan
 from planner.arguments.planning import PlanArguments, Planning
 from planner.errors import PlanMismatch
 from planner.plans.plan import Plan
-from planner.units import format_bytes
+from planner.reporters.one_line import summarize
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class _PlannedGraph:
         log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
         made = plan(region, inputs, budget_gb=options.budget_gb, budget=options.budget,
                     **arguments)
-        log.info("%s", _summary(made))
+        log.info("%s", summarize(made))
         return made
 
 
@@ -161,16 +161,6 @@ def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
             return plans
     by_options.append((options, []))
     return by_options[-1][1]
-
-
-def _summary(plan: Plan) -> str:
-    recomputed = sum(row.action == "recompute" for row in plan.decisions)
-    limit = "no budget" if plan.budget_bytes is None else (
-        f"budget {format_bytes(plan.budget_bytes)}")
-    return (f"planned for {plan.backend}: {limit}, predicted peak "
-            f"{format_bytes(plan.peak_bytes)} (as the model runs today "
-            f"{format_bytes(plan.baseline_peak_bytes)}), {recomputed} of {len(plan.decisions)} ops "
-            f"recomputed, estimated extra time {plan.overhead:.1%}")
 
 
 def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

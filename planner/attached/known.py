@@ -1,0 +1,161 @@
+"""What is known of the step that a model takes part in, and plans made with it.
+
+The model of the world: a model sees its own calls.  What else the budget of a step must hold - the
+state of the optimizer, gradients from before, the caller's loss - it learns while the first step
+runs.  Until then a plan counts on the worst of the common cases: AdamW, gradients of an earlier
+micro-step, a loss like the cross-entropy of what the model returns.  Where that does not fit, the
+first step runs under the schedule that takes least.
+
+The graph is captured once and planned again as more is known; only a loss that leaves out a
+differentiable output needs another capture.
+
+Blind spots: what the loss takes is that of the first step; a loss that grows later is not seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from apply.runtime import tensor_keys
+from graph_capture.capture import CapturedStep
+from graph_capture.completed import (
+    with_earlier_gradients,
+    with_held,
+    with_optimizer,
+    with_seen_loss,
+)
+from graph_capture.plain_step.loss import OutputGradient
+from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
+from planner.api import capture_call, resolve
+from planner.arguments.budget import Budget
+from planner.arguments.inputs import describe_inputs
+from planner.arguments.planning import Planning
+from planner.errors import InfeasibleBudget
+from planner.plans.plan import Plan
+from planner.progress import watched
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep, prepare
+
+_ASSUMED_OPTIMIZER = "adamw"
+"""Counted until an optimizer has stepped: none in common use holds more."""
+_ASSUMED_LOSS = 6
+"""Peak of a loss that was not seen yet, in multiples of the model's output: for cross-entropy in
+16-bit floats its logits in 32 bits, their log-softmax, and the gradients of both."""
+_PROVISIONAL_SHARE = 0.25
+"""Part of the time limit for a plan that is made for one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a plan counts beside the graph."""
+
+    optimizers: tuple[ref[Optimizer], ...] | None
+    """Those that step; `None`: what the user gave, or nothing is known."""
+    accumulates: bool
+    """Whether gradients are there before the step."""
+    loss: SeenLoss | None
+    """The loss outside of the model; `None`: it is inside, or the user gave it."""
+
+
+class GraphPlanner:
+    """Plans one graph of a model: the step that began with some call."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 planning: Planning, limit: Budget | None) -> None:
+        """Capture the step; raises `CaptureError`."""
+        self._planning, self._limit = planning, limit
+        self._capture(model, args, dict(kwargs), planning)
+        self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
+        self._partial: SeenLoss | None = None  # the loss that the graph was captured with
+        self.loss_is_outside = self._step.baseline.loss.is_missing
+        """Whether the caller makes the loss, by means that are not known."""
+
+    def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+                 planning: Planning) -> None:
+        with watched(None) as report:
+            self._step = capture_call(model, args, kwargs, planning, report)
+        self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
+
+    def leaves_out_outputs(self, seen: SeenLoss) -> bool:
+        """Whether the loss reaches other outputs than the graph was captured for."""
+        return [gradient.flows for gradient in seen.outputs] != [
+            gradient.flows for gradient in self._step.baseline.loss.outputs]
+
+    def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                      seen: SeenLoss) -> None:
+        """Take the graph of a step with this loss, which leaves out some of the outputs."""
+        self._capture(model, args, dict(kwargs),
+                      replace(self._planning, loss_fn=ReplayedLoss(seen)))
+        self._partial, self._with_loss = seen, None
+
+    @property
+    def assumed_loss(self) -> SeenLoss:
+        """A loss outside of the model, before any was seen."""
+        outputs = self._step.baseline.loss.outputs
+        size_bytes = sum(gradient.size_bytes for gradient in outputs)
+        return SeenLoss(_ASSUMED_LOSS * size_bytes + 8, 8, tuple(
+            OutputGradient(gradient.flows, gradient.size_bytes) for gradient in outputs))
+
+    def plan(self, known: Known) -> Plan:
+        """The plan for a step of which all is known; raises `InfeasibleBudget`."""
+        started = time.monotonic()
+        prepared = self._prepared(known.optimizers, known.accumulates, known.loss)
+        left = self._planning.time_limit - (time.monotonic() - started)
+        return self._within(prepared, max(left, self._planning.time_limit / 2))
+
+    def provisional_plan(self, known: Known) -> Plan:
+        """A plan for a step of which the optimizer or the loss is not known yet.
+
+        Raises `InfeasibleBudget` where the budget is too small whatever they are.
+        """
+        loss = known.loss or (self.assumed_loss if self.loss_is_outside else None)
+        optimizer = known.optimizers if known.optimizers is not None else _ASSUMED_OPTIMIZER
+        seconds = _PROVISIONAL_SHARE * self._planning.time_limit
+        try:
+            return self._within(self._prepared(optimizer, True, loss), seconds)
+        except InfeasibleBudget:
+            pass
+        least = self._prepared(known.optimizers, known.accumulates, known.loss)
+        if self._limit is not None and self._limit.size_bytes is not None:
+            self._within(least, seconds)
+        return leanest_plan(self._prepared(known.optimizers, known.accumulates, loss),
+                            Effort(solver=self._planning.solver, time_limit=seconds))
+
+    def _within(self, prepared: PreparedStep, seconds: float) -> Plan:
+        return plan_within(prepared, resolve(self._limit, prepared),
+                           Effort(solver=self._planning.solver, time_limit=seconds))
+
+    def _prepared(self, optimizers: tuple[ref[Optimizer], ...] | str | None, accumulates: bool,
+                  loss: SeenLoss | None) -> PreparedStep:
+        planning, step = self._planning, self._step
+        if loss is not None and self._partial is not None:
+            step = with_held(step, loss.held_bytes)
+        elif loss is not None:
+            if self._with_loss is None or self._with_loss[0] != loss:
+                self._with_loss = loss, with_seen_loss(step, loss)
+            step = self._with_loss[1]
+        if planning.optimizer is None:
+            alive = optimizers if optimizers is None or isinstance(optimizers, str) else tuple(
+                found for each in optimizers if (found := each()) is not None)
+            step = with_optimizer(step, alive or None)
+        accumulates = accumulates or planning.accumulation > 1
+        if accumulates:
+            step = with_earlier_gradients(step)
+        return prepare(step, tensors=self._tensors, inputs=self._inputs,
+                       backend=planning.backend, cost_model=planning.cost_model,
+                       accumulation=max(2, planning.accumulation) if accumulates else 1)
+
+
+def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
+    """The plan for the smallest budget that can be met."""
+    try:
+        return plan_within(prepared, max(prepared.resident_bytes, 1), effort)
+    except InfeasibleBudget as refusal:
+        return plan_within(prepared, refusal.minimum_bytes, effort)
