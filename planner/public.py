@@ -1,6 +1,7 @@
 """The public names of `planner`, which hands them on."""
 
 from planner.api import plan
+from planner.attached.within import plan_of, within
 from planner.errors import (
     CaptureError,
     InfeasibleBudget,
@@ -42,5 +43,7 @@ __all__ = [
     "max_sequence_length",
     "memory",
     "plan",
+    "plan_of",
     "verify",
+    "within",
 ]
