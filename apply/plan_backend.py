@@ -19,6 +19,7 @@ from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
 from graph_capture.joint_graph.lower import LoweredRegion
+from graph_capture.joint_graph.naming import name_modules
 from graph_capture.joint_graph.outline import outline
 from graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
 from graph_capture.torch_compat import (
@@ -55,7 +56,13 @@ class PlanBackend:
         self._regions = tuple(range(len(recipe.regions)) if regions is None else regions)
         self._compiled_regions = 0
         self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
+        self.running: nn.Module | None = None
+        """The module whose forward is being called: the model or a block; `None`: not known, and
+        modules keep the names that the graph has."""
         self.has_begun = False
+        """Whether anything captured has run in this call."""
+        self.planned_runs = 0
+        """Regions of the plan that have run in this call."""
 
     def with_recipe(self, recipe: Recipe, regions: Sequence[int]) -> Self:
         """The backend of these regions of another recipe for the same captured graphs, the very
@@ -68,6 +75,8 @@ class PlanBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         match: Match | None = None
+        if self.running is not None:
+            name_modules(module, self.running)
         # Read now: the model may have been given other parameters since the plan was applied.  Only
         # the names, since what compiles keeps `partition`, and an input may be an activation.
         names = {id(tensor): name for name, tensor in
@@ -88,6 +97,7 @@ class PlanBackend:
 
         def call(*args: Any) -> Any:
             self.has_begun = True
+            self.planned_runs += match is not None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             return outputs

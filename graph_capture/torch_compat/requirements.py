@@ -45,7 +45,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._ops.HigherOrderOperator",
         "torch._ops.OpOverload",
         "torch.fx.graph.CodeGen.gen_fn_def(self, variables, annotation, expanded_def=)",
-        "torch.nn.Module._call_impl",
         "torch.utils._pytree.tree_flatten(tree)",
         "torch.utils._pytree.tree_leaves(tree)",
         "torch.utils._pytree.tree_map(function, tree)",

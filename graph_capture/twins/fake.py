@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.module_forward import take_down
 from graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -95,6 +96,7 @@ def twin_by(copier: TwinCopier, model: nn.Module, args: tuple[Any, ...], kwargs:
             extra: tuple[Any, ...], planned: torch.device) -> FakeTwin:
     """The twin that `copier` makes; sizes are counted as by the allocator of `planned`."""
     twin = copier.module(model)
+    take_down(twin)  # A plan that the model runs under is none of the model's.
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     buffers = dict(twin.named_buffers(remove_duplicate=False))
     of_parameters = {storage_key(fake) for fake in parameters.values()}
