@@ -161,22 +161,21 @@ class _Replay(torch.autograd.Function):
                 ) -> torch.Tensor:
         """A scalar, and the memory that goes with it."""
         ctx.peak_bytes, ctx.sizes = peak_bytes, sizes
-        ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-                       for tensor in outputs]
-        loss = torch.empty((), device=outputs[0].device)
-        torch.empty(max(0, peak_bytes - _SCALAR_BYTES), dtype=torch.uint8,
-                    device=outputs[0].device)
+        ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in outputs]
+        # Made of tensors without data, these have none.
+        loss = outputs[0].new_empty((), dtype=torch.float32)
+        outputs[0].new_empty(max(0, peak_bytes - _SCALAR_BYTES), dtype=torch.uint8)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *seeds: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the outputs, each of the size that was seen."""
         gradients: list[torch.Tensor] = []
-        for (shape, strides, dtype, device), size in zip(ctx.layouts, ctx.sizes, strict=True):
-            whole = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            gradients.append(whole if size >= whole.untyped_storage().nbytes()
-                             else torch.empty((), dtype=dtype, device=device).expand(shape))
-            del whole
+        for (shape, strides, dtype), size in zip(ctx.layouts, ctx.sizes, strict=True):
+            is_whole = size >= shape.numel() * dtype.itemsize
+            gradients.append(
+                seeds[0].new_empty_strided(shape, strides, dtype=dtype) if is_whole
+                else seeds[0].new_empty((), dtype=dtype).expand(shape))
         left = ctx.peak_bytes - sum(ctx.sizes) - 2 * _SCALAR_BYTES
-        torch.empty(max(0, left), dtype=torch.uint8, device=seeds[0].device)
+        seeds[0].new_empty(max(0, left), dtype=torch.uint8)
         return (None, None, *gradients)

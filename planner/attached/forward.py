@@ -14,9 +14,11 @@ torch's is counted as none, which the log says.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -101,7 +103,6 @@ class PlanningForward(CountingForward):
         self._optimizers: list[ref[Optimizer]] = []
         self._accumulates = False
         self._backward_seen = False
-        self._is_planning = False
         observe(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class PlanningForward(CountingForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in a training step under a plan."""
         self._end_watch()
-        if self._is_planning or not torch.is_grad_enabled() or not _needs_gradient(
+        if not torch.is_grad_enabled() or not _needs_gradient(
                 self.__self__, args, kwargs):
             return self.plain(*args, **kwargs)
         if any(not isinstance(mode, LossWatch) for mode in active_modes()):
@@ -156,7 +157,7 @@ class PlanningForward(CountingForward):
     def _step(self, call: CallCircumstances, has_gradients: bool, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
         """Run the step under a plan that serves it; returns that graph, and the output."""
-        refusal: PlanMismatch | None = None
+        refusal = ""
         known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
             if not graph.may_serve(call):
@@ -167,10 +168,10 @@ class PlanningForward(CountingForward):
             except PlanMismatch as error:
                 if graph.code.has_begun:  # random state and buffers may have changed
                     raise
-                refusal = error
+                refusal = str(error)
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
-        if refusal is not None and any(graph.planner is None for graph in self.graphs):
+        if refusal and any(graph.planner is None for graph in self.graphs):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
         graph = self._new_graph(call, has_gradients, args, kwargs)
@@ -180,10 +181,10 @@ class PlanningForward(CountingForward):
         overrides = dict(graph.plan.recipe.overrides)
         return graph.code(self.__self__, self.inner, *args, **{**overrides, **kwargs})
 
-    def _refusal(self, call: CallCircumstances, error: PlanMismatch | None) -> PlanMismatch:
+    def _refusal(self, call: CallCircumstances, refusal: str) -> PlanMismatch:
         planned = next((graph.circumstances for graph in reversed(self.graphs)
                         if graph.circumstances is not None), None)
-        reason = str(error) if planned is None else call.difference_from(planned, self.__self__)
+        reason = refusal if planned is None else call.difference_from(planned, self.__self__)
         return PlanMismatch(
             f'no plan serves this step of {self._name}, and on_new="refuse" allows no other: '
             f'{reason}. Begin with the largest step, or use on_new="replan"')
@@ -289,9 +290,16 @@ class PlanningForward(CountingForward):
         if self._watch is not None and self._watch.end():
             self._watch = None
 
-    def _planning(self) -> Any:
+    @contextlib.contextmanager
+    def _planning(self) -> Iterator[None]:
         """Inside, the module has the forward that is planned."""
-        return in_place_of_forward(self.__self__, self.inner)
+        try:
+            with in_place_of_forward(self.__self__, self.inner):
+                yield
+        finally:
+            # Caught errors and the compiler's garbage refer to frames, which refer to the caller's
+            # frame, and so would hold its variables beyond the step.
+            gc.collect()
 
     @property
     def _name(self) -> str:

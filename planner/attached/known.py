@@ -2,9 +2,9 @@
 
 The model of the world: a model sees its own calls.  What else the budget of a step must hold - the
 state of the optimizer, gradients from before, the caller's loss - it learns while the first step
-runs.  Until then a plan counts on the worst of the common cases: AdamW, gradients of an earlier
-micro-step, a loss like the cross-entropy of what the model returns.  Where that does not fit, the
-first step runs under the schedule that takes least.
+runs.  Until then a plan within the budget leaves as much room as there is for the common cases:
+AdamW with gradients of an earlier micro-step, a loss like the cross-entropy of what the model
+returns.
 
 The graph is captured once and planned again as more is known; only a loss that leaves out a
 differentiable output needs another capture.
@@ -15,7 +15,8 @@ Blind spots: what the loss takes is that of the first step; a loss that grows la
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -31,7 +32,6 @@ from graph_capture.completed import (
     with_optimizer,
     with_seen_loss,
 )
-from graph_capture.plain_step.loss import OutputGradient
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
@@ -45,9 +45,10 @@ from planner.step.prepared import PreparedStep, prepare
 
 _ASSUMED_OPTIMIZER = "adamw"
 """Counted until an optimizer has stepped: none in common use holds more."""
-_ASSUMED_LOSS = 6
+_LOSS_GUESSES = (6, 3, 2)
 """Peak of a loss that was not seen yet, in multiples of the model's output: for cross-entropy in
-16-bit floats its logits in 32 bits, their log-softmax, and the gradients of both."""
+16-bit floats (its logits in 32 bits, their log-softmax, the gradients of both), in 32 bits, and for
+a loss that saves one tensor of that size."""
 _PROVISIONAL_SHARE = 0.25
 """Part of the time limit for a plan that is made for one step."""
 
@@ -97,11 +98,13 @@ class GraphPlanner:
 
     @property
     def assumed_loss(self) -> SeenLoss:
-        """A loss outside of the model, before any was seen."""
+        """A loss outside of the model that takes as much as any in common use."""
+        return self._guessed_loss(_LOSS_GUESSES[0])
+
+    def _guessed_loss(self, multiple: int) -> SeenLoss:
         outputs = self._step.baseline.loss.outputs
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
-        return SeenLoss(_ASSUMED_LOSS * size_bytes + 8, 8, tuple(
-            OutputGradient(gradient.flows, gradient.size_bytes) for gradient in outputs))
+        return SeenLoss(multiple * size_bytes + 8, 8, outputs)
 
     def plan(self, known: Known) -> Plan:
         """The plan for a step of which all is known; raises `InfeasibleBudget`."""
@@ -111,22 +114,35 @@ class GraphPlanner:
         return self._within(prepared, max(left, self._planning.time_limit / 2))
 
     def provisional_plan(self, known: Known) -> Plan:
-        """A plan for a step of which the optimizer or the loss is not known yet.
+        """A plan for a step of which the optimizer or the loss is not known yet: within the budget,
+        with as much room for them as there is.  A percentage is of the step without them.
 
-        Raises `InfeasibleBudget` where the budget is too small whatever they are.
+        Raises `InfeasibleBudget` where the budget is too small whatever they are; where it is a
+        percentage, that cannot be known, and the schedule that takes least is returned.
         """
-        loss = known.loss or (self.assumed_loss if self.loss_is_outside else None)
-        optimizer = known.optimizers if known.optimizers is not None else _ASSUMED_OPTIMIZER
-        seconds = _PROVISIONAL_SHARE * self._planning.time_limit
-        try:
-            return self._within(self._prepared(optimizer, True, loss), seconds)
-        except InfeasibleBudget:
-            pass
-        least = self._prepared(known.optimizers, known.accumulates, known.loss)
-        if self._limit is not None and self._limit.size_bytes is not None:
-            self._within(least, seconds)
-        return leanest_plan(self._prepared(known.optimizers, known.accumulates, loss),
-                            Effort(solver=self._planning.solver, time_limit=seconds))
+        as_known = self._prepared(known.optimizers, known.accumulates, known.loss)
+        limit_bytes = resolve(self._limit, as_known)
+        effort = Effort(solver=self._planning.solver,
+                        time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
+        for optimizer, accumulates, loss in self._guesses(known):
+            prepared = self._prepared(optimizer, accumulates, loss)
+            if limit_bytes is None or prepared.may_fit(limit_bytes):
+                with suppress(InfeasibleBudget):
+                    return plan_within(prepared, limit_bytes, effort)
+        if self._limit is not None and self._limit.size_bytes is None:
+            return leanest_plan(as_known, effort)
+        return plan_within(as_known, limit_bytes, effort)
+
+    def _guesses(self, known: Known) -> Iterator[tuple[Any, bool, SeenLoss | None]]:
+        """What may be true of a step, the most demanding first."""
+        losses = [known.loss]
+        if self.loss_is_outside and known.loss is None:
+            losses = [self._guessed_loss(multiple) for multiple in _LOSS_GUESSES]
+        if known.optimizers is None and self._planning.optimizer is None:
+            for loss in losses[:2]:
+                yield _ASSUMED_OPTIMIZER, True, loss
+        for loss in losses:
+            yield known.optimizers, known.accumulates, loss
 
     def _within(self, prepared: PreparedStep, seconds: float) -> Plan:
         return plan_within(prepared, resolve(self._limit, prepared),
