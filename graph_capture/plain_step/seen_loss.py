@@ -2,8 +2,8 @@
 
 The model of the world: a model returns its output, the caller makes a loss of it and calls
 `backward()`, and the first that the model hears of it again are the gradients of its output.  What
-was allocated in between, on the model's device and on the thread that called it, is the loss's; what
-of that is still alive when the gradients arrive, and is none of them, the caller holds.
+was allocated in between, on the model's device and on the thread that called it, is the loss's;
+what of that is still alive when the gradients arrive, and is none of them, the caller holds.
 
 `LossWatch` follows one such stretch of a real step, as the memory tracker follows a traced one;
 `ReplayedLoss` takes in a traced step what was seen.  Values are not changed: the very ops run.

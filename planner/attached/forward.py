@@ -62,7 +62,8 @@ class Settings:
 class PlannedGraph:
     """One graph of the model, and the plan that it runs under now."""
 
-    def __init__(self, module: nn.Module, plan: Plan, circumstances: CallCircumstances | None = None,
+    def __init__(self, module: nn.Module, plan: Plan,
+                 circumstances: CallCircumstances | None = None,
                  planner: GraphPlanner | None = None) -> None:
         """`circumstances`, `planner`: of the call that it was captured from; `None`: the plan was
         given."""
@@ -135,7 +136,7 @@ class PlanningForward(CountingForward):
         """The plan that the last step ran under."""
         return None if self.running is None else self.running.plan
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in a training step under a plan."""
         self._end_watch()
@@ -276,8 +277,9 @@ class PlanningForward(CountingForward):
             if not self._watch.begin():
                 self._watch, graph.loss = None, planner.assumed_loss
         if not self._backward_seen:
-            for node in {tensor.grad_fn for tensor in output_tensors(output)} - {None}:
-                node.register_prehook(partial(_note_backward, ref(self)))
+            for node in {tensor.grad_fn for tensor in output_tensors(output)}:
+                if node is not None:
+                    node.register_prehook(partial(_note_backward, ref(self)))
 
     def _loss_seen(self, graph: PlannedGraph, seen: SeenLoss) -> None:
         graph.loss = seen
