@@ -82,7 +82,7 @@ def capture_step(
     device: torch.device | str | None = None, gpu: str | None = None, keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
-    progress: Progress | None = None,
+    answers: tuple[Any, ...] | None = None, progress: Progress | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -92,7 +92,8 @@ def capture_step(
     that Inductor partitions: after its decompositions and its passes over the joint graph.
     `regions`: what is captured as one piece, see `graph_capture.dynamo.blocks.find_blocks`.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
-    well.
+    well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
+    captured in pieces.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -103,6 +104,7 @@ def capture_step(
     twin = make_twin(model, tuple(args), {**(kwargs or {}), **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
+    twin = replace(twin, answers=answers)
     costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say)
     inductor = backend == "inductor"
     if inductor:
@@ -112,7 +114,7 @@ def capture_step(
     blocks = find_blocks(model, regions)
     # Code between blocks runs as it is written, and must see what it takes for ordinary tensors.
     traced, traced_loss = twin, twin_loss
-    if blocks and twin.trace_device.type == "cpu":
+    if (blocks or answers is not None) and twin.trace_device.type == "cpu":
         traced = data_less_twin(twin, extra=(twin_loss,))
         traced_loss = traced.extra[-1]
     recording, output = record_training_step(traced, traced_loss, costs.workspace_bytes, blocks,
