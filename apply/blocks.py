@@ -23,14 +23,19 @@ from apply.planned_code import PlannedCode
 from apply.planned_forward import CountingForward
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.step_counts import reason_of_mode
-from graph_capture.module_forward import Forward, StandIn, own_forward, set_forward
+from graph_capture.module_forward import (
+    Forward,
+    StandIn,
+    own_forward,
+    set_forward,
+    standing_in,
+)
 
 
 def attach_to_blocks(model: nn.Module, recipe: Recipe,
                      block_of: Callable[[str], nn.Module | None]) -> None:
     """Put planned forwards into `model` and its blocks, which `block_of` finds by name; raises
     `PlanMismatch` where the model has no such blocks."""
-    codes: list[PlannedCode] = []
     for shared in shared_code(recipe):
         blocks = []
         for name in shared.blocks:
@@ -39,10 +44,10 @@ def attach_to_blocks(model: nn.Module, recipe: Recipe,
                 raise PlanMismatch(f"the plan has a block {name}, this model has none; make a plan "
                                    "for this model")
             blocks.append(block)
-        codes.append(PlannedCode(type(blocks[0]).__name__, model, recipe, shared.regions))
+        code = PlannedCode(type(blocks[0]).__name__, model, recipe, shared.regions)
         for block in blocks:
-            set_forward(block, BlockForward(block, own_forward(block), codes[-1]))
-    set_forward(model, ModelForward(model, own_forward(model), recipe, codes))
+            set_forward(block, BlockForward(block, own_forward(block), code))
+    set_forward(model, ModelForward(model, own_forward(model), recipe))
 
 
 class BlockForward(StandIn):
@@ -51,6 +56,8 @@ class BlockForward(StandIn):
     def __init__(self, block: nn.Module, inner: Forward | None, code: PlannedCode | None) -> None:
         """`code`: `None` runs the block as it is written."""
         super().__init__(block, inner)
+        self.planned_runs = 0
+        """Regions of the plan that have run here."""
         self._code = code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -62,31 +69,27 @@ class BlockForward(StandIn):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        code = self._code
+        args, code = self.without_self(args), self._code
         if (code is None or not torch.is_grad_enabled()
                 or self.__self__.training != code.recipe.training):
             return self.plain(*args, **kwargs)
-        return code(self.__self__, self.inner, *args, **kwargs)
+        result = code(self.__self__, self.inner, *args, **kwargs)
+        self.planned_runs += code.planned_runs
+        return result
 
 
 class ModelForward(CountingForward):
     """The forward of a model with planned blocks: its own, with the arguments that capture forced.
     """
 
-    def __init__(self, model: nn.Module, inner: Forward | None, recipe: Recipe,
-                 codes: list[PlannedCode]) -> None:
+    def __init__(self, model: nn.Module, inner: Forward | None, recipe: Recipe) -> None:
         super().__init__(model, inner)
         self.recipes = (recipe,)
         self.recipe: Recipe | None = recipe
-        self._codes = codes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = super().__deepcopy__(memo)
-        new._codes = [copy.deepcopy(code, memo) for code in self._codes]
-        return new
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self.without_self(args)
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         recipe, = self.recipes
@@ -94,12 +97,17 @@ class ModelForward(CountingForward):
             self.steps.count(reason_of_mode(recipe.training))
             return self.plain(*args, **kwargs)
         before = self._planned_runs()
-        result = self.plain(*args, **{**dict(recipe.overrides), **kwargs})
+        try:
+            result = self.plain(*args, **{**dict(recipe.overrides), **kwargs})
+        except PlanMismatch as error:
+            raise self.explained(recipe, error, args, kwargs) from None
         self.steps.count(None if self._planned_runs() > before else _NO_BLOCK)
         return result
 
     def _planned_runs(self) -> int:
-        return sum(code.all_planned_runs for code in self._codes)
+        found = (standing_in(self.__self__.get_submodule(name))
+                 for recipe in self.recipes for name in recipe.blocks)
+        return sum(block.planned_runs for block in found if isinstance(block, BlockForward))
 
 
 _NO_BLOCK = ("no block of the plan ran in this step, which ran as it is written: something else "

@@ -27,8 +27,6 @@ class PlannedCode:
                  regions: Sequence[int] | None = None) -> None:
         """`regions`: those of the recipe that may be met here, by default all."""
         self.model, self.recipe = model, recipe
-        self.all_planned_runs = 0
-        """Regions of the plan that have run so far."""
         self._name, self._regions = name, regions
         self._backend = _backend_of(model, recipe, regions)
         self._compiled = compile_forward(name, self._backend)
@@ -42,6 +40,16 @@ class PlannedCode:
     def has_begun(self) -> bool:
         """Whether a part of the model has run in the last call."""
         return self._backend.has_begun
+
+    @property
+    def keep_going(self) -> bool:
+        """Whether a region that is not the plan's, in a step of which a part has run, runs without
+        recomputation and with a warning; otherwise it ends the step with `PlanMismatch`."""
+        return self._backend.keeps_going
+
+    @keep_going.setter
+    def keep_going(self, value: bool) -> None:
+        self._backend.keeps_going = value
 
     @property
     def planned_runs(self) -> int:
@@ -61,8 +69,6 @@ class PlannedCode:
                 if isinstance(error.inner_exception, PlanMismatch):
                     raise error.inner_exception from None
                 raise
-            finally:
-                self.all_planned_runs += backend.planned_runs
 
     def why_unplanned(self) -> str | None:
         """Why the last call, which went well, did not run under the plan; `None` where it did."""

@@ -15,16 +15,17 @@ import copyreg
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Self
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import nn
 
+from apply.circumstances import circumstances_of, differences
 from apply.errors import PlanMismatch
 from apply.planned_code import PlannedCode
-from apply.recipe import Recipe
+from apply.recipe import Circumstances, Recipe
 from apply.step_counts import StepCounts, reason_of_mode
+from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
 from graph_capture.torch_compat import pytree
 
@@ -38,29 +39,20 @@ class CountingForward(StandIn):
     def __init__(self, module: nn.Module, inner: Forward | None) -> None:
         super().__init__(module, inner)
         self.steps = StepCounts()
-        _STANDING[id(module)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "steps": StepCounts()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        _STANDING[id(self.__self__)] = self
+    def circumstances(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Circumstances:
+        """Those of a call of the forward beneath this one."""
+        with in_place_of_forward(self.__self__, self.inner):
+            return circumstances_of(self.__self__, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = super().__deepcopy__(memo)
-        _STANDING[id(new.__self__)] = new
-        return new
-
-
-_STANDING: WeakValueDictionary[int, CountingForward] = WeakValueDictionary()
-"""By identity of the module: what was put into it, wherever it is wrapped now."""
-
-
-def standing_in(module: nn.Module) -> CountingForward | None:
-    """What was put in the place of a module's forward, though others may have wrapped it since."""
-    found = _STANDING.get(id(module))
-    return found if found is not None and found.__self__ is module else None
+    def explained(self, recipe: Recipe, error: PlanMismatch, args: tuple[Any, ...],
+                  kwargs: dict[str, Any]) -> PlanMismatch:
+        """The error with what differs from the recipe's circumstances in front."""
+        words = differences(recipe, self.__self__, self.circumstances(args, kwargs))
+        return PlanMismatch(f"{'; '.join(words)}: {error}") if words else error
 
 
 class PlannedForward(CountingForward):
@@ -92,6 +84,7 @@ class PlannedForward(CountingForward):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self.without_self(args)
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         known = [number for number, recipe in enumerate(self.recipes)
@@ -109,21 +102,31 @@ class PlannedForward(CountingForward):
         return result
 
     def _step(self, known: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = _kind_of_call(self.__self__, args, kwargs)
-        refusal: PlanMismatch | None = None
-        for number in sorted(known, key=lambda number: number != self._served.get(kind)):
+        module, kind = self.__self__, _kind_of_call(self.__self__, args, kwargs)
+        served = self._served.get(kind)
+        if served is not None:
+            known = [served, *(number for number in known if number != served)]
+        elif len(known) > 1:
+            now = self.circumstances(args, kwargs)
+            known = sorted(known, key=lambda number: len(
+                differences(self.recipes[number], module, now)))
+        refusals: list[tuple[int, PlanMismatch]] = []
+        for number in known:
             try:
                 return self._run(number, kind, args, kwargs)
             except PlanMismatch as error:
+                refusals.append((number, error))
                 # What has begun may have changed random state and buffers.
                 if self._codes[number].has_begun:
-                    raise
-                refusal = refusal or error
+                    raise self.explained(self.recipes[number], error, args, kwargs) from None
         if self._replan is None:
-            raise refusal or PlanMismatch("there is no plan for this model. Make one")
+            if not refusals:
+                raise PlanMismatch("there is no plan for this model. Make one")
+            number, error = refusals[0]
+            raise self.explained(self.recipes[number], error, args, kwargs) from None
         # What is planned is the forward beneath this one, called as it is called here.
-        with in_place_of_forward(self.__self__, self.inner):
-            self.recipes += (self._replan(self.__self__, args, kwargs),)
+        with in_place_of_forward(module, self.inner):
+            self.recipes += (self._replan(module, args, kwargs),)
         return self._run(len(self.recipes) - 1, kind, args, kwargs)
 
     def _run(self, number: int, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -132,7 +135,8 @@ class PlannedForward(CountingForward):
         if number not in self._codes:
             self._codes[number] = PlannedCode(type(module).__name__, module, recipe)
         code = self._codes[number]
-        result = code(module, self.inner, *args, **{**dict(recipe.overrides), **kwargs})
+        args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
+        result = code(module, self.inner, *args, **kwargs)
         self._served[kind], self.recipe = number, recipe
         self.steps.count(code.why_unplanned())
         return result

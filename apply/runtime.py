@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from apply.blocks import attach_to_blocks
+from apply.circumstances import tensor_keys
 from apply.errors import PlanMismatch
 from apply.planned_forward import PlannedForward, Replan
 from apply.recipe import ParameterKey, Recipe
@@ -25,7 +26,7 @@ from graph_capture.module_forward import (
     take_down,
 )
 
-__all__ = ["Replan", "apply_recipe", "attach", "tensor_keys"]
+__all__ = ["Replan", "apply_recipe", "attach", "detach"]
 
 
 def apply_recipe(
@@ -116,15 +117,6 @@ def _shallow(module: nn.Module) -> nn.Module:
     copied = copy.copy(module)
     set_forward(copied, rebound(own_forward(module), module, copied))
     return copied
-
-
-def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:
-    """Every parameter and buffer of a model, as a recipe lists them."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return tuple(
-        ParameterKey(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."),
-                     tensor.requires_grad)
-        for name, tensor in named)
 
 
 def _check_tensors(model: nn.Module, expected: Sequence[ParameterKey]) -> None:

@@ -36,13 +36,18 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 
 from apply.plan_backend import boxed_callable
-from benchmarks.arguments import benchmark_parser, parse
-from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error
+from benchmarks.arguments import add_numbers, benchmark_parser, parse
+from benchmarks.measure import (
+    MEGABYTE,
+    gradients,
+    peak_bytes,
+    plan_or_smallest,
+    relative_error,
+)
 from benchmarks.models import WORKLOADS, Workload
+from benchmarks.table import Table
 from graph_capture.op_costs.costs import OpCosts
 from graph_capture.torch_compat import aot_backend, compile_module, compile_settings
-from planner.api import capture
-from planner.errors import InfeasibleBudget
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep
 
@@ -193,24 +198,15 @@ class Row:
                 and self.least_time.overhead <= self.overhead)
 
 
-HEADER = (
-    f"| {'torch':^46} | {'ours, least FLOPs':^39} | {'ours, least time':^39} | {'':7} | {'':6} |\n"
-    f"| {'ratio':>5} | {'peak MB':>8} | {'MFLOP':>8} | {'time %':>6} | {'grad':>7} "
-    + 2 * f"| {'peak MB':>8} | {'MFLOP':>8} | {'time %':>6} | {'status':<8} "
-    + f"| {'grad':>7} | better |")
-
-
-def line(row: Row) -> str:
-    """A row of the table."""
-    def ours(plan: Ours) -> str:
-        return (f"{plan.peak_bytes / MEGABYTE:>8.2f} | {plan.recompute_flops / 1e6:>8.1f} | "
-                f"{100 * plan.overhead:>6.2f} | {plan.status:<8}")
-
-    error = max(row.least_flops.gradient_error, row.least_time.gradient_error)
-    return (f"| {row.ratio:>5.2g} | {row.peak_bytes / MEGABYTE:>8.2f} | "
-            f"{row.recompute_flops / 1e6:>8.1f} | {100 * row.overhead:>6.2f} | "
-            f"{row.gradient_error:>7.1e} | {ours(row.least_flops)} | {ours(row.least_time)} | "
-            f"{error:>7.1e} | {'yes' if row.won else 'NO':<6} |")
+def cells(row: Row) -> list[object]:
+    """What a row of the table shows."""
+    plans = (row.least_flops, row.least_time)
+    shown: list[object] = [row.ratio, row.peak_bytes / MEGABYTE, row.recompute_flops / 1e6,
+                           100 * row.overhead, row.gradient_error]
+    for plan in plans:
+        shown += [plan.peak_bytes / MEGABYTE, plan.recompute_flops / 1e6, 100 * plan.overhead,
+                  plan.status]
+    return [*shown, max(plan.gradient_error for plan in plans), "yes" if row.won else "NO"]
 
 
 def for_least_flops(prepared: PreparedStep) -> PreparedStep:
@@ -252,15 +248,6 @@ def compare(workload: Workload, prepared: PreparedStep, ratio: float, expected: 
                relative_error(gradients(workload, theirs), expected), least_flops, least_time)
 
 
-def minimum_bytes(prepared: PreparedStep, time_limit: float) -> int:
-    """The smallest peak that the planner meets, above resident memory."""
-    try:
-        plan = plan_within(prepared, prepared.resident_bytes, Effort(time_limit=time_limit))
-    except InfeasibleBudget as refusal:
-        return refusal.minimum_bytes - prepared.resident_bytes
-    return plan.peak_bytes - prepared.resident_bytes
-
-
 def run(workload: Workload, ratios: Sequence[float], time_limit: float) -> bool:
     """Print the table of one model; whether the planner wins every row and the minimum."""
     workload = returning_loss_only(workload)
@@ -270,19 +257,22 @@ def run(workload: Workload, ratios: Sequence[float], time_limit: float) -> bool:
         reference = Compiled(workload.model, compile_module(workload.model, "eager"))
         expected = gradients(workload, reference)
     plain_peak = peak_bytes(workload, workload.model)
-    prepared = capture(workload.model, workload.inputs, loss_fn=workload.loss_fn)
+    prepared = workload.prepare()
     print(f"\n{workload.name}: {len(prepared.base.graph.ops)} ops, "
           f"{prepared.base.graph.step_flops / 1e6:.0f} MFLOP, "
           f"plain eager step {plain_peak / MEGABYTE:.2f} MB, nothing recomputed "
-          f"{(prepared.keep_all_peak_bytes - prepared.resident_bytes) / MEGABYTE:.2f} MB\n{HEADER}",
-          flush=True)
+          f"{(prepared.keep_all_peak_bytes - prepared.resident_bytes) / MEGABYTE:.2f} MB; torch, "
+          "then plans for the least FLOPs and the least time", flush=True)
+    plan = ("peak MB:8.2f", "MFLOP:8.1f", "time %:6.2f", "status:8")
+    table = Table("ratio:.2g", *plan[:3], "grad:7.1e", *plan, *plan, "grad:7.1e", "better")
     rows: list[Row] = []
     for ratio in ratios:
         rows.append(compare(workload, prepared, ratio, expected, time_limit,
                             rows[-1] if rows else None))
-        print(line(rows[-1]), flush=True)
+        table.row(*cells(rows[-1]))
     lowest = min(row.peak_bytes for row in rows)
-    minimum = minimum_bytes(prepared, time_limit)
+    smallest = plan_or_smallest(prepared, prepared.resident_bytes, time_limit)
+    minimum = smallest.peak_bytes - prepared.resident_bytes
     print(f"smallest peak: torch {lowest / MEGABYTE:.2f} MB, ours {minimum / MEGABYTE:.2f} MB "
           f"({minimum / lowest:.2f} of it)")
     return all(row.won for row in rows) and minimum < lowest
@@ -292,15 +282,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where torch wins anywhere."""
     parser = benchmark_parser("against_torch", __doc__, models=("gpt2", "bert", "unet"),
                               threads=2, time_limit=30.0)
-    parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
+    add_numbers(parser, "--ratios", RATIOS, "values of activation_memory_budget")
     parser.add_argument("--dropout", type=float,
                         help="probability in GPT-2, BERT and T5; by default the published one")
     arguments = parse(parser, argv)
     won = True
     for name in arguments.model:
         options = {} if arguments.dropout is None else {"dropout": arguments.dropout}
-        won &= run(WORKLOADS[name](**options), [float(r) for r in arguments.ratios.split(",")],
-                   arguments.time_limit)
+        won &= run(WORKLOADS[name](**options), arguments.ratios, arguments.time_limit)
     return 0 if won else 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -35,12 +35,32 @@ def benchmark_parser(module: str, doc: str | None, *, models: Iterable[str] | No
 
 def add_names(parser: argparse.ArgumentParser, flag: str, known: Iterable[str],
               default: Iterable[str] | None = None, *, separator: str = ",") -> None:
-    """An option whose value is a list of names, all of them among `known`; the parser ends the
-    process where one is not."""
+    """An option whose value is a list of names, all of them among `known`, or "all"; the parser
+    ends the process where one is not."""
     names = tuple(known)
-    parser.add_argument(flag, type=_some_of(names, separator),
-                        default=names if default is None else tuple(default),
-                        help=f"of {', '.join(names)}, separated by {separator!r}")
+
+    def chosen(text: str) -> tuple[str, ...]:
+        given = names if text == "all" else tuple(text.split(separator))
+        if unknown := [name for name in given if name not in names]:
+            raise argparse.ArgumentTypeError(f"expected {flag.strip('-')} of {', '.join(names)}; "
+                                             f"got {', '.join(unknown)}")
+        return given
+
+    parser.add_argument(flag, type=chosen, default=names if default is None else tuple(default),
+                        help=f"of {', '.join(names)}, separated by {separator!r}; or all")
+
+
+def add_numbers(parser: argparse.ArgumentParser, flag: str, default: Iterable[float],
+                help: str) -> None:
+    """An option whose value is a list of numbers, separated by commas."""
+    def numbers(text: str) -> list[float]:
+        try:
+            return [float(number) for number in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"expected {flag.strip('-')} such as .9,.8; got {text}") from None
+
+    parser.add_argument(flag, type=numbers, default=list(default), help=help)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,14 +69,3 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if "threads" in arguments:
         torch.set_num_threads(arguments.threads)
     return arguments
-
-
-def _some_of(known: Sequence[str], separator: str) -> Callable[[str], tuple[str, ...]]:
-    def names(text: str) -> tuple[str, ...]:
-        chosen = tuple(text.split(separator))
-        if unknown := [name for name in chosen if name not in known]:
-            raise argparse.ArgumentTypeError(
-                f"expected some of {', '.join(known)}; got {', '.join(unknown)}")
-        return chosen
-
-    return names

@@ -24,13 +24,11 @@ from torch import nn
 
 from apply.blocks import count_decisions
 from benchmarks.arguments import add_names, benchmark_parser, parse
+from benchmarks.table import Table
 from planner.api import capture
 from planner.arguments.planning import BACKENDS
 from planner.search.effort import Effort
 from planner.search.planning import plan_within
-
-HEADER = ("| backend  | regions | budget | layers | decisions | capture s |  plan s | compile s |\n"
-          "|----------|---------|-------:|-------:|----------:|----------:|--------:|----------:|")
 
 
 def gpt2(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -51,13 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", default="6,12,24")
     parser.add_argument("--budgets", default="none,70", help="percentages of the plain peak")
     options = parse(parser, arguments)
-    print(HEADER, flush=True)
+    table = Table("backend:8", "regions", "budget:>6", "layers:d", "decisions:d", "capture s:.1f",
+                  "plan s:7.1f", "compile s:.1f")
     for regions in options.regions:
         for budget in options.budgets.split(","):
             for layers in map(int, options.layers.split(",")):
                 line = multiprocessing.get_context("spawn").Process(
                     target=measure,
-                    args=(options.backend, regions, budget, layers, options.time_limit))
+                    args=(options.backend, regions, budget, layers, options.time_limit, table))
                 line.start()
                 line.join()
                 if line.exitcode:
@@ -65,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(backend: str, regions: str, budget: str, layers: int, time_limit: float) -> None:
+def measure(backend: str, regions: str, budget: str, layers: int, time_limit: float, table: Table
+            ) -> None:
     """Print one line."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as empty:
@@ -74,10 +74,13 @@ def measure(backend: str, regions: str, budget: str, layers: int, time_limit: fl
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if backend == "inductor":  # What each process compiles once: Inductor's own headers.
             torch.compile(lambda x: x.sin().sum())(torch.ones(64, requires_grad=True)).backward()
-        _measure(backend, regions, budget, layers, time_limit)
+        table.row(backend, regions, budget, layers,
+                  *_measured(backend, regions, budget, layers, time_limit))
 
 
-def _measure(backend: str, regions: str, budget: str, layers: int, time_limit: float) -> None:
+def _measured(backend: str, regions: str, budget: str, layers: int, time_limit: float
+              ) -> tuple[int, float, float, float]:
+    """Different decisions; seconds of capture, of planning and of compiling."""
     model, batch = gpt2(layers)
     times = [cpu_seconds()]
     prepared = capture(model, batch, regions=regions, backend=backend)
@@ -91,9 +94,7 @@ def _measure(backend: str, regions: str, budget: str, layers: int, time_limit: f
         times.append(cpu_seconds())
     captured, planned, first, second = (
         end - begin for begin, end in pairwise(times))
-    print(f"| {backend:<8} | {regions:<7} | {budget:>6} | {layers:6} "
-          f"| {count_decisions(plan.recipe):9} | {captured:9.1f} | {planned:7.1f} "
-          f"| {first - second:9.1f} |", flush=True)
+    return count_decisions(plan.recipe), captured, planned, first - second
 
 
 def cpu_seconds() -> float:

@@ -28,7 +28,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +38,13 @@ from torch import nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from benchmarks.against_torch import returning_loss_only
-from benchmarks.arguments import benchmark_parser, parse
-from benchmarks.measure import (
-    MEGABYTE,
-    gradients,
-    peak_bytes,
-    relative_error,
-    run_step,
-    time_in_turns,
-)
+from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
+from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error, time_steps
 from benchmarks.models import WORKLOADS, Workload
+from benchmarks.table import Table
 from graph_capture.dynamo.captured_graphs import GraphCode
 from graph_capture.torch_compat import compile_module, compile_settings
 from graph_capture.torch_compat.inductor import inductor_backend
-from planner.api import capture
 from planner.errors import InfeasibleBudget
 from planner.plans.file import load
 from planner.plans.plan import Plan
@@ -119,12 +111,18 @@ class Planner:
 
     def plan(self, label: str, budget_bytes: int) -> Plan:
         """The plan within a budget; raises `InfeasibleBudget`."""
+        return self._kept(
+            label.rstrip("%"), lambda plan: plan.budget_bytes == budget_bytes,
+            lambda: plan_within(self.prepared, budget_bytes, Effort(time_limit=self.time_limit)))
+
+    def _kept(self, label: str, is_right: Callable[[Plan], bool], make: Callable[[], Plan]) -> Plan:
+        """The plan in the folder, else one that is made, and put there."""
         if self.folder is None:
-            return plan_within(self.prepared, budget_bytes, Effort(time_limit=self.time_limit))
-        path = self.folder / f"{self.workload.name}-{label.rstrip('%')}{self.suffix}.json"
-        if path.exists() and (plan := load(path)).budget_bytes == budget_bytes:
+            return make()
+        path = self.folder / f"{self.workload.name}-{label}{self.suffix}.json"
+        if path.exists() and is_right(plan := load(path)):
             return plan
-        plan = plan_within(self.prepared, budget_bytes, Effort(time_limit=self.time_limit))
+        plan = make()
         plan.save(path)
         return plan
 
@@ -147,51 +145,37 @@ class Planner:
 
     def smallest(self) -> Measured:
         """The plan that takes the least memory, its peak taken for the budget."""
-        path = None if self.folder is None else (
-            self.folder / f"{self.workload.name}-smallest{self.suffix}.json")
-        if path is not None and path.exists():
-            plan = load(path)
-        else:
+        def make() -> Plan:
             plan = smallest_plan(self.prepared, Effort(time_limit=self.time_limit))
-            plan = replace(plan, budget_bytes=plan.peak_bytes)
-            if path is not None:
-                plan.save(path)
+            return replace(plan, budget_bytes=plan.peak_bytes)
+
+        plan = self._kept("smallest", lambda plan: True, make)
         return measure(self.workload, "smallest", plan.apply(self.workload.model), plan)
-
-
-BUDGETS_HEADER = (
-    "| model | step | budget MB | predicted MB | measured MB | over | gradient error | time | "
-    "estimated |\n|---|---|---:|---:|---:|---|---:|---:|---:|")
 
 
 def print_budgets(workload: Workload, prepared: PreparedStep, models: Sequence[Measured],
                   reference: torch.Tensor, rounds: int) -> bool:
     """The table of one model, whose first line is `torch.compile`; whether every budget is held and
     every gradient right."""
-    print(f"\n{BUDGETS_HEADER}")
-    times = time_in_turns([partial(run_step, workload, row.model) for row in models], rounds)
+    times = time_steps(workload, [row.model for row in models], rounds)
+    print()
+    table = Table("model:6", "step:13", "budget MB:.2f", "predicted MB:.2f", "measured MB:.2f",
+                  "over", "gradient error:.1e", "time:>19", "estimated:.3f")
     good = True
     for index, row in enumerate(models):
         error = relative_error(row.gradients, reference)
-        budget = predicted = estimated = ""
+        planned: tuple[float | None, ...] = (None, None, None)
         over = False
         if row.plan is not None:
             assert row.plan.budget_bytes is not None
             limit = row.plan.budget_bytes - prepared.resident_bytes
             over = row.peak_bytes > limit
-            budget = f"{limit / MEGABYTE:.2f}"
-            predicted = f"{(row.plan.peak_bytes - prepared.resident_bytes) / MEGABYTE:.2f}"
-            estimated = f"{1 + row.plan.overhead:.3f}"
+            planned = (limit / MEGABYTE, (row.plan.peak_bytes - prepared.resident_bytes) / MEGABYTE,
+                       1 + row.plan.overhead)
         good &= not over and error <= GRADIENT_TOLERANCE
-        print(f"| {workload.name} | {row.label} | {budget} | {predicted} | "
-              f"{row.peak_bytes / MEGABYTE:.2f} | {'OVER' if over else 'no'} | {error:.1e} | "
-              f"{times.ratio(index, 0)} | {estimated} |", flush=True)
+        table.row(workload.name, row.label, *planned[:2], row.peak_bytes / MEGABYTE,
+                  "OVER" if over else "no", error, times.ratio(index, 0), planned[2])
     return good
-
-
-AGAINST_HEADER = (
-    "| model | ratio | torch: peak MB | torch: time | plan: peak MB | plan: time | "
-    "plan / torch | not slower |\n|---|---:|---:|---:|---:|---:|---:|---|")
 
 
 def peaks_of_torch(prepared: PreparedStep, ratios: Sequence[float]) -> dict[float, int]:
@@ -227,16 +211,17 @@ def compare_with_torch(planner: Planner, default: Measured, lowest: Measured,
             return False
         pairs.append((theirs, ours))
     steps = [default, *(step for pair in pairs for step in pair)]
-    times = time_in_turns([partial(run_step, workload, step.model) for step in steps], rounds)
-    print(AGAINST_HEADER)
+    times = time_steps(workload, [step.model for step in steps], rounds)
+    table = Table("model:6", "ratio:>5", "torch, peak MB:.2f", "torch, time:>19",
+                  "plan, peak MB:.2f", "plan, time:>19", "plan / torch:>19", "not slower")
     won = True
     for number, (theirs, ours) in enumerate(pairs):
         against = times.ratio(2 + 2 * number, 1 + 2 * number)
         won &= against.median <= 1.0
-        print(f"| {workload.name} | {theirs.label} | {theirs.peak_bytes / MEGABYTE:.2f} | "
-              f"{times.ratio(1 + 2 * number, 0)} | {ours.peak_bytes / MEGABYTE:.2f} | "
-              f"{times.ratio(2 + 2 * number, 0)} | {against} | "
-              f"{'yes' if against.median <= 1.0 else 'no'} |", flush=True)
+        table.row(workload.name, theirs.label, theirs.peak_bytes / MEGABYTE,
+                  times.ratio(1 + 2 * number, 0), ours.peak_bytes / MEGABYTE,
+                  times.ratio(2 + 2 * number, 0), against,
+                  "yes" if against.median <= 1.0 else "no")
     smallest_of_torch = peaks[least]
     print(f"{workload.name}: smallest peak: torch {smallest_of_torch / MEGABYTE:.2f} MB, plan "
           f"{lowest.peak_bytes / MEGABYTE:.2f} MB "
@@ -250,13 +235,11 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
     workload = returning_loss_only(WORKLOADS[name](**options))
 
     def planner_for(suffix: str) -> Planner:
-        return Planner(workload, capture(
-            workload.model, workload.inputs, loss_fn=workload.loss_fn, backend="inductor",
-            regions=arguments.regions),
-            arguments.time_limit, arguments.plans, arguments.fractions, suffix)
+        return Planner(workload, workload.prepare(backend="inductor", regions=arguments.regions),
+                       arguments.time_limit, arguments.plans, arguments.fractions, suffix)
 
-    tables, good = arguments.tables.split(","), True
-    if tables != ["random"]:
+    tables, good = arguments.tables, True
+    if tables != ("random",):
         planner = planner_for("")
         default = measure(workload, "torch.compile", Compiled(workload.model))
         lowest = planner.smallest()
@@ -285,23 +268,16 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
     return good
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a budget, a gradient or a comparison fails."""
     parser = benchmark_parser("compiled", __doc__, models=("gpt2", "llama", "bert", "vit", "unet"),
                               rounds=9, threads=2, time_limit=60.0)
     parser.add_argument("--layers", type=int, help="of the transformers; by default 4")
-    parser.add_argument("--fractions", type=_numbers, default=list(FRACTIONS),
-                        help="of the peak of torch.compile(model)")
-    parser.add_argument("--ratios", type=_numbers, default=list(RATIOS),
-                        help="of activation_memory_budget")
+    add_numbers(parser, "--fractions", FRACTIONS, "of the peak of torch.compile(model)")
+    add_numbers(parser, "--ratios", RATIOS, "of activation_memory_budget")
     parser.add_argument("--plans", type=Path, help="folder in which plans are kept")
     parser.add_argument("--regions", default="model", choices=("model", "blocks"))
-    parser.add_argument("--tables", default="budgets,random,torch",
-                        help="of the three above: budgets, random, torch")
+    add_names(parser, "--tables", ("budgets", "random", "torch"))
     arguments = parse(parser, argv)
     if arguments.regions == "blocks" and "torch" in arguments.tables:
         parser.error("--regions blocks goes with --tables budgets,random")

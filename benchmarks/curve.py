@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,9 +23,15 @@ import planner
 from benchmarks.against_torch import returning_loss_only
 from benchmarks.arguments import benchmark_parser, parse
 from benchmarks.compiled import Compiled
-from benchmarks.measure import MEGABYTE, Ratio, peak_bytes, run_step, time_in_turns
+from benchmarks.measure import (
+    MEGABYTE,
+    Ratio,
+    peak_bytes,
+    time_steps,
+    with_gradient_checkpointing,
+)
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.step_time import with_gradient_checkpointing
+from benchmarks.table import Table
 from planner.reporters.figures import new_figure
 
 RATIOS = (0.7, 0.5, 0.4, 0.2)
@@ -49,7 +54,7 @@ def measure(workload: Workload, steps: Iterable[tuple[str, str, nn.Module]],
     """Peaks and times of steps given as series, label and model; the first is what they are
     compared with."""
     named = [(series, label, model, peak_bytes(workload, model)) for series, label, model in steps]
-    times = time_in_turns([partial(run_step, workload, each[2]) for each in named], rounds)
+    times = time_steps(workload, [model for _, _, model, _ in named], rounds)
     return [Point(series, label, peak, times.ratio(index, 0))
             for index, (series, label, _, peak) in enumerate(named)]
 
@@ -116,14 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(parser, argv)
     sizes = (options.model, options.points, options.rounds, options.time_limit)
     print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds; median "
-          "[quartiles] of the time of a step ÷ that of the first of its executor\n"
-          "| executor | step | | peak MB | time |\n|---|---|---|---:|---:|", flush=True)
+          "[quartiles] of the time of a step ÷ that of the first of its executor", flush=True)
+    table = Table("executor:20", "step:31", ":17", "peak MB:.2f", "time:>19")
     panels: dict[str, list[Point]] = {}
     for title, measured in (("op by op", op_by_op), ("compiled by Inductor", compiled)):
         panels[title] = measured(*sizes)
         for point in panels[title]:
-            print(f"| {title} | {point.series} | {point.label} | "
-                  f"{point.peak_bytes / MEGABYTE:.2f} | {point.time} |", flush=True)
+            table.row(title, point.series, point.label, point.peak_bytes / MEGABYTE, point.time)
     if options.draw:
         draw(panels, options.draw)
     return 0

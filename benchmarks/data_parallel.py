@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -37,8 +36,9 @@ from torch.utils import _pytree as pytree
 
 import planner
 from benchmarks.arguments import add_names, benchmark_parser, parse
-from benchmarks.measure import MEGABYTE
+from benchmarks.measure import MEGABYTE, held_by_loss, storage_bytes
 from benchmarks.models import WORKLOADS, Workload
+from benchmarks.table import Table
 from graph_capture.plain_step.loss import objective
 from graph_capture.torch_compat.process_memory import cpu_levels
 from planner.ranks.layout import unit_names
@@ -138,14 +138,6 @@ def make_optimizer(model: nn.Module, name: str, parallel: planner.DataParallel) 
     return OPTIMIZERS[name](model.parameters(), lr=1e-3)
 
 
-def held_bytes(tensors: Iterable[object]) -> int:
-    """Bytes of the storages of these tensors, those of a sharded one on this rank."""
-    local = [t._local_tensor if isinstance(t, DTensor) else t
-             for t in tensors if isinstance(t, torch.Tensor)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}
-    return sum(storages.values())
-
-
 def measure_here(workload: Workload, parallel: planner.DataParallel, optimizer: str) -> Measured:
     """Three steps on this rank of the process group; the third is measured."""
     made: list[Callable[..., Any]] = []
@@ -165,9 +157,9 @@ def measure_here(workload: Workload, parallel: planner.DataParallel, optimizer: 
     for _ in range(2):
         step()
         stepper.zero_grad(set_to_none=True)
-    resident = buckets + held_bytes([
+    resident = buckets + storage_bytes([
         *workload.model.parameters(), *workload.model.buffers(),
-        *pytree.tree_leaves(workload.inputs), *_labels(workload)]) + held_bytes(
+        *pytree.tree_leaves(workload.inputs), *held_by_loss(workload)]) + storage_bytes(
         pytree.tree_leaves(_state_of(stepper)))
     gc.collect()
     peak = max(cpu_levels(step))
@@ -177,12 +169,6 @@ def measure_here(workload: Workload, parallel: planner.DataParallel, optimizer: 
 def _state_of(optimizer: Optimizer) -> list[object]:
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     return [value for state in inner.state.values() for value in state.values()]
-
-
-def _labels(workload: Workload) -> list[object]:
-    """Tensors that the loss holds; the account counts them among the buffers."""
-    closure = getattr(workload.loss_fn, "__closure__", None) or ()
-    return [cell.cell_contents for cell in closure]
 
 
 def _rank(rank: int, port: int, name: str, case: str, optimizer: str, folder: str) -> None:
@@ -208,26 +194,19 @@ def measure(name: str, case: str, optimizer: str) -> Measured:
     return max(found, key=lambda measured: measured.peak_bytes)
 
 
-HEADER = (f"| {'model':<6} | {'wrapper':<18} | {'optimizer':<9} | {'resident MB':>11} | "
-          f"{'measured':>8} | {'off %':>6} | {'peak MB':>9} | {'measured':>9} | {'off %':>6} |\n"
-          f"|{'-' * 8}|{'-' * 20}|{'-' * 11}|{'-' * 12}:|{'-' * 9}:|{'-' * 7}:|{'-' * 10}:|"
-          f"{'-' * 10}:|{'-' * 7}:|")
-
-
-def compare(name: str, case: str, optimizer: str) -> bool:
+def compare(name: str, case: str, optimizer: str, table: Table) -> bool:
     """Print one row; whether the peak is predicted well enough."""
     workload = SMALL_STEPS[name]()
     predicted = planner.data_parallel(
         workload.model, workload.inputs, parallel=CASES[case], loss_fn=workload.loss_fn,
         optimizer=OPTIMIZERS[optimizer])
     found = measure(name, case, optimizer)
-    off = predicted.peak_bytes / found.peak_bytes - 1
-    print(f"| {name:<6} | {case:<18} | {optimizer:<9} | "
-          f"{predicted.resident_bytes / MEGABYTE:>11.3f} | {found.resident_bytes / MEGABYTE:>8.3f} "
-          f"| {100 * (predicted.resident_bytes / found.resident_bytes - 1):>6.2f} | "
-          f"{predicted.peak_bytes / MEGABYTE:>9.3f} | {found.peak_bytes / MEGABYTE:>9.3f} | "
-          f"{100 * off:>6.2f} |", flush=True)
-    return abs(off) <= TOLERANCE
+    cells: list[float] = []
+    for ours, theirs in ((predicted.resident_bytes, found.resident_bytes),
+                         (predicted.peak_bytes, found.peak_bytes)):
+        cells += [ours / MEGABYTE, theirs / MEGABYTE, 100 * (ours / theirs - 1)]
+    table.row(name, case, optimizer, *cells)
+    return abs(predicted.peak_bytes / found.peak_bytes - 1) <= TOLERANCE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,8 +217,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_names(parser, "--optimizer", OPTIMIZERS, ("adamw",))
     arguments = parse(parser, argv)
     torch.set_num_threads(1)
-    print(HEADER, flush=True)
-    ok = [compare(name, case, optimizer) for name in arguments.model
+    figures = ("measured:9.3f", "off %:6.2f")
+    table = Table("model:6", "wrapper:18", "optimizer", "resident MB:.3f", *figures, "peak MB:9.3f",
+                  *figures)
+    ok = [compare(name, case, optimizer, table) for name in arguments.model
           for optimizer in arguments.optimizer for case in arguments.case]
     return 0 if all(ok) else 1
 

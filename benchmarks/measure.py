@@ -5,17 +5,24 @@ Steps are forward, loss and backward from `grad = None`; there is no optimizer.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks.models import Workload
 from graph_capture.memory.allocator import record_peak
 from graph_capture.plain_step.loss import objective
+from planner.errors import InfeasibleBudget
+from planner.plans.plan import Plan
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep
 
 MEGABYTE = 1e6
 
@@ -35,6 +42,37 @@ def peak_bytes(workload: Workload, model: nn.Module) -> int:
     peak = record_peak(lambda: run_step(workload, model), "cpu").peak_bytes
     model.zero_grad(set_to_none=True)
     return peak
+
+
+def plan_or_smallest(step: PreparedStep, budget_bytes: int, time_limit: float) -> Plan:
+    """The plan within a budget of the whole step, or within the smallest that can be met."""
+    while True:
+        try:
+            return plan_within(step, budget_bytes, Effort(time_limit=time_limit))
+        except InfeasibleBudget as refusal:  # on a busy machine maybe more than once
+            budget_bytes = refusal.minimum_bytes
+
+
+def with_gradient_checkpointing(workload: Workload) -> nn.Module | None:
+    """A copy of the model under `gradient_checkpointing_enable()`; `None` where it has none."""
+    if not hasattr(workload.model, "gradient_checkpointing_enable"):
+        return None
+    model = copy.deepcopy(workload.model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def held_by_loss(workload: Workload) -> list[object]:
+    """What the loss holds, its labels among it; the account counts these among the buffers."""
+    closure = getattr(workload.loss_fn, "__closure__", None) or ()
+    return [cell.cell_contents for cell in closure]
+
+
+def storage_bytes(tensors: Iterable[object]) -> int:
+    """Bytes of the storages of the tensors among these, those of a sharded one on this rank."""
+    local = [t._local_tensor if isinstance(t, DTensor) else t
+             for t in tensors if isinstance(t, torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}.values())
 
 
 def gradients(workload: Workload, model: nn.Module, *, seed: int = 1) -> torch.Tensor:
@@ -91,6 +129,13 @@ class Times:
         ratios = [a / b for a, b in zip(self.seconds[index], self.seconds[base], strict=True)]
         low, middle, high = quantiles(ratios, n=4, method="inclusive")
         return Ratio(middle, low, high)
+
+
+def time_steps(workload: Workload, models: Iterable[nn.Module], rounds: int,
+               clock: Callable[[], float] = time.perf_counter) -> Times:
+    """Times of a step of each model, run in turns."""
+    return time_in_turns([partial(run_step, workload, model) for model in models], rounds,
+                         clock=clock)
 
 
 def time_in_turns(alternatives: Sequence[Callable[[], object]], rounds: int,

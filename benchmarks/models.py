@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from planner.api import capture
+from planner.step.prepared import PreparedStep
+
 LAYERS, WIDTH, VOCABULARY = 4, 256, 1024
 
 
@@ -28,6 +31,10 @@ class Workload:
     inputs: tuple[Any, ...] | Mapping[str, Any]
     loss_fn: Callable[[Any], Tensor] | None = None
     """`None`: the model makes its own loss."""
+
+    def prepare(self, **arguments: Any) -> PreparedStep:
+        """The step, captured; `arguments` are those of `planner.api.capture`."""
+        return capture(self.model, self.inputs, loss_fn=self.loss_fn, **arguments)
 
     def call(self, model: nn.Module) -> Any:
         """The output of `model`, which takes what `self.model` takes."""

@@ -16,46 +16,33 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from benchmarks.arguments import benchmark_parser, parse
-from benchmarks.measure import run_step, time_in_turns
+from benchmarks.arguments import add_numbers, benchmark_parser, parse
+from benchmarks.measure import plan_or_smallest, time_steps
 from benchmarks.models import WORKLOADS, Workload
-from planner.api import capture
+from benchmarks.table import Table
 from planner.arguments.planning import BACKENDS
-from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
-from planner.plans.plan import Plan
-from planner.search.planning import Effort, plan_within
-from planner.step.prepared import PreparedStep
+from planner.search.planning import plan_within
 
 PRICES = ("measured", "roofline")
 
 
-def plan_at(prepared: PreparedStep, budget_bytes: int, time_limit: float) -> Plan:
-    """The plan for a budget, or for the smallest that can be met."""
-    try:
-        return plan_within(prepared, budget_bytes, Effort(time_limit=time_limit))
-    except InfeasibleBudget as refusal:
-        return plan_within(prepared, refusal.minimum_bytes, Effort(time_limit=time_limit))
-
-
 def compare(workload: Workload, backend: str, budgets: Sequence[float], rounds: int,
-            time_limit: float) -> None:
+            time_limit: float, table: Table) -> None:
     """Measure one model's plans and print their lines."""
     prices = PRICES if backend == "eager" else PRICES[:1]
-    steps = {name: capture(workload.model, workload.inputs, loss_fn=workload.loss_fn,
-                           backend=backend, cost_model=name) for name in prices}
+    steps = {name: workload.prepare(backend=backend, cost_model=name) for name in prices}
     prepared = steps["measured"]
     keep_all = plan_within(prepared, None)
     below = 0 if backend == "eager" else prepared.resident_bytes
     share = (keep_all.peak_bytes - below) / 100
-    plans = [plan_at(prepared, below + int(share * percent), time_limit) for percent in budgets]
+    plans = [plan_or_smallest(prepared, below + int(share * percent), time_limit)
+             for percent in budgets]
     models = [plan.apply(workload.model) for plan in (keep_all, *plans)]
-    times = time_in_turns([partial(run_step, workload, model) for model in models], rounds,
-                          clock=time.process_time)
+    times = time_steps(workload, models, rounds, clock=time.process_time)
     for index, plan in enumerate(plans, start=1):
         predicted = [100 * plan.overhead]
         if backend == "eager":
@@ -64,32 +51,27 @@ def compare(workload: Workload, backend: str, budgets: Sequence[float], rounds: 
             predicted = [100 * form.overhead(schedule) for form in forms]
         ratio = times.ratio(index, 0)
         found = 100 * (ratio.median - 1)
-        print(f"| {workload.name:<6} | {(plan.budget_bytes - below) / share:5.0f}% "
-              f"| {found:6.1f} [{100 * (ratio.low - 1):5.1f} {100 * (ratio.high - 1):5.1f}] "
-              + " ".join(f"| {value:8.1f} | {value - found:+6.1f}" for value in predicted) + " |",
-              flush=True)
+        table.row(workload.name, f"{(plan.budget_bytes - below) / share:.0f}%",
+                  f"{found:6.1f} [{100 * (ratio.low - 1):5.1f} {100 * (ratio.high - 1):5.1f}]",
+                  *(number for value in predicted for number in (value, value - found)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = benchmark_parser("overheads", __doc__, models=("gpt2", "bert", "vit", "unet"),
                               rounds=9, threads=1, time_limit=10.0)
-    parser.add_argument("--budgets", default="80,60,45")
+    add_numbers(parser, "--budgets", (80, 60, 45), "percentages")
     parser.add_argument("--backend", choices=BACKENDS, default="eager")
     options = parse(parser, arguments)
     print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds; "
           "extra time in % of the step; off: percentage points")
-    if options.backend == "eager":
-        print("| model  | budget | measured on the step   | by timed ops |    off | by the table |"
-              "    off |")
-        print("|--------|-------:|-----------------------:|-------------:|-------:|-------------:|"
-              "-------:|")
-    else:
-        print("| model  | budget | measured on the step   | by timed kernels |    off |")
-        print("|--------|-------:|-----------------------:|-----------------:|-------:|")
+    priced = (("by timed ops", "by the table") if options.backend == "eager"
+              else ("by timed kernels",))
+    table = Table("model:6", "budget:>6", "measured on the step:>22",
+                  *(column for price in priced for column in (f"{price}:.1f", "off:+6.1f")))
     for name in options.model:
-        compare(WORKLOADS[name](), options.backend, [float(x) for x in options.budgets.split(",")],
-                options.rounds, options.time_limit)
+        compare(WORKLOADS[name](), options.backend, options.budgets, options.rounds,
+                options.time_limit, table)
     return 0
 
 

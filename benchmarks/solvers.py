@@ -10,7 +10,6 @@ running every op once.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -20,9 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
 from benchmarks.baselines import checkmate, moccasin
 from benchmarks.problem_file import read_problem
 from benchmarks.published import PUBLISHED
+from benchmarks.table import Table
 from solvers import SOLVERS, Algorithm, InfeasibleBudget, load_problem, simulate, solve
 from solvers.lazy import cheapest_walk
 from solvers.local_search import improve, repair
@@ -30,24 +31,12 @@ from solvers.minimum import minimum_peak, working_set_floor
 from solvers.problem import Problem, Schedule
 
 
-class Row(NamedTuple):
-    """One line of the table; None: nothing was found, nothing is proven."""
+class Found(NamedTuple):
+    """What a solver hands back; None: nothing was found, nothing is proven."""
 
-    instance: str
-    ops: int
-    budget: float
-    solver: str
     schedule: Schedule | None
     bound: float | None
     """Lower bound on the cost of every legal schedule, in the problem's unit."""
-    seconds: float
-
-
-class Found(NamedTuple):
-    """What a solver hands back."""
-
-    schedule: Schedule | None
-    bound: float | None
 
 
 Method = Callable[[Problem, int, float, int], Found]
@@ -106,42 +95,28 @@ def machine() -> str:
 
 
 def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: Sequence[str],
-            time_limit: float, seed: int) -> list[Row]:
+            time_limit: float, seed: int, table: Table) -> None:
     """Run the solvers on one problem, printing each row as it comes."""
     plain_peak, _ = simulate(problem, problem.keep_all_schedule)
-    rows = []
+
+    def percent(cost: float) -> float:
+        return 100 * (cost / problem.keep_all_cost - 1)
+
     for budget in budgets:
+        published = ", ".join(map(str, PUBLISHED.get((instance, round(budget, 6)), ())))
         for name in solvers:
             start = time.monotonic()
             found = METHODS[name](problem, int(budget * plain_peak), time_limit, seed)
-            row = Row(instance, len(problem), budget, name, found.schedule, found.bound,
-                      time.monotonic() - start)
-            rows.append(row)
-            print(_line(problem, row, plain_peak), flush=True)
-    return rows
-
-
-HEADER = (f"| {'instance':<20} | {'ops':>5} | {'budget':>6} | {'solver':<9} | {'found %':>8} | "
-          f"{'bound %':>8} | {'seconds':>7} | {'peak':>6} | published %\n"
-          f"|{'-' * 22}|{'-' * 6}:|{'-' * 7}:|{'-' * 11}|{'-' * 9}:|{'-' * 9}:|{'-' * 8}:|"
-          f"{'-' * 7}:|---")
-
-
-def _line(problem: Problem, row: Row, plain_peak: int) -> str:
-    def percent(cost: float) -> str:
-        return f"{100 * (cost / problem.keep_all_cost - 1):.3f}"
-
-    found, peak, bound = "none", "", ""
-    if row.schedule is not None:
-        simulation = simulate(problem, row.schedule)
-        if simulation.peak_bytes > row.budget * plain_peak:
-            raise AssertionError(f"{row.solver} on {row.instance} at {row.budget} is over budget")
-        found, peak = percent(simulation.cost), f"{simulation.peak_bytes / plain_peak:.4f}"
-    if row.bound is not None:
-        bound = percent(row.bound)
-    published = ", ".join(map(str, PUBLISHED.get((row.instance, round(row.budget, 6)), ())))
-    return (f"| {row.instance:<20} | {row.ops:>5} | {row.budget:>6g} | {row.solver:<9} | "
-            f"{found:>8} | {bound:>8} | {row.seconds:>7.1f} | {peak:>6} | {published}")
+            seconds, overhead, peak = time.monotonic() - start, None, None
+            if found.schedule is not None:
+                simulation = simulate(problem, found.schedule)
+                if simulation.peak_bytes > budget * plain_peak:
+                    raise AssertionError(f"{name} on {instance} at {budget} is over budget")
+                overhead, peak = percent(simulation.cost), simulation.peak_bytes / plain_peak
+            table.row(instance, len(problem), budget, name,
+                      "none" if overhead is None else overhead,
+                      None if found.bound is None else percent(found.bound), seconds, peak,
+                      published)
 
 
 def _smallest(problem: Problem, instance: str, seed: int) -> str:
@@ -153,40 +128,23 @@ def _smallest(problem: Problem, instance: str, seed: int) -> str:
             f"{100 * (cost / problem.keep_all_cost - 1):.1f}% in {time.monotonic() - start:.1f} s")
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.solvers",
-                                     description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = benchmark_parser("solvers", __doc__, time_limit=60.0)
     parser.add_argument("--instances", type=Path, help="folder of node-link JSON instances")
     parser.add_argument("--problems", type=Path, nargs="*", default=[],
                         help="files written by benchmarks.problem_file.save_problem")
     parser.add_argument("--models", default="",
                         help="names of models to capture, e.g. gpt2,llama_8b")
     parser.add_argument("--only", default="", help="instances whose name contains this")
-    parser.add_argument("--budgets", default=".9,.8,.7,.5,.4,.3,.2",
-                        help="fractions of the plain peak")
-    parser.add_argument("--solvers", default="auto,local",
-                        help=f"of {', '.join(METHODS)}; 'all' for each")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds per run")
+    add_numbers(parser, "--budgets", (0.9, 0.8, 0.7, 0.5, 0.4, 0.3, 0.2),
+                "fractions of the plain peak")
+    add_names(parser, "--solvers", METHODS, ("auto", "local"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minimum", action="store_true", help="also the smallest peak of each")
-    arguments = parser.parse_args(argv)
-    arguments.solvers = list(METHODS) if arguments.solvers == "all" else (
-        arguments.solvers.split(","))
-    unknown = [name for name in arguments.solvers if name not in METHODS]
-    if unknown:
-        parser.error(f"expected solvers of {', '.join(METHODS)}; got {', '.join(unknown)}")
-    try:
-        arguments.budgets = [float(part) for part in arguments.budgets.split(",")]
-    except ValueError:
-        parser.error(f"expected budgets such as .9,.8; got {arguments.budgets}")
+    arguments = parse(parser, argv)
     if arguments.instances is None and not arguments.problems and not arguments.models:
         parser.error("expected --instances FOLDER, --models NAMES or --problems FILE; got none")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    arguments = _arguments(argv)
     problems: list[tuple[str, Problem]] = []
     if arguments.instances is not None:
         problems += [(path.stem, load_problem(path))
@@ -195,15 +153,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.models:
         from benchmarks.captured import captured
 
-        problems += [(name, captured(name).problem) for name in arguments.models.split(",")]
+        problems += [(name, captured(name).base.problem) for name in arguments.models.split(",")]
     problems = [(name, problem) for name, problem in problems if arguments.only in name]
     print(machine())
     print(f"at most {arguments.time_limit:g} s per run, seed {arguments.seed}; overhead in percent "
           "of the plain cost, budget and peak as fractions of the plain peak\n")
-    print(HEADER)
+    table = Table("instance:20", "ops:5d", "budget:g", "solver:9", "found %:8.3f", "bound %:8.3f",
+                  "seconds:.1f", "peak:.4f", "published %")
     for name, problem in problems:
         measure(problem, name, arguments.budgets, arguments.solvers, arguments.time_limit,
-                arguments.seed)
+                arguments.seed, table)
     if arguments.minimum:
         print()
         for name, problem in problems:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -23,15 +23,17 @@ import torch
 from torch import nn
 
 from benchmarks.arguments import add_names, benchmark_parser, parse
+from benchmarks.measure import MEGABYTE
 from benchmarks.models import Workload, bert, gpt2, resnet, vit
+from benchmarks.table import Table
 from graph_capture.memory.allocator import record_stages
 from graph_capture.optimizer.step import OptimizerSettings
 from graph_capture.plain_step.loop import PlainLoop
 from graph_capture.plain_step.loss import Objective, objective
+from planner.arguments.inputs import split_inputs
 from planner.training_loop.account import LoopAccount, account_of
 from planner.training_loop.trace import StepPhase, TrainingLoop, compose
 
-MEGABYTE = 1e6
 STEPS = 3
 
 MODELS: dict[str, Callable[[], Workload]] = {
@@ -137,9 +139,9 @@ class RealLoop:
         return Measured(loaded.end_bytes, tuple(peaks), tuple(ends))
 
     def _load(self) -> None:
-        self._model = copy.deepcopy(self._workload.model)
-        self._inputs = copy.deepcopy(self._workload.inputs)
-        made = self._make(list(self._model.parameters()))
+        self._copy = replace(self._workload, model=copy.deepcopy(self._workload.model),
+                             inputs=copy.deepcopy(self._workload.inputs))
+        made = self._make(list(self._copy.model.parameters()))
         self._optimizers = made if isinstance(made, list) else [made]
 
     def _context(self) -> AbstractContextManager[Any]:
@@ -148,8 +150,7 @@ class RealLoop:
     def _forward(self) -> None:
         self._casts = self._context()  # left when the loss is there
         self._casts.__enter__()
-        self._output = (self._model(*self._inputs) if isinstance(self._inputs, tuple)
-                        else self._model(**self._inputs))
+        self._output = self._copy.call(self._copy.model)
 
     def _loss(self) -> None:
         self._goal = objective(self._output, self._workload.loss_fn)
@@ -196,8 +197,7 @@ class Predictions:
     """The accounts of one model; what settings share is traced once."""
 
     def __init__(self, workload: Workload) -> None:
-        args = workload.inputs if isinstance(workload.inputs, tuple) else ()
-        kwargs = {} if isinstance(workload.inputs, tuple) else workload.inputs
+        args, kwargs = split_inputs(workload.model, workload.inputs)
         self._model = workload.model
         self._loops = {name: PlainLoop(workload.model, args, kwargs, loss_fn=workload.loss_fn,
                                        autocast=dtype) for name, dtype in DTYPES.items()}
@@ -265,23 +265,14 @@ def run(workload: Workload, optimizers: Sequence[str]) -> Iterator[Row]:
         yield Row(setting, predictions.account(setting), measured)
 
 
-HEADER = (f"| {'model':<6} | {'optimizer':<13} | {'dtype':<5} | {'k':>1} | {'reset':<5} | "
-          f"{'predicted MB':>12} | {'measured MB':>11} | {'peak off %':>10} | "
-          f"{'phase off %':>11} | {'resident off B':>14} | {'peak in':<14} |\n"
-          f"|{'-' * 8}|{'-' * 15}|{'-' * 7}|{'-' * 2}:|{'-' * 7}|{'-' * 13}:|{'-' * 12}:|"
-          f"{'-' * 11}:|{'-' * 12}:|{'-' * 15}:|{'-' * 16}|")
-
-
-def line(model: str, row: Row, *, summary: bool) -> str:
-    """A row of the table; `summary`: for all rows of its model and optimizer."""
-    setting, fullest = row.setting, row.predicted.steady.fullest
+def cells(model: str, row: Row, *, summary: bool) -> tuple[object, ...]:
+    """What a row of the table shows; `summary`: for all rows of its model and optimizer."""
+    setting = row.setting
     reset = "None" if setting.set_to_none else "zero"
-    dtype, k, reset = ("all", "*", "all") if summary else (
-        setting.dtype, str(setting.accumulation), reset)
-    return (f"| {model:<6} | {setting.optimizer:<13} | {dtype:<5} | {k:>1} | {reset:<5} | "
-            f"{row.predicted.steady.peak_bytes / MEGABYTE:>12.3f} | "
-            f"{row.measured.peak_bytes(STEPS - 1) / MEGABYTE:>11.3f} | {row.worst:>10.3f} | "
-            f"{row.worst_phase:>11.3f} | {row.resident_off_bytes:>14} | {fullest.phase:<14} |")
+    return (model, setting.optimizer, *(("all", "*", "all") if summary else (
+        setting.dtype, setting.accumulation, reset)),
+        row.predicted.steady.peak_bytes / MEGABYTE, row.measured.peak_bytes(STEPS - 1) / MEGABYTE,
+        row.worst, row.worst_phase, row.resident_off_bytes, row.predicted.steady.fullest.phase)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,7 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="print every row")
     arguments = parse(parser, argv)
     started = time.perf_counter()
-    print(HEADER, flush=True)
+    table = Table("model:6", "optimizer:13", "dtype", "k:>", "reset", "predicted MB:.3f",
+                  "measured MB:.3f", "peak off %:.3f", "phase off %:.3f", "resident off B:d",
+                  "peak in:14")
     rows: list[Row] = []
     for name in arguments.model:
         workload = MODELS[name]()
@@ -300,11 +293,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
             of_model.setdefault(row.setting.optimizer, []).append(row)
             if arguments.all:
-                print(line(name, row, summary=False), flush=True)
+                table.row(*cells(name, row, summary=False))
         if not arguments.all:
             for group in of_model.values():
                 worst = max(group, key=lambda row: abs(row.worst))
-                print(line(name, worst, summary=True), flush=True)
+                table.row(*cells(name, worst, summary=True))
     exact = sum(row.resident_off_bytes == 0 for row in rows)
     print(f"\n{len(rows)} settings in {time.perf_counter() - started:.0f} s: the largest deviation "
           f"of a peak is {max(abs(row.worst) for row in rows):.3f}%, of any phase "

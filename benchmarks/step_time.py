@@ -12,19 +12,24 @@ Peaks are those of forward, loss and backward above resident memory.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.arguments import benchmark_parser, parse
-from benchmarks.measure import MEGABYTE, Times, peak_bytes, run_step, time_in_turns
+from benchmarks.measure import (
+    MEGABYTE,
+    Times,
+    peak_bytes,
+    run_step,
+    time_steps,
+    with_gradient_checkpointing,
+)
 from benchmarks.models import WORKLOADS, Workload
-from planner.api import capture
+from benchmarks.table import Table
 from planner.errors import InfeasibleBudget
 from planner.search.planning import Effort, plan_within
 
@@ -32,19 +37,11 @@ TARGETS = {"gpt2": 1.05, "bert": 1.05, "llama": 1.10, "t5": 1.10, "resnet": 1.10
 """The most that the applied model without recomputation may take, in plain steps."""
 
 
-def with_gradient_checkpointing(workload: Workload) -> nn.Module | None:
-    """A copy of the model under `gradient_checkpointing_enable()`; `None` where it has none."""
-    if not hasattr(workload.model, "gradient_checkpointing_enable"):
-        return None
-    model = copy.deepcopy(workload.model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-def compare(workload: Workload, rounds: int, time_limit: float, show_profile: bool) -> bool:
+def compare(workload: Workload, rounds: int, time_limit: float, show_profile: bool, table: Table
+            ) -> bool:
     """Measure one model and print its lines; whether it meets its targets."""
     plain = workload.model
-    prepared = capture(plain, workload.inputs, loss_fn=workload.loss_fn)
+    prepared = workload.prepare()
     keep_all = plan_within(prepared, None).apply(plain)
     models = {"plain": plain, "nothing recomputed": keep_all}
     checkpointed = with_gradient_checkpointing(workload)
@@ -62,12 +59,11 @@ def compare(workload: Workload, rounds: int, time_limit: float, show_profile: bo
         notes["planned at its peak"] = (f"estimated {plan.overhead:.1%}, bound "
                                         f"{plan.overhead_bound:.1%}, {plan.status}")
     peaks = {name: peak_bytes(workload, model) for name, model in models.items()}
-    times = time_in_turns([partial(run_step, workload, model) for model in models.values()], rounds)
+    times = time_steps(workload, models.values(), rounds)
     names = list(models)
     for index, name in enumerate(names):
-        print(f"| {workload.name:<6} | {name:<29} | {peaks[name] / MEGABYTE:>8.2f} | "
-              f"{times.typical_seconds(index):>7.3f} | {times.ratio(index, 0)!s:<19} | "
-              f"{notes.get(name, '')}", flush=True)
+        table.row(workload.name, name, peaks[name] / MEGABYTE, times.typical_seconds(index),
+                  times.ratio(index, 0), notes.get(name))
     if show_profile:
         print_profile(workload, plain, keep_all, rounds)
     return met(workload.name, names, times)
@@ -88,11 +84,6 @@ def met(model: str, names: Sequence[str], times: Times) -> bool:
               f"less than 1 wanted: {'met' if planned.median < 1 else 'MISSED'}")
         ok = ok and planned.median < 1
     return ok
-
-
-HEADER = (f"| {'model':<6} | {'step':<29} | {'peak MB':>8} | {'seconds':>7} | "
-          f"{'of the plain step':<19} | plan\n|{'-' * 8}|{'-' * 31}|{'-' * 9}:|{'-' * 8}:|"
-          f"{'-' * 21}|---")
 
 
 def print_profile(workload: Workload, plain: nn.Module, applied: nn.Module, rounds: int) -> None:
@@ -127,9 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="compare the steps kernel by kernel")
     arguments = parse(parser, argv)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds; "
-          f"ratios: median [quartiles]\n{HEADER}", flush=True)
-    ok = [compare(WORKLOADS[name](), arguments.rounds, arguments.time_limit, arguments.profile)
-          for name in arguments.model]
+          "ratios: median [quartiles]", flush=True)
+    table = Table("model:6", "step:29", "peak MB:8.2f", "seconds:.3f", "of the plain step:19",
+                  "plan")
+    ok = [compare(WORKLOADS[name](), arguments.rounds, arguments.time_limit, arguments.profile,
+                  table) for name in arguments.model]
     return 0 if all(ok) else 1
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from graph_capture.dynamo.blocks import WHOLE_MODEL, find_blocks
+from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.dynamo.record import Recording
 from graph_capture.dynamo.training_step import record_training_step
 from graph_capture.errors import CaptureError
@@ -99,9 +100,10 @@ def capture_step(
     names nothing in the model.
     """
     say = progress or (lambda message: None)
-    forced = _forced_arguments(model, kwargs or {})
+    args, kwargs = with_distinct_tensors(tuple(args), kwargs or {})
+    forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
-    twin = make_twin(model, tuple(args), {**(kwargs or {}), **dict(forced)}, device=device,
+    twin = make_twin(model, args, {**kwargs, **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
     twin = replace(twin, answers=answers)
@@ -123,7 +125,7 @@ def capture_step(
 
     say("tracing the plain step")
     try:
-        unforced = _without(twin, {name for name, _ in forced} - (kwargs or {}).keys())
+        unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
         baseline = trace_eager_step(unforced, twin_loss, workspace=costs.workspace_bytes)
         later = None if not accumulated else trace_eager_step(
             unforced, twin_loss, workspace=costs.workspace_bytes,

@@ -20,6 +20,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 from torch import nn
 
@@ -39,6 +40,7 @@ class StandIn:
         """`inner`: what the instance had before; `None`: the method of its class."""
         self.__self__ = module
         self.inner = inner
+        _STANDING[id(module)] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward as the module itself has it; subclasses run something else."""
@@ -50,17 +52,20 @@ class StandIn:
             return self.inner(*args, **kwargs)
         return type(self.__self__).forward(self.__self__, *args, **kwargs)
 
+    def without_self(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the forward, where this was made a method of the module once more."""
+        return args[1:] if args and args[0] is self.__self__ else args
+
     @property
     def __func__(self) -> Callable[..., Any]:
         """A function of a module, this or a copy of it, and its arguments."""
-        copies: dict[int, StandIn] = {}
 
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if module is self.__self__:
-                return self(*args, **kwargs)
-            if id(module) not in copies:  # Whoever wrapped this method was copied.
-                copies[id(module)] = copy.deepcopy(self, {id(self.__self__): module})
-            return copies[id(module)](*args, **kwargs)
+            mine = self if module is self.__self__ else standing_in(module)
+            if mine is None:  # Whoever wrapped this method was copied.
+                mine = copy.deepcopy(self, {id(self.__self__): module})
+                vars(module)["_stand_in"] = mine  # which keeps it alive
+            return mine(*args, **kwargs)
 
         forward.__signature__ = inspect.signature(  # type: ignore[attr-defined]
             type(self.__self__).forward)
@@ -81,11 +86,26 @@ class StandIn:
         vars(new).update(self.__getstate__())
         return new
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _STANDING[id(self.__self__)] = self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = memo[id(self)] = copy.copy(self)
         new.__self__ = copy.deepcopy(self.__self__, memo)
         new.inner = copy.deepcopy(self.inner, memo)
+        _STANDING[id(new.__self__)] = new
         return new
+
+
+_STANDING: WeakValueDictionary[int, StandIn] = WeakValueDictionary()
+"""By identity of the module: what was put into it, wherever it is wrapped now."""
+
+
+def standing_in(module: nn.Module) -> StandIn | None:
+    """What was put in the place of a module's forward, though others may have wrapped it since."""
+    found = _STANDING.get(id(module))
+    return found if found is not None and found.__self__ is module else None
 
 
 def own_forward(module: nn.Module) -> Forward | None:
@@ -110,6 +130,7 @@ def take_down(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), StandIn):
             set_forward(module, own_forward(module))
+            _STANDING.pop(id(module), None)
 
 
 @contextlib.contextmanager

@@ -1,49 +1,30 @@
 """The public names of `planner`, which hands them on."""
 
-from planner.api import plan
-from planner.attached.within import plan_of, within
-from planner.errors import (
-    CaptureError,
-    InfeasibleBudget,
-    PlanFileError,
-    PlanMismatch,
-    PlannerError,
-)
-from planner.plans.file import load
-from planner.plans.plan import Plan
-from planner.ranks.data_parallel import DataParallel, RankMemory, data_parallel
-from planner.running.applying import apply
-from planner.running.verify import Verification, verify
-from planner.sizes.advice import Advice, advise
-from planner.sizes.batch_size import LargestSize, max_batch_size, max_sequence_length
-from planner.sizes.frontier import Frontier, frontier
-from planner.training_loop.memory import memory
-from planner.training_loop.report import MemoryReport
+from planner.api import plan as plan
+from planner.attached.within import plan_of as plan_of
+from planner.attached.within import within as within
+from planner.errors import CaptureError as CaptureError
+from planner.errors import InfeasibleBudget as InfeasibleBudget
+from planner.errors import PlanFileError as PlanFileError
+from planner.errors import PlanMismatch as PlanMismatch
+from planner.errors import PlannerError as PlannerError
+from planner.errors import UnsupportedTorch as UnsupportedTorch
+from planner.plans.file import load as load
+from planner.plans.plan import Plan as Plan
+from planner.ranks.data_parallel import DataParallel as DataParallel
+from planner.ranks.data_parallel import RankMemory as RankMemory
+from planner.ranks.data_parallel import data_parallel as data_parallel
+from planner.running.applying import apply as apply
+from planner.running.verify import Verification as Verification
+from planner.running.verify import verify as verify
+from planner.sizes.advice import Advice as Advice
+from planner.sizes.advice import advise as advise
+from planner.sizes.batch_size import LargestSize as LargestSize
+from planner.sizes.batch_size import max_batch_size as max_batch_size
+from planner.sizes.batch_size import max_sequence_length as max_sequence_length
+from planner.sizes.frontier import Frontier as Frontier
+from planner.sizes.frontier import frontier as frontier
+from planner.training_loop.memory import memory as memory
+from planner.training_loop.report import MemoryReport as MemoryReport
 
-__all__ = [
-    "Advice",
-    "CaptureError",
-    "DataParallel",
-    "Frontier",
-    "InfeasibleBudget",
-    "LargestSize",
-    "MemoryReport",
-    "Plan",
-    "PlanFileError",
-    "PlanMismatch",
-    "PlannerError",
-    "RankMemory",
-    "Verification",
-    "advise",
-    "apply",
-    "data_parallel",
-    "frontier",
-    "load",
-    "max_batch_size",
-    "max_sequence_length",
-    "memory",
-    "plan",
-    "plan_of",
-    "verify",
-    "within",
-]
+__all__ = sorted(name for name in globals() if not name.startswith("_"))

@@ -80,7 +80,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
            look: Callable[[FakeTwin, Any, LossFn | None], None] | None, *,
            data_less: bool) -> MicroStep:
     copies = list(twin.fake_of.values())
-    parameters = {id(tensor): name for name, tensor in reversed(twin.parameters.items())}
+    parameters = {id(tensor): name for name, tensor in [*twin.parameters.items()][::-1]}
     with twin.mode:
         for name in with_gradient:
             twin.parameters[name].grad = torch.empty_like(twin.parameters[name])

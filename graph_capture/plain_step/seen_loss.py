@@ -146,7 +146,7 @@ class ReplayedLoss:
         reached = [tensor for tensor, gradient in zip(tensors, seen.outputs, strict=True)
                    if gradient.flows]
         sizes = [gradient.size_bytes for gradient in seen.outputs if gradient.flows]
-        loss: torch.Tensor = _Replay.apply(  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _Replay.apply(
             seen.peak_bytes, sizes, *reached)
         return loss
 

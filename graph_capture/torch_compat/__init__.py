@@ -4,90 +4,47 @@ What is imported here is not covered by torch's compatibility promise.  Each ent
 for; nothing else in the product touches a private name of torch.
 """
 
+from graph_capture.torch_compat.compilation import BackendCompilerFailed as BackendCompilerFailed
+from graph_capture.torch_compat.compilation import BoxedCodeGen as BoxedCodeGen
+from graph_capture.torch_compat.compilation import HigherOrderOperator as HigherOrderOperator
+from graph_capture.torch_compat.compilation import OpOverload as OpOverload
+from graph_capture.torch_compat.compilation import PartitionFunction as PartitionFunction
+from graph_capture.torch_compat.compilation import TorchDynamoException as TorchDynamoException
+from graph_capture.torch_compat.compilation import aot_backend as aot_backend
+from graph_capture.torch_compat.compilation import boxed as boxed
+from graph_capture.torch_compat.compilation import compile_forward as compile_forward
+from graph_capture.torch_compat.compilation import compile_module as compile_module
+from graph_capture.torch_compat.compilation import compile_settings as compile_settings
+from graph_capture.torch_compat.compilation import copied_module as copied_module
+from graph_capture.torch_compat.compilation import cotangent_sources as cotangent_sources
 from graph_capture.torch_compat.compilation import (
-    BackendCompilerFailed,
-    BoxedCodeGen,
-    HigherOrderOperator,
-    OpOverload,
-    PartitionFunction,
-    TorchDynamoException,
-    aot_backend,
-    boxed,
-    compile_forward,
-    compile_module,
-    compile_settings,
-    copied_module,
-    cotangent_sources,
-    eliminate_common_subexpressions,
-    gradient_targets,
-    lookup_backend,
-    mutated_inputs,
-    pass_absent_gradients,
-    primal_indices,
-    pytree,
-    quiet_fake_tensors,
-    sizes_as_they_are,
-    split_joint_graph,
+    eliminate_common_subexpressions as eliminate_common_subexpressions,
 )
+from graph_capture.torch_compat.compilation import gradient_targets as gradient_targets
+from graph_capture.torch_compat.compilation import lookup_backend as lookup_backend
+from graph_capture.torch_compat.compilation import mutated_inputs as mutated_inputs
+from graph_capture.torch_compat.compilation import pass_absent_gradients as pass_absent_gradients
+from graph_capture.torch_compat.compilation import primal_indices as primal_indices
+from graph_capture.torch_compat.compilation import pytree as pytree
+from graph_capture.torch_compat.compilation import quiet_fake_tensors as quiet_fake_tensors
+from graph_capture.torch_compat.compilation import sizes_as_they_are as sizes_as_they_are
+from graph_capture.torch_compat.compilation import split_joint_graph as split_joint_graph
+from graph_capture.torch_compat.memory import FakeTensor as FakeTensor
+from graph_capture.torch_compat.memory import FakeTensorMode as FakeTensorMode
+from graph_capture.torch_compat.memory import GradientSums as GradientSums
+from graph_capture.torch_compat.memory import NoStaticShape as NoStaticShape
+from graph_capture.torch_compat.memory import TorchDispatchMode as TorchDispatchMode
+from graph_capture.torch_compat.memory import active_modes as active_modes
+from graph_capture.torch_compat.memory import cpu_allocations as cpu_allocations
+from graph_capture.torch_compat.memory import cpu_allocations_in_stages as cpu_allocations_in_stages
+from graph_capture.torch_compat.memory import fake_tensor as fake_tensor
 from graph_capture.torch_compat.memory import (
-    FakeTensor,
-    FakeTensorMode,
-    GradientSums,
-    NoStaticShape,
-    TorchDispatchMode,
-    active_modes,
-    cpu_allocations,
-    cpu_allocations_in_stages,
-    fake_tensor,
-    is_traceable_wrapper_subclass,
-    next_node_number,
-    no_active_modes,
-    no_subclass_functions,
-    running_node_number,
-    storage_at,
-    storage_key,
-    tensor_clone,
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
-
-__all__ = [
-    "BackendCompilerFailed",
-    "BoxedCodeGen",
-    "FakeTensor",
-    "FakeTensorMode",
-    "GradientSums",
-    "HigherOrderOperator",
-    "NoStaticShape",
-    "OpOverload",
-    "PartitionFunction",
-    "TorchDispatchMode",
-    "TorchDynamoException",
-    "active_modes",
-    "aot_backend",
-    "boxed",
-    "compile_forward",
-    "compile_module",
-    "compile_settings",
-    "copied_module",
-    "cotangent_sources",
-    "cpu_allocations",
-    "cpu_allocations_in_stages",
-    "eliminate_common_subexpressions",
-    "fake_tensor",
-    "gradient_targets",
-    "is_traceable_wrapper_subclass",
-    "lookup_backend",
-    "mutated_inputs",
-    "next_node_number",
-    "no_active_modes",
-    "no_subclass_functions",
-    "pass_absent_gradients",
-    "primal_indices",
-    "pytree",
-    "quiet_fake_tensors",
-    "running_node_number",
-    "sizes_as_they_are",
-    "split_joint_graph",
-    "storage_at",
-    "storage_key",
-    "tensor_clone",
-]
+from graph_capture.torch_compat.memory import next_node_number as next_node_number
+from graph_capture.torch_compat.memory import no_active_modes as no_active_modes
+from graph_capture.torch_compat.memory import no_subclass_functions as no_subclass_functions
+from graph_capture.torch_compat.memory import running_node_number as running_node_number
+from graph_capture.torch_compat.memory import storage_at as storage_at
+from graph_capture.torch_compat.memory import storage_key as storage_key
+from graph_capture.torch_compat.memory import tensor_clone as tensor_clone

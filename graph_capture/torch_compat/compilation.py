@@ -192,28 +192,25 @@ def split_joint_graph(
 def mutated_inputs(output: fx.Node) -> dict[int, int]:
     """For each forward output that AOTAutograd copies back into an input after the forward:
     position among the outputs -> index of the input."""
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
-    found: dict[int, int] = {}
-    for position, description in enumerate(output.meta.get("desc", ())):
-        if isinstance(description, InputMutationAOTOutput):
-            source = description.mutated_input
-            if isinstance(source, PlainAOTInput):
-                found[position] = source.idx
-    return found
+    return _described_inputs(output, InputMutationAOTOutput, "mutated_input")
 
 
 def gradient_targets(output: fx.Node) -> dict[int, int]:
     """For each output that is a gradient: position among the outputs -> index of the input."""
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
-    found: dict[int, int] = {}
-    for position, description in enumerate(output.meta.get("desc", ())):
-        if isinstance(description, GradAOTOutput):
-            source = description.grad_of
-            if isinstance(source, PlainAOTInput):
-                found[position] = source.idx
-    return found
+    return _described_inputs(output, GradAOTOutput, "grad_of")
+
+
+def _described_inputs(output: fx.Node, kind: type, attribute: str) -> dict[int, int]:
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    return {position: source.idx
+            for position, description in enumerate(output.meta.get("desc", ()))
+            if isinstance(description, kind)
+            and isinstance(source := getattr(description, attribute), PlainAOTInput)}
 
 
 class BoxedCodeGen(CodeGen):
@@ -250,7 +247,7 @@ def pass_absent_gradients(outputs: object) -> None:
     """Let the compiled region behind `outputs` receive `None` for an output without a gradient,
     instead of zeros of its size (`set_materialize_grads` on its autograd node)."""
     for output in pytree.tree_leaves(outputs):
-        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
         for _ in range(4):  # An output that is a view stands a few autograd nodes further.
             if node is None:
                 break

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -164,9 +165,9 @@ def _problem(requirement: str) -> str:
     return ""
 
 
-def _resolve(name: str) -> object:
+def _resolve(name: str) -> Any:
     """The object of a dotted name, whose modules are imported as needed."""
-    found: object = torch
+    found: Any = torch
     parts = name.split(".")
     for position, part in enumerate(parts[1:], start=2):
         if isinstance(found, ModuleType) and not hasattr(found, part):

@@ -140,7 +140,7 @@ class TwinCopier(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.mode = self.new_mode()
+        self.mode: Any = self.new_mode()
         self.device = device
         self.memo: dict[int, Any] = {}
         self.fake_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -234,7 +234,9 @@ class TwinCopier(TorchFunctionMode):
         self.storage_bytes[storage_key(fake)] = storage.nbytes()
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)
-        return fake.requires_grad_(real.requires_grad)
+        fake.requires_grad_(real.requires_grad)
+        # Dynamo treats an attribute that was made so in another way than a registered buffer.
+        return nn.Buffer(fake, persistent=real.persistent) if isinstance(real, nn.Buffer) else fake
 
     def _uncopyable(self, model: nn.Module) -> str:
         """The attribute that `copy.deepcopy` fails on, in words."""

@@ -15,9 +15,12 @@ torch's is counted as none, which the log says.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import gc
 import logging
 import math
+import pickle
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +34,7 @@ from torch.optim import Optimizer
 from apply.errors import PlanMismatch
 from apply.planned_code import PlannedCode
 from apply.planned_forward import CountingForward
+from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import output_tensors
 from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss
@@ -78,6 +82,7 @@ class PlannedGraph:
         """Run under this plan from here on."""
         self.plan = plan
         self.code = PlannedCode(type(module).__name__, module, plan.recipe)
+        self.code.keep_going = True
 
     def may_serve(self, call: CallCircumstances) -> bool:
         """Whether the plan may be for this call; its digests decide."""
@@ -114,10 +119,17 @@ class PlanningForward(CountingForward):
         super().__setstate__(state)
         self._begin()
 
-    def __copy__(self) -> PlanningForward:
-        new = type(self).__new__(type(self))
-        vars(new).update(self.__getstate__())
-        return new
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = self.__getstate__()
+        planning = self.settings.planning
+        lost: dict[str, Any] = {name: None for name in ("loss_fn", "optimizer")
+                                if not _can_be_pickled(getattr(planning, name))}
+        for name in lost:
+            warnings.warn(f"the {name} that planner.within was given cannot be pickled: the loaded "
+                          "model plans without it", stacklevel=2)
+        planning = replace(planning, **lost)
+        state["settings"] = replace(self.settings, planning=planning)
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = super().__deepcopy__(memo)
@@ -140,6 +152,7 @@ class PlanningForward(CountingForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in a training step under a plan."""
         self._end_watch()
+        args = self.without_self(args)
         if not torch.is_grad_enabled() or not _needs_gradient(
                 self.__self__, args, kwargs):
             return self.plain(*args, **kwargs)
@@ -169,7 +182,7 @@ class PlanningForward(CountingForward):
             except PlanMismatch as error:
                 if graph.code.has_begun:  # random state and buffers may have changed
                     raise
-                refusal = str(error)
+                refusal = str(self.explained(graph.plan.recipe, error, args, kwargs))
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
         if refusal and any(graph.planner is None for graph in self.graphs):
@@ -179,8 +192,9 @@ class PlanningForward(CountingForward):
         return graph, self._run(graph, args, kwargs)
 
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        overrides = dict(graph.plan.recipe.overrides)
-        return graph.code(self.__self__, self.inner, *args, **{**overrides, **kwargs})
+        args, kwargs = with_distinct_tensors(
+            args, {**dict(graph.plan.recipe.overrides), **kwargs})
+        return graph.code(self.__self__, self.inner, *args, **kwargs)
 
     def _refusal(self, call: CallCircumstances, refusal: str) -> PlanMismatch:
         planned = next((graph.circumstances for graph in reversed(self.graphs)
@@ -318,6 +332,14 @@ class PlanningForward(CountingForward):
 
     def _say(self, graph: PlannedGraph, more: str) -> None:
         log.info("%s (%s) %s%s", self._name, graph.circumstances, summarize(graph.plan), more)
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a `__reduce__` raises
+        return False
+    return not isinstance(value, Optimizer)  # of which a copy would step nothing
 
 
 def _note_backward(forward: ref[PlanningForward], gradients: object) -> None:

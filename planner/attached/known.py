@@ -7,13 +7,15 @@ AdamW with gradients of an earlier micro-step, a loss like the cross-entropy of 
 returns.
 
 The graph is captured once and planned again as more is known; only a loss that leaves out a
-differentiable output needs another capture.
+differentiable output needs another capture.  Code that asks for values of tensors is called once
+without gradients to learn them (`graph_capture.twins.asked_values`).
 
 Blind spots: what the loss takes is that of the first step; a loss that grows later is not seen.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,7 +26,7 @@ from weakref import ref
 from torch import nn
 from torch.optim import Optimizer
 
-from apply.runtime import tensor_keys
+from apply.circumstances import circumstances_of, tensor_keys
 from graph_capture.capture import CapturedStep
 from graph_capture.completed import (
     with_earlier_gradients,
@@ -33,15 +35,18 @@ from graph_capture.completed import (
     with_seen_loss,
 )
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
+from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
-from planner.errors import InfeasibleBudget
+from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
+
+log = logging.getLogger("planner")
 
 _ASSUMED_OPTIMIZER = "adamw"
 """Counted until an optimizer has stepped: none in common use holds more."""
@@ -81,8 +86,17 @@ class GraphPlanner:
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
         with watched(None) as report:
-            self._step = capture_call(model, args, kwargs, planning, report)
+            try:
+                self._step = capture_call(model, args, kwargs, planning, report)
+            except CaptureError:
+                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
+                if not answers:
+                    raise
+                self._step = capture_call(model, args, kwargs, planning, report, answers=answers)
+                log.info("%s asks for values of tensors: its step is planned in the pieces that "
+                         "lie between, as this call takes them", type(model).__name__)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
+        self._circumstances = circumstances_of(model, args, kwargs)
 
     def leaves_out_outputs(self, seen: SeenLoss) -> bool:
         """Whether the loss reaches other outputs than the graph was captured for."""
@@ -165,6 +179,7 @@ class GraphPlanner:
         if accumulates:
             step = with_earlier_gradients(step)
         return prepare(step, tensors=self._tensors, inputs=self._inputs,
+                       circumstances=self._circumstances,
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1)
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar, Unpack
 
 from torch import nn
 
-from apply.planned_forward import standing_in
-from graph_capture.module_forward import own_forward, set_forward, take_down
+from graph_capture.module_forward import own_forward, set_forward, standing_in, take_down
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.attached.forward import OnNew, PlanningForward, Settings

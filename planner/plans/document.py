@@ -14,7 +14,15 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from apply.recipe import InplaceReuse, Insertion, OpKey, ParameterKey, Recipe, RegionRecipe
+from apply.recipe import (
+    Circumstances,
+    InplaceReuse,
+    Insertion,
+    OpKey,
+    ParameterKey,
+    Recipe,
+    RegionRecipe,
+)
 from graph_capture.training_graph import CodeMemory, OptimizerMemory, Outline
 from planner.plans.decisions import Decision
 from planner.plans.plan import Change, Plan, Predicted
@@ -79,6 +87,7 @@ class Document:
     cost_model: str
     training: bool
     inputs: Any
+    circumstances: Circumstances | None
     overrides: dict[str, Any]
     low_peak: bool
     strict_order: bool

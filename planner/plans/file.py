@@ -177,7 +177,7 @@ def _pretty(value: Any, indent: str = "") -> str:
 
 def _is_row(value: dict[str, Any]) -> bool:
     """Whether an object belongs on one line: an op, a tensor or a group of recomputations."""
-    return "op" in value or "before" in value or "shape" in value
+    return "op" in value or "before" in value or "shape" in value or "kind" in value
 
 
 def _compact(value: object) -> str:

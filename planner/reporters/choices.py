@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from planner.reporters.layout import new_table, title
 from planner.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -18,13 +17,8 @@ if TYPE_CHECKING:
 
 def largest_report(found: LargestSize) -> RenderableType:
     """Without and with a plan: the largest size, its peak, and why the next does not fit."""
-    table = _table()
-    table.add_column(f"largest {found.what}")
-    table.add_column("size", justify="right")
-    table.add_column("peak", justify="right")
-    table.add_column("extra time", justify="right")
-    table.add_column("seconds each", justify="right")
-    table.add_column("the next")
+    table = new_table(f"largest {found.what}", ">size", ">peak", ">extra time", ">seconds each",
+                      "the next")
     if found.plain is None:
         table.add_row("as it runs today", "none", "", "", "", "")
     else:
@@ -37,8 +31,8 @@ def largest_report(found: LargestSize) -> RenderableType:
                       format_fraction(plan.overhead), _seconds(found.planned_seconds_per_item),
                       _next_planned(found))
     parts: list[RenderableType] = [
-        Text(f"Largest {found.what} within {format_bytes(found.budget_bytes)} "
-             f"({found.budget_bytes:,} bytes)", style="bold"), table]
+        title(f"Largest {found.what} within {format_bytes(found.budget_bytes)} "
+              f"({found.budget_bytes:,} bytes)"), table]
     if found.growth is not None:
         parts.append(Text(f"with a plan {found.growth:.2f} times as large"))
     parts.extend(_skipped(found.what, found.skipped))
@@ -47,25 +41,18 @@ def largest_report(found: LargestSize) -> RenderableType:
 
 def advice_report(advice: Advice) -> RenderableType:
     """One row for each choice, best first."""
-    table = _table()
-    table.add_column("micro-batch", justify="right")
-    table.add_column("accumulation", justify="right")
-    table.add_column("plan")
-    table.add_column("peak", justify="right")
-    table.add_column("extra time", justify="right")
-    table.add_column("seconds per sample", justify="right")
-    table.add_column("of the best", justify="right")
+    table = new_table(">micro-batch", ">accumulation", "plan", ">peak", ">extra time",
+                      ">seconds per sample", ">of the best")
     best = advice.choices[0].seconds_per_sample
     for choice in advice.choices:
         ratio = f"{choice.seconds_per_sample / best:.3f}" if best else "-"
         table.add_row(str(choice.micro_batch), str(choice.accumulation),
                       "yes" if choice.plan is not None else "no", format_bytes(choice.peak_bytes),
                       format_fraction(choice.overhead), _seconds(choice.seconds_per_sample), ratio)
-    parts: list[RenderableType] = [
-        Text(f"Effective batch {advice.effective_batch} within "
-             f"{format_bytes(advice.budget_bytes)} ({advice.budget_bytes:,} bytes)", style="bold"),
-        table, *_skipped("batch", advice.skipped)]
-    return Group(*parts)
+    return Group(
+        title(f"Effective batch {advice.effective_batch} within "
+              f"{format_bytes(advice.budget_bytes)} ({advice.budget_bytes:,} bytes)"),
+        table, *_skipped("batch", advice.skipped))
 
 
 def _skipped(what: str, skipped: tuple[tuple[int, str], ...]) -> list[RenderableType]:
@@ -96,7 +83,3 @@ def _bytes(count: int | None) -> str:
 
 def _seconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3g}"
-
-
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)

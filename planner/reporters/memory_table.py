@@ -1,16 +1,18 @@
-"""The account of a training loop as tables for people: phases, holders at the peak, remedies."""
+"""The account of a training loop as tables for people: phases, holders at the peak, remedies; and
+the loop beside a budget."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.reporters.layout import new_table, note_lines, title
 from planner.step.categories import CATEGORIES
 from planner.training_loop.account import MemoryHolder, PhaseMemory
+from planner.training_loop.budget_check import BudgetCheck
 from planner.training_loop.report import MemoryReport
 from planner.training_loop.trace import StepPhase
 from planner.units import format_bytes
@@ -29,11 +31,20 @@ def memory_report(report: MemoryReport) -> RenderableType:
         title(f"What holds the memory at the peak, in the {_moment(report)}"), _holders(report)]
     if report.proposals:
         parts += [title("What would lower the peak"), _proposals(report)]
-    notes = list(report.notes)
-    if report.optimizer is None:
-        notes.append("no optimizer was given: its state and its step are not counted")
-    parts.extend(Text(f"note: {note}") for note in notes)
-    return Group(*parts)
+    return Group(*parts, *note_lines(report.notes, optimizer=report.optimizer))
+
+
+def budget_report(check: BudgetCheck) -> RenderableType:
+    """Whether the loop fits, and which phases do not."""
+    within = f"{format_bytes(check.budget_bytes)} ({check.budget_bytes:,} bytes)"
+    if check.fits:
+        left = format_bytes(check.budget_bytes - check.peak_bytes)
+        return Text(f"fits in {within}: {left} are left")
+    table = new_table("over the budget", ">peak", ">over by")
+    for each in check.over:
+        table.add_row(f"{each.step}: {each.phase}", format_bytes(each.peak_bytes),
+                      format_bytes(each.peak_bytes - check.budget_bytes))
+    return Group(title(f"Does not fit in {within}"), table, Text(check.remedy))
 
 
 def _moment(report: MemoryReport) -> str:
@@ -44,10 +55,7 @@ def _moment(report: MemoryReport) -> str:
 
 
 def _summary(report: MemoryReport) -> Table:
-    table = plain_table(show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("")
+    table = new_table("", ">", "")
     table.add_row("peak", format_bytes(report.peak_bytes),
                   f"{report.peak_bytes:,} bytes, in the {_moment(report)}")
     table.add_row("first step", format_bytes(report.first.peak_bytes),
@@ -81,11 +89,7 @@ def _phases(report: MemoryReport) -> Table:
     shown = [name for name in CATEGORIES if any(
         phase.memory[name] for phase in (report.loading, *report.first.phases,
                                          *report.steady.phases))]
-    table = plain_table()
-    table.add_column("phase")
-    table.add_column("peak", justify="right")
-    for name in shown:
-        table.add_column(_SHORT.get(name, name), justify="right")
+    table = new_table("phase", ">peak", *(f">{_SHORT.get(name, name)}" for name in shown))
 
     def add(name: str, phase: PhaseMemory) -> None:
         mark = " *" if phase is report.fullest else ""
@@ -93,21 +97,15 @@ def _phases(report: MemoryReport) -> Table:
                       *(format_bytes(phase.memory[category]) for category in shown))
 
     add("loading", report.loading)
-    for title, phases in (("first", report.first.phases), ("later", report.steady.phases)):
+    for step, phases in (("first", report.first.phases), ("later", report.steady.phases)):
         table.add_section()
         for phase in phases:
-            add(f"{title}: {phase.phase}", phase)
+            add(f"{step}: {phase.phase}", phase)
     return table
 
 
 def _holders(report: MemoryReport) -> Table:
-    table = plain_table()
-    table.add_column("size", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("category")
-    table.add_column("module", overflow="fold", ratio=1)
-    table.add_column("made by")
-    table.add_column("blocks", justify="right")
+    table = new_table(">size", ">share", "category", "module", "made by", ">blocks", fold="module")
     rows = _folded(report.holders)
     for row in rows[:_ROWS]:
         table.add_row(format_bytes(row.size_bytes), f"{row.size_bytes / report.peak_bytes:.1%}",
@@ -134,10 +132,7 @@ def _folded(holders: Iterable[MemoryHolder]) -> list[MemoryHolder]:
 
 
 def _proposals(report: MemoryReport) -> Table:
-    table = plain_table()
-    table.add_column("peak", justify="right")
-    table.add_column("less", justify="right")
-    table.add_column("by", overflow="fold", ratio=1)
+    table = new_table(">peak", ">less", "by", fold="by")
     for proposal in report.proposals:
         about = "" if proposal.exact else "about "
         caveat = f" ({proposal.caveat})" if proposal.caveat else ""
@@ -145,13 +140,3 @@ def _proposals(report: MemoryReport) -> Table:
                       f"{1 - proposal.peak_bytes / report.peak_bytes:.0%}",
                       proposal.change + caveat)
     return table
-
-
-def title(text: str) -> Text:
-    """Above a table."""
-    return Text(text, style="bold")
-
-
-def plain_table(*, show_header: bool = True) -> Table:
-    """Without lines between its columns."""
-    return Table(box=box.SIMPLE_HEAD, show_header=show_header, header_style="bold", pad_edge=False)

@@ -9,13 +9,11 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from planner.reporters.layers import layer_rows
-from planner.step.categories import CATEGORIES
+from planner.reporters.layers import Totals, layer_rows
+from planner.reporters.layout import category_table, new_table, note_lines, peak_moment, title
 from planner.units import format_bytes, format_flops, format_fraction
 
 if TYPE_CHECKING:
@@ -42,41 +40,28 @@ def plain_text(report: RenderableType) -> str:
 
 def plan_report(plan: Plan) -> RenderableType:
     """Summary, memory at the peak, what each module keeps and recomputes, and notes."""
-    moment = ("the optimizer's step" if plan.optimizer_step_peak_bytes
-              > plan.forward_backward_peak_bytes else "forward and backward")
-    parts: list[RenderableType] = [
-        _title("Training step"), _summary(plan),
-        _title(f"Memory at the peak, in {moment}"), _memory(plan),
-        _title("What each module keeps for the backward"), _layers(plan)]
-    notes = list(plan.notes)
-    if plan.optimizer is None:
-        notes.append("no optimizer was given: its state and its step are not counted")
-    parts.extend(Text(f"note: {note}") for note in notes)
-    return Group(*parts)
+    moment = peak_moment(plan.forward_backward_peak_bytes, plan.optimizer_step_peak_bytes)
+    return Group(
+        title("Training step"), _summary(plan), title(f"Memory at the peak, in {moment}"),
+        category_table(plan.memory, "100.0%" if plan.peak_bytes else ""),
+        title("What each module keeps for the backward"), _layers(plan),
+        *note_lines(plan.notes, optimizer=plan.optimizer))
 
 
 def frontier_report(plans: Sequence[Plan]) -> RenderableType:
     """One row for each plan of a memory/overhead curve."""
-    table = _table()
-    table.add_column("peak", justify="right")
-    table.add_column("of plain step", justify="right")
-    table.add_column("extra time", justify="right")
-    table.add_column("at least", justify="right")
-    table.add_column("status")
-    table.add_column("peak, bytes", justify="right")
+    table = new_table(">peak", ">of plain step", ">extra time", ">at least", "status",
+                      ">peak, bytes")
     for plan in plans:
         table.add_row(format_bytes(plan.peak_bytes), _share(plan.peak_bytes, plan),
                       format_fraction(plan.overhead), format_fraction(plan.overhead_bound),
                       plan.status, f"{plan.peak_bytes:,}")
-    return Group(_title("Peak memory of the step against extra time"), table)
+    return Group(title("Peak memory of the step against extra time"), table)
 
 
 def verification_report(verification: Verification) -> RenderableType:
     """What two real steps showed, and whether that is as planned."""
-    table = _table(show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("")
+    table = new_table("", ">", "")
     predicted, measured = verification.predicted_peak_bytes, verification.peak_bytes
     if verification.budget_bytes is not None:
         table.add_row("budget", format_bytes(verification.budget_bytes),
@@ -92,14 +77,11 @@ def verification_report(verification: Verification) -> RenderableType:
     table.add_section()
     over = "" if verification.within_budget else "the measured peak is over the budget"
     table.add_row("verdict", "ok" if verification.ok else "NOT OK", over)
-    return Group(_title("One plain and one planned step"), table)
+    return Group(title("One plain and one planned step"), table)
 
 
 def _summary(plan: Plan) -> Table:
-    table = _table(show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("")
+    table = new_table("", ">", "")
     limit = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     table.add_row("budget", limit, "" if plan.budget_bytes is None else f"{plan.budget_bytes:,} "
                   f"bytes, {_share(plan.budget_bytes, plan)} of the plain step")
@@ -122,42 +104,21 @@ def _summary(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
-    table = _table()
-    table.add_column("category")
-    table.add_column("size", justify="right")
-    table.add_column("share", justify="right")
-    for category in CATEGORIES:
-        size = plan.memory[category]
-        share = size / plan.peak_bytes if plan.peak_bytes else 0.0
-        table.add_row(category, format_bytes(size), f"{share:.1%}")
-    table.add_section()
-    table.add_row("total", format_bytes(plan.peak_bytes), "100.0%" if plan.peak_bytes else "")
-    return table
-
-
 def _layers(plan: Plan) -> Table:
-    table = _table()
-    table.add_column("module", overflow="fold", ratio=1)
-    table.add_column("modules", justify="right")
-    table.add_column("recomputed ops", justify="right")
-    table.add_column("kept", justify="right")
-    table.add_column("freed", justify="right")
-    table.add_column("paid", justify="right")
+    table = new_table("module", ">modules", ">recomputed ops", ">kept", ">freed", ">paid",
+                      fold="module")
+
+    def add(name: str, count: int, totals: Totals) -> None:
+        table.add_row(name, str(count), f"{totals.recomputed_ops} of {totals.ops}",
+                      format_bytes(totals.saved_bytes), format_bytes(totals.freed_bytes),
+                      format_flops(totals.recompute_flops))
+
     rows = layer_rows(plan.decisions)
     for row in rows:
-        table.add_row(row.module or "(model)", str(row.count),
-                      f"{row.totals.recomputed_ops} of {row.totals.ops}",
-                      format_bytes(row.totals.saved_bytes), format_bytes(row.totals.freed_bytes),
-                      format_flops(row.totals.recompute_flops))
+        add(row.module or "(model)", row.count, row.totals)
     if rows:
-        total = rows[0].totals
-        for row in rows[1:]:
-            total += row.totals
         table.add_section()
-        table.add_row("total", str(sum(row.count for row in rows)),
-                      f"{total.recomputed_ops} of {total.ops}", format_bytes(total.saved_bytes),
-                      format_bytes(total.freed_bytes), format_flops(total.recompute_flops))
+        add("total", sum(row.count for row in rows), sum((row.totals for row in rows), Totals()))
     return table
 
 
@@ -165,11 +126,3 @@ def _share(size_bytes: int, plan: Plan) -> str:
     if not plan.baseline_peak_bytes:
         return "-"
     return f"{size_bytes / plan.baseline_peak_bytes:.1%}"
-
-
-def _title(text: str) -> Text:
-    return Text(text, style="bold")
-
-
-def _table(*, show_header: bool = True) -> Table:
-    return Table(box=box.SIMPLE_HEAD, show_header=show_header, header_style="bold", pad_edge=False)

@@ -102,8 +102,8 @@ class Floor:
     size_bytes: int
     """Everything that is held during the op whose own tensors need the most."""
     phase: StepPhase
-    op: str
     module: str
+    op: str
     working_set_bytes: int
     """Of these bytes, those that the op itself reads, writes and works with: activations,
     gradients of activations, workspace."""
@@ -165,7 +165,7 @@ def floor_of(loop: LoopTrace) -> Floor:
                           if not (block in alive and _is_fixed(trace.blocks[block]))
                           ) - run.spared_bytes
                 if not optimizing and fixed + own > best.size_bytes:
-                    best = Floor(fixed + own, span.phase, run.op, run.module, own)
+                    best = Floor(fixed + own, span.phase, run.module, run.op, own)
             event = trace.events[position]
             block = trace.blocks[event if event >= 0 else ~event]
             if _is_fixed(block):

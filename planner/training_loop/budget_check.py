@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.errors import InfeasibleBudget
@@ -44,8 +44,7 @@ class BudgetCheck:
             "budget_bytes": self.budget_bytes,
             "fits": self.fits,
             "over_bytes": max(0, self.peak_bytes - self.budget_bytes),
-            "over": [{"step": each.step, "phase": each.phase, "peak_bytes": each.peak_bytes}
-                     for each in self.over],
+            "over": [asdict(each) for each in self.over],
             "remedy": self.remedy,
         }
 

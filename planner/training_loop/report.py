@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any
 
 from planner.step.categories import CATEGORIES, MemoryByCategory, MemoryCourse
 from planner.training_loop.account import (
     Floor,
-    IterationMemory,
     LoopAccount,
     MemoryHolder,
     PhaseMemory,
@@ -44,10 +43,9 @@ class LoopTimeline(MemoryCourse):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Memory of a whole training loop."""
+class MemoryReport(LoopAccount):
+    """Memory of a whole training loop, and what it comes from."""
 
-    account: LoopAccount
     trace: LoopTrace = field(repr=False)
     """Every block of loading and of two iterations, in order."""
     loop: TrainingLoop
@@ -65,45 +63,14 @@ class MemoryReport:
     notes: tuple[str, ...]
 
     @property
-    def peak_bytes(self) -> int:
-        """The most that the loop ever takes."""
-        return self.account.peak_bytes
-
-    @property
-    def resident_bytes(self) -> int:
-        """Held between steps: parameters, buffers, inputs, optimizer state, gradients that are
-        not released."""
-        return self.account.resident_bytes
-
-    @property
-    def resident(self) -> MemoryByCategory:
-        """`resident_bytes` by category."""
-        return self.account.resident
+    def account(self) -> LoopAccount:
+        """The memory of each phase by itself."""
+        return LoopAccount(self.loading, self.first, self.steady, self.resident)
 
     @property
     def memory(self) -> MemoryByCategory:
         """Bytes at the peak by category; sums to `peak_bytes`."""
         return self.fullest.memory
-
-    @property
-    def fullest(self) -> PhaseMemory:
-        """The phase in which memory peaks."""
-        return self.account.fullest
-
-    @property
-    def loading(self) -> PhaseMemory:
-        """Model, optimizer and what they are loaded from."""
-        return self.account.loading
-
-    @property
-    def first(self) -> IterationMemory:
-        """The first step: the optimizer has yet to make its state."""
-        return self.account.first
-
-    @property
-    def steady(self) -> IterationMemory:
-        """Any later step."""
-        return self.account.steady
 
     @property
     def holders(self) -> tuple[MemoryHolder, ...]:
@@ -144,15 +111,9 @@ class MemoryReport:
             "loading": _phase(self.loading),
             "first_step": [_phase(phase) for phase in self.first.phases],
             "later_steps": [_phase(phase) for phase in self.steady.phases],
-            "holders": [{"size_bytes": holder.size_bytes, "category": holder.category,
-                         "module": holder.module, "op": holder.op, "count": holder.count}
-                        for holder in self.holders[:_HOLDERS]],
-            "floor": {"size_bytes": self.floor.size_bytes, "phase": self.floor.phase.value,
-                      "module": self.floor.module, "op": self.floor.op,
-                      "working_set_bytes": self.floor.working_set_bytes},
-            "proposals": [{"change": proposal.change, "peak_bytes": proposal.peak_bytes,
-                           "exact": proposal.exact, "caveat": proposal.caveat}
-                          for proposal in self.proposals],
+            "holders": [asdict(holder) for holder in self.holders[:_HOLDERS]],
+            "floor": asdict(self.floor),
+            "proposals": [asdict(proposal) for proposal in self.proposals],
             "notes": list(self.notes),
         }
 

@@ -21,9 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep, OpRun
+
+if TYPE_CHECKING:
+    from graph_capture.optimizer.step import OptimizerTrace
 
 MicroSteps = Callable[[frozenset[str]], MicroStep]
 """The micro-step before which the parameters of these names have a gradient."""
@@ -41,20 +44,6 @@ class StepPhase(StrEnum):
     """Unscaling and clipping of the gradients included."""
     NEXT_ITERATION = "next iteration"
     """What is left when the next batch comes."""
-
-
-class OptimizerSteps(Protocol):
-    """What is needed of `graph_capture.optimizer.step.OptimizerTrace`."""
-
-    name: str
-    trace: MemoryTrace
-    first_begins: int
-    second_begins: int
-    steady_begins: int
-    parameters: frozenset[str]
-
-    def evaluations_from(self, start: int, stop: int | None = None) -> tuple[int, ...]:
-        """When its step evaluates the model, between two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +90,7 @@ class LoopTrace:
 
 
 def compose(resident: Sequence[Block], micro_steps: MicroSteps,
-            optimizer: OptimizerSteps | None, loop: TrainingLoop) -> LoopTrace:
+            optimizer: OptimizerTrace | None, loop: TrainingLoop) -> LoopTrace:
     """The trace of the loop.
 
     `resident`: the blocks of parameters, buffers and inputs.  Without an optimizer its step is
@@ -112,7 +101,7 @@ def compose(resident: Sequence[Block], micro_steps: MicroSteps,
 
 class _Composer:
     def __init__(self, resident: Sequence[Block], micro_steps: MicroSteps,
-                 optimizer: OptimizerSteps | None, loop: TrainingLoop) -> None:
+                 optimizer: OptimizerTrace | None, loop: TrainingLoop) -> None:
         self.resident, self.micro_steps = resident, micro_steps
         self.optimizer, self.loop = optimizer, loop
         self.blocks: list[Block] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -281,6 +282,60 @@ def test_in_data_parallel_of_one_process():
         assert plans_of(net.module).steps.planned == 2
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Steered(nn.Module):
+    """A model whose code looks at values: to log one, and to choose a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model(dropout=0.1)
+        self.log: list[float] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.body(ids)
+        self.log.append(x.max().item())
+        return x * 2 if x.square().sum() > 0 else x
+
+
+def test_code_that_asks_for_values_is_planned_in_pieces():
+    batches = [batch(seed=seed) for seed in range(3)]
+    losses, peaks = train(Steered(), batches)
+    budget = budget_of(peaks, 0.8)
+    net = planner.within(Steered(), budget, time_limit=2)
+    found, measured = train(net, batches)
+    assert found == losses
+    assert max(measured) <= budget
+    assert plans_of(net).steps.planned == 3
+    assert len(planner.plan_of(net).recipe.regions) == 3
+
+
+def test_a_wrapper_that_rebinds_forward_as_accelerate_does():
+    def wrap(module: nn.Module) -> nn.Module:
+        inner = module.forward
+        cast = torch.autocast("cpu", torch.bfloat16)(inner.__func__)
+        module.forward = lambda *args: cast(module, *args).float()
+        return module
+
+    batches = [batch(seed=seed) for seed in range(3)]
+    losses, peaks = train(wrap(model()), batches)
+    budget = budget_of(peaks, 0.8)
+    before = planner.within(wrap(model()), budget, time_limit=2)
+    after = wrap(planner.within(model(), budget, time_limit=2))
+    for net in (before, after):
+        found, measured = train(net, batches)
+        assert found == pytest.approx(losses, rel=1e-2)
+        assert max(measured) <= budget
+        assert planner.plan_of(net).recompute_flops > 0
+
+
+def test_a_pickle_keeps_what_was_asked_for():
+    net = planner.within(model(), "80%", loss_fn=lambda out: out.sum(), time_limit=1)
+    with pytest.warns(UserWarning, match="loss_fn .* cannot be pickled"):
+        text = pickle.dumps(net)
+    loaded = pickle.loads(text)
+    train(loaded, [batch()] * 2)
+    assert planner.plan_of(loaded).recompute_flops > 0
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), [

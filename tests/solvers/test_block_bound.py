@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from solvers import Problem, simulate, unroll
 from solvers.block_bound import BlockBound, layers_of
 from solvers.repetition import runs_of
-from solvers.synthetic_gpt import gpt
 from solvers.task import Task
 from tests.support.oracle_small import cheapest
 from tests.support.problems import all_runs, repeated
 from tests.support.strategies_small import schedules
+from tests.support.synthetic_gpt import gpt
 
 
 def bound(problem: Problem, budget: int, price: float) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from solvers import simulate, solve
 from solvers.curve import solve_all
-from solvers.synthetic_gpt import gpt
+from tests.support.synthetic_gpt import gpt
 
 
 def test_costs_fall_with_the_budget_and_what_is_known_is_not_solved_again() -> None:

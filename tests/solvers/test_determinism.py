@@ -10,9 +10,9 @@ import pytest
 from solvers import Problem, simulate, solve
 from solvers.incumbent import Incumbent
 from solvers.result import Result
-from solvers.synthetic_gpt import gpt
 from solvers.task import Task
 from tests.support.oracles import training_chain
+from tests.support.synthetic_gpt import gpt
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from solvers import Problem, unroll
 from solvers.frontiers import Frontier, frontiers, narrow_frontiers, region_after, waists
-from solvers.synthetic_gpt import gpt
 from tests.support.strategies_small import problems
+from tests.support.synthetic_gpt import gpt
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from solvers import Op, Problem, Storage, simulate, unroll
 from solvers.cut_model import CutModel, _Program
 from solvers.repetition import LEAST_SPARED, runs_of
-from solvers.synthetic_gpt import gpt
 from tests.support.oracle_small import cheapest
 from tests.support.problems import all_runs, repeated
 from tests.support.strategies_small import schedules
+from tests.support.synthetic_gpt import gpt
 
 SECONDS = 10.0
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
-from solvers.synthetic_gpt import gpt
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules
+from tests.support.synthetic_gpt import gpt
 
 LADDER = ("none", "sqrt_n", "dp", "ilp", "auto")
 

@@ -57,8 +57,7 @@ def run(
     from planner.arguments.budget import absolute_budget
     from planner.cli.target import load_target
     from planner.plans.file import load
-    from planner.reporters.budget_table import budget_report
-    from planner.reporters.memory_table import memory_report
+    from planner.reporters.memory_table import budget_report, memory_report
     from planner.training_loop.budget_check import check_budget
     from planner.training_loop.memory import memory
 

@@ -1,0 +1,55 @@
+"""What the reports for people have in common: titles, tables, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from planner.units import format_bytes
+
+
+def title(text: str) -> Text:
+    """Above a table."""
+    return Text(text, style="bold")
+
+
+def new_table(*columns: str, fold: str = "") -> Table:
+    """A table without lines between its columns, and without a head where no column has a name.
+
+    A column written with `>` in front stands to the right; `fold` is the one that breaks its lines
+    and takes the width that is left.
+    """
+    named = any(column.lstrip(">") for column in columns)
+    table = Table(box=box.SIMPLE_HEAD, show_header=named, header_style="bold", pad_edge=False)
+    for column in columns:
+        name = column.removeprefix(">")
+        folds = bool(name) and name == fold
+        table.add_column(name, justify="left" if name == column else "right",
+                         overflow="fold" if folds else "ellipsis", ratio=1 if folds else None)
+    return table
+
+
+def category_table(memory: Mapping[str, int], total: str) -> Table:
+    """Bytes by category, and the sum with what is to say of it."""
+    table, peak_bytes = new_table("category", ">size", ">share"), sum(memory.values())
+    for category, size in memory.items():
+        share = size / peak_bytes if peak_bytes else 0.0
+        table.add_row(category.replace("_", " "), format_bytes(size), f"{share:.1%}")
+    table.add_section()
+    table.add_row("total", format_bytes(peak_bytes), total)
+    return table
+
+
+def note_lines(notes: Iterable[str], *, optimizer: object = "") -> list[Text]:
+    """Notes, with one where there is no `optimizer`."""
+    missing = ["no optimizer was given: its state and its step are not counted"]
+    return [Text(f"note: {note}") for note in (*notes, *(missing if optimizer is None else ()))]
+
+
+def peak_moment(forward_backward_peak_bytes: int, optimizer_step_peak_bytes: int) -> str:
+    """When a step is fullest, in words."""
+    return ("the optimizer's step" if optimizer_step_peak_bytes > forward_backward_peak_bytes
+            else "forward and backward")
