@@ -2,80 +2,116 @@
 
 Each block runs the plan's graphs for it; everything else runs as it is written.  Blocks with the
 same decisions share compiled code, so that compiling takes as long as there are different
-decisions, not as there are blocks.  The modules on the way from the model to its blocks, and the
-blocks, are copies that share parameters, buffers and all other submodules with the user's model;
-wrappers that want each block for itself (as fully sharded data parallel does) find them in place.
+decisions, not as there are blocks.  Wrappers that want each block for itself (as fully sharded data
+parallel does) find them in place.
+
+Blind spot: a copy of a block without its model is an ordinary module, and runs without the plan.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from apply.errors import PlanMismatch
-from apply.planned_code import PlannedCode, warn_of_mode
+from apply.planned_code import PlannedCode
+from apply.planned_forward import CountingForward
 from apply.recipe import OpKey, Recipe, RegionRecipe
+from apply.step_counts import reason_of_mode
+from graph_capture.module_forward import (
+    Forward,
+    StandIn,
+    own_forward,
+    set_forward,
+    standing_in,
+)
 
 
-def apply_by_blocks(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """A copy of `model` with planned blocks; raises `PlanMismatch` where it has no such blocks."""
-    copies: dict[str, nn.Module] = {"": copy.copy(model)}
-
-    def copied(path: str) -> nn.Module:
-        if path not in copies:
-            outer, _, name = path.rpartition(".")
-            parent = copied(outer)
-            if parent._modules.get(name) is None:
-                raise PlanMismatch(f"the plan has a block {path}, this model has none; make a plan "
-                                   "for this model")
-            copies[path] = copy.copy(parent._modules[name])
-            parent.__dict__["_modules"] = {**parent._modules, name: copies[path]}
-        return copies[path]
-
+def attach_to_blocks(model: nn.Module, recipe: Recipe,
+                     block_of: Callable[[str], nn.Module | None]) -> None:
+    """Put planned forwards into `model` and its blocks, which `block_of` finds by name; raises
+    `PlanMismatch` where the model has no such blocks."""
     for shared in shared_code(recipe):
-        first, *_ = shared.blocks
-        code = PlannedCode(type(copied(first)).__name__, model, recipe, shared.regions)
+        blocks = []
         for name in shared.blocks:
-            block = copied(name)
-            block._compiled_call_impl = _BlockCall(block, code, recipe)
-    applied = copies[""]
-    applied._compiled_call_impl = _ModelCall(applied, recipe)  # type: ignore[assignment]
-    return applied
+            block = block_of(name)
+            if block is None:
+                raise PlanMismatch(f"the plan has a block {name}, this model has none; make a plan "
+                                   "for this model")
+            blocks.append(block)
+        code = PlannedCode(type(blocks[0]).__name__, model, recipe, shared.regions)
+        for block in blocks:
+            set_forward(block, BlockForward(block, own_forward(block), code))
+    set_forward(model, ModelForward(model, own_forward(model), recipe))
 
 
-class _BlockCall:
-    """What runs when a block is called."""
+class BlockForward(StandIn):
+    """The planned forward of a block."""
 
-    def __init__(self, block: nn.Module, code: PlannedCode, recipe: Recipe) -> None:
-        self._block, self._code, self._recipe = block, code, recipe
+    def __init__(self, block: nn.Module, inner: Forward | None, code: PlannedCode | None) -> None:
+        """`code`: `None` runs the block as it is written."""
+        super().__init__(block, inner)
+        self.planned_runs = 0
+        """Regions of the plan that have run here."""
+        self._code = code
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = super().__deepcopy__(memo)
+        if self._code is not None:
+            is_copied_with_model = id(self._code.model) in memo
+            new._code = copy.deepcopy(self._code, memo) if is_copied_with_model else None
+        return new
+
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._block.training != self._recipe.training:
-            return self._block._call_impl(*args, **kwargs)
-        return self._code(self._block, *args, **kwargs)
+        args, code = self.without_self(args), self._code
+        if (code is None or not torch.is_grad_enabled()
+                or self.__self__.training != code.recipe.training):
+            return self.plain(*args, **kwargs)
+        result = code(self.__self__, self.inner, *args, **kwargs)
+        self.planned_runs += code.planned_runs
+        return result
 
 
-class _ModelCall:
-    """What runs when the applied model is called: itself, with the arguments that capture forced.
+class ModelForward(CountingForward):
+    """The forward of a model with planned blocks: its own, with the arguments that capture forced.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self._model, self._recipe = model, recipe
-        self._warned = False
+    def __init__(self, model: nn.Module, inner: Forward | None, recipe: Recipe) -> None:
+        super().__init__(model, inner)
+        self.recipes = (recipe,)
+        self.recipe: Recipe | None = recipe
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            if self._model.training == self._recipe.training:
-                for name, value in self._recipe.overrides:
-                    kwargs.setdefault(name, value)
-            elif not self._warned:
-                self._warned = True
-                warn_of_mode(self._recipe)
-        return self._model._call_impl(*args, **kwargs)
+        args = self.without_self(args)
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        recipe, = self.recipes
+        if self.__self__.training != recipe.training:
+            self.steps.count(reason_of_mode(recipe.training))
+            return self.plain(*args, **kwargs)
+        before = self._planned_runs()
+        try:
+            result = self.plain(*args, **{**dict(recipe.overrides), **kwargs})
+        except PlanMismatch as error:
+            raise self.explained(recipe, error, args, kwargs) from None
+        self.steps.count(None if self._planned_runs() > before else _NO_BLOCK)
+        return result
+
+    def _planned_runs(self) -> int:
+        found = (standing_in(self.__self__.get_submodule(name))
+                 for recipe in self.recipes for name in recipe.blocks)
+        return sum(block.planned_runs for block in found if isinstance(block, BlockForward))
+
+
+_NO_BLOCK = ("no block of the plan ran in this step, which ran as it is written: something else "
+             "than the blocks in the model was called. Apply the plan before the model is wrapped")
 
 
 @dataclass(frozen=True)

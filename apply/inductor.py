@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,4 +109,5 @@ class InductorBackend(PlanBackend):
 def uuid_of(recipe: Recipe) -> str:
     """What tells recipes apart in the keys of Inductor's caches: equal for equal recipes, in every
     process."""
-    return hashlib.sha256(f"{_FORMAT}\0{recipe!r}".encode()).hexdigest()
+    graphs = replace(recipe, circumstances=None)
+    return hashlib.sha256(f"{_FORMAT}\0{graphs!r}".encode()).hexdigest()

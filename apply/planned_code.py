@@ -1,8 +1,7 @@
-"""Code that `torch.compile` makes under a recipe, with a word to the user where it runs without."""
+"""Code that `torch.compile` makes of a module's forward under a recipe."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,10 @@ from torch import nn
 from apply.errors import PlanMismatch
 from apply.plan_backend import PlanBackend
 from apply.recipe import Recipe
+from graph_capture.module_forward import Forward
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
-    compile_call,
+    compile_forward,
     compile_settings,
     sizes_as_they_are,
 )
@@ -26,33 +26,59 @@ class PlannedCode:
     def __init__(self, name: str, model: nn.Module, recipe: Recipe,
                  regions: Sequence[int] | None = None) -> None:
         """`regions`: those of the recipe that may be met here, by default all."""
+        self.model, self.recipe = model, recipe
+        self._name, self._regions = name, regions
         self._backend = _backend_of(model, recipe, regions)
-        self._compiled = compile_call(name, self._backend)
+        self._compiled = compile_forward(name, self._backend)
         self._donated_buffers = recipe.backend == "inductor"
-        self._warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy compiles anew, for the copy of the model.
+        return PlannedCode, (self._name, self.model, self.recipe, self._regions)
 
     @property
     def has_begun(self) -> bool:
         """Whether a part of the model has run in the last call."""
         return self._backend.has_begun
 
-    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        self._backend.has_begun = False
+    @property
+    def keep_going(self) -> bool:
+        """Whether a region that is not the plan's, in a step of which a part has run, runs without
+        recomputation and with a warning; otherwise it ends the step with `PlanMismatch`."""
+        return self._backend.keeps_going
+
+    @keep_going.setter
+    def keep_going(self, value: bool) -> None:
+        self._backend.keeps_going = value
+
+    @property
+    def planned_runs(self) -> int:
+        """Regions of the plan that have run in the last call."""
+        return self._backend.planned_runs
+
+    def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
+                 ) -> Any:
+        """`own`: the forward that the instance has, `None`: that of its class."""
+        backend = self._backend
+        backend.has_begun, backend.planned_runs, backend.running = False, 0, module
         with (compile_settings(donated_buffers=self._donated_buffers),
               sizes_as_they_are((args, kwargs))):
             try:
-                result = self._compiled(module, *args, **kwargs)
+                return self._compiled(module, own, *args, **kwargs)
             except BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, PlanMismatch):
                     raise error.inner_exception from None
                 raise
-        if not self._backend.has_begun and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "torch.compile ran this step as it is written, without the plan: it gave up on the "
-                "model's code, or a dispatch mode is active. If the model sets something up in its "
-                "first call, call it once before the plan is applied", stacklevel=5)
-        return result
+
+    def why_unplanned(self) -> str | None:
+        """Why the last call, which went well, did not run under the plan; `None` where it did."""
+        if not self.has_begun:
+            return ("torch.compile ran this step as it is written, without the plan: it gave up on "
+                    "the model's code, or a dispatch mode is active. If the model sets something "
+                    "up in its first call, call it once before the plan is applied")
+        if not self.planned_runs:
+            return "nothing that was captured of this step needed a gradient"
+        return None
 
 
 def _backend_of(model: nn.Module, recipe: Recipe, regions: Sequence[int] | None) -> PlanBackend:
@@ -62,11 +88,3 @@ def _backend_of(model: nn.Module, recipe: Recipe, regions: Sequence[int] | None)
 
         return InductorBackend(model, recipe, regions)
     return PlanBackend(model, recipe, regions)
-
-
-def warn_of_mode(recipe: Recipe) -> None:
-    """Tell the user that a step runs without its plan."""
-    planned, now = ("train", "eval") if recipe.training else ("eval", "train")
-    warnings.warn(
-        f"the plan was made in {planned} mode; this step in {now} mode runs without it",
-        stacklevel=5)

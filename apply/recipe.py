@@ -89,6 +89,33 @@ class ParameterKey:
 
 
 @dataclass(frozen=True, slots=True)
+class InputKey:
+    """One argument of the call that a plan was made for."""
+
+    name: str
+    """As the model's forward names it, with what leads to a tensor within it."""
+    kind: str
+    """Dtype and shape of a tensor; a plain value; or a type."""
+    requires_grad: bool = False
+    same_as: str | None = None
+    """The argument that is the very same tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a step was called with and under when it was planned."""
+
+    inputs: tuple[InputKey, ...]
+    """By name; those that are `None` are left out."""
+    autocast: str
+    """Device types and dtypes of autocast; empty where it was off."""
+    wrapper: str | None
+    """What wraps the forward in the instance of the model; `None`: nothing does."""
+    attention: str | None
+    """The implementation of attention, where the model's configuration names one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """A plan as the applier sees it."""
 
@@ -108,6 +135,8 @@ class Recipe:
     strict_order: bool = False
     """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
     stores what is read behind them (`apply.realized`)."""
+    circumstances: Circumstances | None = None
+    """For errors, not for choosing; `None`: not known."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -192,7 +192,7 @@ class _Rewriter:
     def _emit_draw(self, index: int, op: LoweredOp) -> fx.Node:
         """The first run of a random op that runs again; what stands for its node."""
         value = op.node.meta["val"]
-        sample = tensors_of(value)[0]
+        sample: Any = tensors_of(value)[0]
         new = self.graph.call_function(*draw(
             op.node.target, *self._arguments(op, {}), sample.device))
         self._describe(new, op.node)

@@ -7,9 +7,10 @@ look at the model, the budget or a file raises a subclass of `PlannerError`.
 from __future__ import annotations
 
 from apply.errors import PlanMismatch
-from graph_capture.errors import CaptureError, PlannerError
+from graph_capture.errors import CaptureError, PlannerError, UnsupportedTorch
 
-__all__ = ["CaptureError", "InfeasibleBudget", "PlanFileError", "PlanMismatch", "PlannerError"]
+__all__ = ["CaptureError", "InfeasibleBudget", "PlanFileError", "PlanMismatch", "PlannerError",
+           "UnsupportedTorch"]
 
 
 class InfeasibleBudget(PlannerError, ValueError):

@@ -1,17 +1,22 @@
 """The public names of `planner`, which hands them on."""
 
 from planner.api import plan as plan
+from planner.attached.within import plan_of as plan_of
+from planner.attached.within import within as within
 from planner.errors import CaptureError as CaptureError
 from planner.errors import InfeasibleBudget as InfeasibleBudget
 from planner.errors import PlanFileError as PlanFileError
 from planner.errors import PlanMismatch as PlanMismatch
 from planner.errors import PlannerError as PlannerError
+from planner.errors import UnsupportedTorch as UnsupportedTorch
 from planner.plans.file import load as load
 from planner.plans.plan import Plan as Plan
 from planner.ranks.data_parallel import DataParallel as DataParallel
 from planner.ranks.data_parallel import RankMemory as RankMemory
 from planner.ranks.data_parallel import data_parallel as data_parallel
+from planner.running.applying import StepCounts as StepCounts
 from planner.running.applying import apply as apply
+from planner.running.applying import steps_of as steps_of
 from planner.running.verify import Verification as Verification
 from planner.running.verify import verify as verify
 from planner.sizes.advice import Advice as Advice

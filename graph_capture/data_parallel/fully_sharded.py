@@ -189,7 +189,8 @@ class FullySharded:
         if not with_gradient:
             return
         with torch.no_grad():
-            shard_bytes = sum(padded_shard_bytes(p.grad, self.ranks) for p in with_gradient)
+            shard_bytes = sum(padded_shard_bytes(grad, self.ranks) for p in unit.parameters
+                              if (grad := p.grad) is not None)
             self._reducing = self._buffer(self.ranks * shard_bytes, "communication")
             for parameter in with_gradient:
                 parameter.grad = None

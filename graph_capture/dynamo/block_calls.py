@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graph_capture.torch_compat import active_modes, compile_call, no_active_modes
+from graph_capture.module_forward import in_place_of_forward, own_forward
+from graph_capture.torch_compat import active_modes, compile_forward, no_active_modes
 
 DynamoBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -32,28 +33,27 @@ class BlockCalls:
         for name in names:
             block = model.get_submodule(name)
             if type(block) not in shared:
-                shared[type(block)] = compile_call(type(block).__name__, self._compile)
+                shared[type(block)] = compile_forward(type(block).__name__, self._compile)
             self._calls.append((block, self._call_of(name, block, shared[type(block)])))
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, these submodules run compiled."""
-        try:
+        with contextlib.ExitStack() as stack:
             for block, call in self._calls:
-                block._compiled_call_impl = call  # type: ignore[assignment]
+                stack.enter_context(in_place_of_forward(block, call))
             yield
-        finally:
-            for block, _ in self._calls:
-                block._compiled_call_impl = None
 
     def _call_of(self, name: str, block: nn.Module, compiled: Callable[..., Any]
                  ) -> Callable[..., Any]:
+        own = own_forward(block)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             before = self.running, self._modes
             self.running, self._modes = name, active_modes()
             try:
                 with no_active_modes():
-                    return compiled(block, *args, **kwargs)
+                    return compiled(block, own, *args, **kwargs)
             finally:
                 self.running, self._modes = before
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from graph_capture.dynamo.block_calls import BlockCalls, DynamoBackend
+from graph_capture.module_forward import in_place_of_forward
 from graph_capture.torch_compat import compile_module
 from graph_capture.torch_compat.joint_replay import JointReplay
 
@@ -53,8 +54,9 @@ class CapturedGraphs:
         self._graphs: list[_Graph] = []
         self._fixed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._blocks = BlockCalls(model, blocks, self) if blocks else None
-        self.call = model if blocks else compile_module(model, self)
-        """The model, compiled or (inside of `installed`) with compiled blocks."""
+        self._whole = None if blocks else compile_module(model, self)
+        self.call = model
+        """The model, which inside of `installed` is compiled, or has compiled blocks."""
 
     @property
     def running(self) -> str:
@@ -64,7 +66,8 @@ class CapturedGraphs:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, `call` runs the graphs."""
-        with self._blocks.installed() if self._blocks else contextlib.nullcontext():
+        with (self._blocks.installed() if self._blocks
+              else in_place_of_forward(self.call, self._whole)):
             yield
 
     def compile_with(self, code_of: Callable[[str], GraphCode]) -> None:

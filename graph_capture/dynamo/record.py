@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -24,8 +24,10 @@ from graph_capture.dynamo.captured_graphs import CapturedGraphs
 from graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import count_cotangents, is_cotangent, primals_of
+from graph_capture.joint_graph.naming import name_modules
 from graph_capture.joint_graph.walks import ancestors, descendants
 from graph_capture.memory.tracker import Workspace
+from graph_capture.module_forward import in_place_of_forward
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     TorchDynamoException,
@@ -145,13 +147,11 @@ def _compiled(model: nn.Module, blocks: Sequence[str], recorder: _Recorder, keep
               ) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
     """The model that `recorder` sees running, inside of the context."""
     if keep_graphs:
-
-
         graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
         recorder.running_block = lambda: graphs.running
         return graphs.call, graphs.installed()
     if not blocks:
-        return compile_module(model, recorder), nullcontext()
+        return model, in_place_of_forward(model, compile_module(model, recorder))
     calls = BlockCalls(model, blocks, recorder)
     recorder.running_block = lambda: calls.running
     return model, calls.installed()
@@ -210,6 +210,7 @@ class _Recorder:
 
     def __init__(self, twin: FakeTwin, recording: Recording, make_backend: MakeBackend) -> None:
         self.mode = twin.mode
+        self.model = twin.model
         self.recording = recording
         self.make_backend = make_backend
         self.tracker: GapTracker | None = None
@@ -221,6 +222,7 @@ class _Recorder:
         region: RecordedRegion | None = None
         primal_positions: list[int] = []
         open_calls: list[int] = []  # forwards, by number, whose backward is still to come
+        name_modules(module, self.model.get_submodule(self.running_block()))
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
@@ -228,7 +230,7 @@ class _Recorder:
             nonlocal region
             primal_positions.extend(primal_indices(primals_of(joint)))
             region = RecordedRegion(joint, num_fwd_outputs)
-            return split_joint_graph(joint, _crossing(joint, num_fwd_outputs), num_fwd_outputs)
+            return split_joint_graph(joint, crossing(joint, num_fwd_outputs), num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             return boxed(self._results_of(graph))
@@ -301,7 +303,7 @@ class _Recorder:
                 like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
+def crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
     """Values of the forward that the backward of an unplanned step would save."""
     dependent = descendants(filter(is_cotangent, joint.graph.find_nodes(op="placeholder")))
     needed = ancestors(n for n in joint.graph.output_node().args[0][:num_forward_outputs]

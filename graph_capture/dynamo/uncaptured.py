@@ -15,6 +15,7 @@ through AOTAutograd's wrappers (copies of aliased outputs) counts as part of the
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ class GapTracker(MemoryTracker):
                 self._outputs[key] = None
                 self._watched.append(weakref.ref(
                     output.untyped_storage(),
-                    lambda _, key=key: self._output_gone(key)))
+                    functools.partial(self._output_gone, key)))
 
     def start_of_backward(self) -> int:
         """The gap of the loss ends here."""
@@ -168,6 +169,6 @@ class GapTracker(MemoryTracker):
         super()._change(number, change)
         (self._made if change > 0 else self._gone)[number] = self._gap
 
-    def _output_gone(self, key: tuple[int, int]) -> None:
+    def _output_gone(self, key: tuple[int, int], _: object) -> None:
         if not self._closed:
             self._outputs[key] = self._gap

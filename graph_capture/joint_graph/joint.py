@@ -221,7 +221,7 @@ def _materialised_zeros(graph: fx.Graph, node: fx.Node) -> fx.Node:
         torch.ops.aten.zeros.default, (list(value.shape),),
         {"dtype": value.dtype, "device": value.device})
     zeros.meta = {key: node.meta[key] for key in _DESCRIPTIVE_META if key in node.meta}
-    with value.fake_mode:
+    with node.meta["val"].fake_mode:
         zeros.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     return zeros
 

@@ -147,9 +147,9 @@ class _Lowering:
             self.references[node] = self.outlines[node] = f"cotangent:{index}"
             self.base_of[node] = node
             if node.users:
-                self.cotangents.append(self._new_storage(node.meta["val"], producer=-1))
+                self.storage_of[node] = self._new_storage(node.meta["val"], producer=-1)
+                self.cotangents.append(self.storage_of[node])
                 self.roots[-1] = node
-                self.storage_of[node] = self.cotangents[-1]
             else:
                 self.cotangents.append(None)
 

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import PurePath
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graph_capture.torch_compat import OpOverload
 from graph_capture.training_graph import Phase
@@ -51,6 +51,21 @@ def module_of(node: fx.Node) -> str:
     return _plain_path(path)
 
 
+def name_modules(captured: fx.GraphModule, root: nn.Module) -> None:
+    """Note on a graph that Dynamo captured of a module's forward the module names of `root`.
+
+    Dynamo names a module by the way on which the code came to it, which differs with whatever wraps
+    a forward (`L['own'].__self__.h[0]`, a cell of a closure), and keys it by identity.
+    """
+    names = {str(id(module)): name for name, module in root.named_modules()}
+    for node in captured.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta["nn_module_stack"] = {
+                key: (names.get(key.partition("@")[0], path), kind)
+                for key, (path, kind) in stack.items()}
+
+
 def within(block: str, module: str) -> str:
     """Qualified name of a module of a block."""
     return f"{block}.{module}" if block and module else block or module
@@ -61,8 +76,12 @@ def _plain_path(path: str) -> str:
     path = re.sub(r"^L\['\w+'\]", "", path)
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
-    path = path.replace("._orig_mod", "").replace("._fsdp_wrapped_module", "")
-    return path.strip(".")
+    return ".".join(part for part in path.split(".") if part and part not in _OF_WRAPPERS)
+
+
+_OF_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Attributes under which wrappers of torch (`torch.compile`, fully sharded data parallel,
+`checkpoint_wrapper`) keep the module that they wrap."""
 
 
 def source_of(node: fx.Node) -> str:

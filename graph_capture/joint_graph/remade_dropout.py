@@ -13,6 +13,7 @@ with them; where the mask is drawn again, the product is made beside the result 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -78,7 +79,7 @@ class _Remade:
         kept = self._call(torch.ops.aten.mul.Tensor, operand, mask)
         return self._call(torch.ops.aten.mul.Tensor, kept, 1 / (1 - probability))
 
-    def _call(self, target: object, *args: object) -> fx.Node:
+    def _call(self, target: Any, *args: Any) -> fx.Node:
         new = self.graph.call_function(target, args)
         new.meta = {key: value for key, value in self.dropout.meta.items()
                     if key in ("nn_module_stack", "stack_trace", "seq_nr")}

@@ -135,7 +135,7 @@ _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("cudnn_convolution", "miopen_convolution", "mkldnn_convolution",
                      "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d",
                      "conv_depthwise3d", "conv1d", "conv2d", "conv3d"),
-                    lambda call: _convolution_once(*call.args[:2], call.outputs[0])),
+                    lambda call: _convolution_once(call.args[0], call.args[1], call.outputs[0])),
     **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"),
                     _convolution_backward),
     **dict.fromkeys(("scaled_dot_product_attention", "_scaled_dot_product_attention_math",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -27,7 +28,7 @@ class _Selective:
 
     takes: Callable[[torch.Tensor, bool], bool]
     """Of a parameter, and whether its gradient is sparse."""
-    others: type[Optimizer]
+    others: type[Any]
     """For the parameters that it does not take."""
     wanted: str
     """What it takes, in words."""
@@ -83,7 +84,7 @@ def make_optimizers(optimizer: object, trainable: Sequence[torch.Tensor],
     `sparse`: identities of the parameters whose gradients are sparse.  Raises `ValueError` where
     the class takes none of them, or refuses them.
     """
-    kind = OPTIMIZERS[optimizer.lower()] if isinstance(optimizer, str) else optimizer
+    kind: Any = OPTIMIZERS[optimizer.lower()] if isinstance(optimizer, str) else optimizer
     assert isinstance(kind, type)
     rule = _SELECTIVE.get(kind.__name__) if kind in OPTIMIZERS.values() else None
     if rule is None:

@@ -140,7 +140,7 @@ class _Steps:
         self.settings = settings
         # Some look at the norm of an update.
         self.data_less = data_less = data_less_twin(twin, unknown_is_zero=True)
-        self.names = {id(tensor): name for name, tensor in reversed(data_less.parameters.items())}
+        self.names = {id(tensor): name for name, tensor in [*data_less.parameters.items()][::-1]}
         self.trainable = [p for p in data_less.model.parameters() if p.requires_grad]
         self.tracker = MemoryTracker(
             _without_multi_tensor_ops(workspace), device=twin.device,
@@ -167,7 +167,7 @@ class _Steps:
             _choose_implementation(group, twin.device, settings.implementation)
         for parameter in self.parameters:
             known = self.names.get(id(parameter))
-            if known in sparse:
+            if known is not None and known in sparse:
                 parameter.grad = sparse[known]
             elif known is not None and (with_gradient is None or known in with_gradient):
                 with data_less.mode:  # outside of the tracker: gradients are not the optimizer's
@@ -254,7 +254,7 @@ class _Steps:
             self._clip()
         for stepper, closure in zip(self.steppers, closures, strict=True):
             if closure:
-                stepper.step(self._evaluate)
+                stepper.step(self._evaluate)  # type: ignore[arg-type]
             elif scaler is None:
                 stepper.step()
             else:
@@ -316,11 +316,11 @@ def _copy(optimizer: Optimizer, copier: DataLessCopier) -> Optimizer:
         return copier.tree(value, f"the optimizer's `{key}`")
 
     copy = object.__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if key.endswith("_hooks"):  # the user's own code, which the step does not need
-            vars(copy)[key] = OrderedDict()
-        elif key not in ("param_groups", "state", "step"):  # a scheduler replaces `step`
-            vars(copy)[key] = copied(key, value)
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):  # the user's own code, which the step does not need
+            vars(copy)[name] = OrderedDict()
+        elif name not in ("param_groups", "state", "step"):  # a scheduler replaces `step`
+            vars(copy)[name] = copied(name, value)
     copy.param_groups = [
         {key: [copier.tensor(parameter) for parameter in value] if key == "params"
          else copied(key, value) for key, value in group.items()}

@@ -58,7 +58,8 @@ class OptimizerTrajectory:
             copies = [{**group, "params": [variable(p) for p in group["params"]]}
                       for group in groups]
             self._parameters = [p for group in copies for p in group["params"]]
-            self._optimizer = type(optimizer)(copies)
+            kind: Any = type(optimizer)
+            self._optimizer = kind(copies)
             total = sum(p.numel() for p in self._parameters)
             # Neighbours differ in curvature as much as any two.
             order = torch.randperm(total, generator=source)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from graph_capture.memory.trace import Category
 from graph_capture.memory.tracker import Workspace
 from graph_capture.plain_step.loss import LossFn, LossFootprint, trace_loss
 from graph_capture.plain_step.micro_step import ForwardContext, trace_micro_step
@@ -60,7 +61,7 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
     at_peak = trace.by_category(trace.alive_at_peak())
     return EagerStep(
         peak_bytes=trace.peak_bytes,
-        by_category={kind: at_peak[kind.value] for kind in BufferKind},
+        by_category={kind: at_peak[Category(kind.value)] for kind in BufferKind},
         forward_peak_bytes=trace.until(step.backward_begins).peak_bytes,
         end_bytes=sum(trace.blocks[block].size_bytes
                       for block in (*step.gradients, *step.left_blocks)),

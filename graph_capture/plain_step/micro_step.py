@@ -80,7 +80,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
            look: Callable[[FakeTwin, Any, LossFn | None], None] | None, *,
            data_less: bool) -> MicroStep:
     copies = list(twin.fake_of.values())
-    parameters = {id(tensor): name for name, tensor in reversed(twin.parameters.items())}
+    parameters = {id(tensor): name for name, tensor in [*twin.parameters.items()][::-1]}
     with twin.mode:
         for name in with_gradient:
             twin.parameters[name].grad = torch.empty_like(twin.parameters[name])
@@ -92,7 +92,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         with locate:
             with forward_context():
                 with twin.mode, tracker:
-                    output = twin.model(*twin.args, **twin.kwargs)
+                    output = twin.call()
                 if look is not None:
                     look(twin, output, loss_fn)
                 loss_begins = tracker.event_count

@@ -12,7 +12,7 @@ from graph_capture.torch_compat.compilation import PartitionFunction as Partitio
 from graph_capture.torch_compat.compilation import TorchDynamoException as TorchDynamoException
 from graph_capture.torch_compat.compilation import aot_backend as aot_backend
 from graph_capture.torch_compat.compilation import boxed as boxed
-from graph_capture.torch_compat.compilation import compile_call as compile_call
+from graph_capture.torch_compat.compilation import compile_forward as compile_forward
 from graph_capture.torch_compat.compilation import compile_module as compile_module
 from graph_capture.torch_compat.compilation import compile_settings as compile_settings
 from graph_capture.torch_compat.compilation import copied_module as copied_module

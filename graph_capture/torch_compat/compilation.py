@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from graph_capture.module_forward import own_forward
 from graph_capture.torch_compat.requirements import require
 
 require(__name__)
@@ -106,27 +107,32 @@ _TALKATIVE = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
 
 
 def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """`module` behind a function that Dynamo compiles with `backend`, its hooks included.
+    """The forward of `module`, without its hooks, behind a function that Dynamo compiles with
+    `backend`."""
+    return functools.partial(
+        compile_forward(type(module).__name__, backend), module, own_forward(module))
+
+
+def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a module, the forward that its instance has (`None`: that of its class) and
+    arguments, which Dynamo compiles with `backend`.
 
     The function has a code object of its own, since Dynamo's cache (and its limit on recompiles)
-    hangs on the code; and it stands outside of torch, whose own modules Dynamo would skip.
+    hangs on the code; and it stands outside of torch, whose own modules Dynamo would skip.  Modules
+    that differ in nothing but their tensors share the compiled code: torch takes parameters for
+    inputs of the code.
     """
-    return functools.partial(compile_call(type(module).__name__, backend), module)
-
-
-def compile_call(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a module and its arguments that Dynamo compiles with `backend`.
-
-    Modules that differ in nothing but their tensors share the compiled code: torch takes parameters
-    for inputs of the code.
-    """
-    code = _call_module.__code__.replace(co_name=f"_call_{name}")
+    code = _call_forward.__code__.replace(co_name=f"_call_{name}")
     return torch.compile(
-        types.FunctionType(code, _call_module.__globals__), backend=backend, dynamic=False)
+        types.FunctionType(code, _call_forward.__globals__), backend=backend, dynamic=False)
 
 
-def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
+def _call_forward(
+    module: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    if own is None:
+        return type(module).forward(module, *args, **kwargs)
+    return own(*args, **kwargs)
 
 
 _SIZE_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices",
@@ -227,7 +233,7 @@ def pass_absent_gradients(outputs: object) -> None:
     """Let the compiled region behind `outputs` receive `None` for an output without a gradient,
     instead of zeros of its size (`set_materialize_grads` on its autograd node)."""
     for output in pytree.tree_leaves(outputs):
-        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
         for _ in range(4):  # An output that is a view stands a few autograd nodes further.
             if node is None:
                 break

@@ -87,8 +87,9 @@ def inductor_backend(
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(module, list(inputs), inner_compile=inner_compile,
-                          config_patches=patches)
+        compiled: Any = compile_fx(module, list(inputs), inner_compile=inner_compile,
+                                   config_patches=patches)
+        return compiled
 
     return backend
 
@@ -193,13 +194,13 @@ def stub_code(on_kernel: Callable[[KernelCall], None] | None = None,
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
 
-    def compile_to_module(graph: GraphLowering) -> types.ModuleType:
+    def compile_to_module(graph: GraphLowering) -> Any:
         code, _ = graph.codegen()
         text = code if isinstance(code, str) else code.value
         # The compiled graph wants a file of its source; the module is not registered under it.
         graph.cache_key, graph.cache_path = PyCodeCache.write(text)
         graph.cache_linemap = []
-        module = _load_stub(text, graph.cache_path, dict(graph.constants), on_kernel)
+        module: Any = _load_stub(text, graph.cache_path, dict(graph.constants), on_kernel)
         if around is not None:
             module.call = _within(around, module.call)
         return module

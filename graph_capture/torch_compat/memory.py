@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from graph_capture.torch_compat.requirements import require
 
@@ -74,7 +75,9 @@ def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:
     `torch.frombuffer` does that for memory that exists; this one lets many storages, each of its
     own identity, share one address.
     """
-    return torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), size_bytes)
+    make: Any = torch._C._construct_storage_from_data_pointer
+    storage: torch.UntypedStorage = make(address, torch.device("cpu"), size_bytes)
+    return storage
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -135,8 +138,8 @@ def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[li
         finally:
             result = torch.autograd._disable_profiler()
     cpu = torch.autograd.DeviceType.CPU
-    events = [event for event in result.events() if event.name() == _STAGE
-              or (event.name() == "[memory]" and event.device_type() == cpu)]
+    events: list[Any] = [event for event in result.events() if event.name() == _STAGE or (
+        event.name() == "[memory]" and event.device_type() == cpu)]
     events.sort(key=lambda event: event.start_ns())  # a stable sort: equal times stay in order
     sizes: list[list[int]] = [[]]
     for event in events:
@@ -188,7 +191,7 @@ class GradientSums:
                     FakeTensor: of_fakes,
                     torch.Tensor: _counts_of_a_gradient_held_by_the_engine_alone()}
 
-    def in_place(self, args: tuple[object, ...]) -> bool:
+    def in_place(self, args: tuple[Any, ...]) -> bool:
         """Whether `aten.add.Tensor(*args)`, seen by a dispatch mode during a backward, is one."""
         if len(args) != 2 or not all(isinstance(arg, torch.Tensor) for arg in args):
             return False
@@ -199,7 +202,7 @@ class GradientSums:
                 and _use_counts(held) == GradientSums._alone.get(type(held)))
 
 
-def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
+def _use_counts(tensor: Any) -> tuple[int, int]:
     return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -40,7 +41,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "joint, saved, sizes, num_fwd_outputs=)",
         *_of("torch._ops", "HigherOrderOperator", "OpOverload"),
         "torch.fx.graph.CodeGen.gen_fn_def(self, variables, annotation, expanded_def=)",
-        "torch.nn.Module._call_impl",
         *_of("torch.utils._pytree", "tree_flatten(tree)", "tree_leaves(tree)",
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),
@@ -141,9 +141,9 @@ def _problem(requirement: str) -> str:
     return ""
 
 
-def _resolve(name: str) -> object:
+def _resolve(name: str) -> Any:
     """The object of a dotted name, whose modules are imported as needed."""
-    found: object = torch
+    found: Any = torch
     parts = name.split(".")
     for position, part in enumerate(parts[1:], start=2):
         if isinstance(found, ModuleType) and not hasattr(found, part):

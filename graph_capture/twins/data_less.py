@@ -17,6 +17,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,9 @@ def data_less_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
     """
     copier = DataLessCopier({id(fake): original for original, fake in twin.fake_of.items()},
                           unknown_is_zero=unknown_is_zero)
-    return twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
+    made = twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
                    twin.device)
+    return replace(made, answers=twin.answers)
 
 
 class DataLessMode(TorchDispatchMode):
@@ -78,6 +80,11 @@ class DataLessMode(TorchDispatchMode):
         self._results: dict[object, Any] = {}  # fake ones, by signature of the op
         # Real storages into which an unknown value was written; a key may be given out anew.
         self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo compiles code under such a mode, and gives up under any other."""
+        return True
 
     def answer_with(self, answers: Iterator[Any]) -> None:
         """From here on, each value that code asks for, known or not, is the next of these.

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.module_forward import take_down
 from graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -63,6 +64,15 @@ class FakeTwin:
     """Every buffer by qualified name, the non-persistent ones too."""
     fake_of: Mapping[torch.Tensor, torch.Tensor]
     """Each tensor of the original to its fake copy, by identity; the originals are held weakly."""
+    answers: tuple[Any, ...] | None = None
+    """The values that the model's code asks for in a call, in order, as a real call gave them;
+    `None`: those that are known.  Only a data-less twin gives them."""
+
+    def call(self, model: Callable[..., Any] | None = None) -> Any:
+        """The output of the model, or of what stands for it, in one call."""
+        if self.answers is not None and hasattr(self.mode, "answer_with"):
+            self.mode.answer_with(iter(self.answers))
+        return (model or self.model)(*self.args, **self.kwargs)
 
 
 def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
@@ -87,6 +97,7 @@ def twin_by(copier: TwinCopier, model: nn.Module, args: tuple[Any, ...], kwargs:
             extra: tuple[Any, ...], planned: torch.device) -> FakeTwin:
     """The twin that `copier` makes; sizes are counted as by the allocator of `planned`."""
     twin = copier.module(model)
+    take_down(twin)  # A plan that the model runs under is none of the model's.
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     buffers = dict(twin.named_buffers(remove_duplicate=False))
     of_parameters = {storage_key(fake) for fake in parameters.values()}
@@ -121,7 +132,7 @@ class TwinCopier(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.mode = self.new_mode()
+        self.mode: Any = self.new_mode()
         self.device = device
         self.memo: dict[int, Any] = {}
         self.fake_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -215,7 +226,9 @@ class TwinCopier(TorchFunctionMode):
         self.storage_bytes[storage_key(fake)] = storage.nbytes()
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)
-        return fake.requires_grad_(real.requires_grad)
+        fake.requires_grad_(real.requires_grad)
+        # Dynamo treats an attribute that was made so in another way than a registered buffer.
+        return nn.Buffer(fake, persistent=real.persistent) if isinstance(real, nn.Buffer) else fake
 
     def _uncopyable(self, model: nn.Module) -> str:
         """The attribute that `copy.deepcopy` fails on, in words."""

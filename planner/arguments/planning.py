@@ -16,7 +16,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ class Planning:
     def arguments(self) -> PlanArguments:
         """Keyword arguments of `planner.plan` and its like."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
-        return PlanArguments(**chosen)  # type: ignore[typeddict-item]
+        return cast(PlanArguments, chosen)
 
 
 def takes_planning(*, without: Collection[str] = ()) -> Callable[[F], F]:
@@ -161,7 +161,7 @@ def check_count(name: str, value: Any, least: int = 1, *, of: str = "") -> int:
 def _check_seconds(time_limit: Any) -> None:
     if isinstance(time_limit, bool) or not isinstance(time_limit, numbers.Real):
         raise TypeError(f"time_limit must be a number of seconds, got {time_limit!r}")
-    if not time_limit > 0 or not math.isfinite(time_limit):
+    if not float(time_limit) > 0 or not math.isfinite(time_limit):
         raise ValueError(f"time_limit must be a finite number of seconds above 0, "
                          f"got {time_limit}")
 

@@ -72,15 +72,15 @@ def load_sized_hugging_face(
     as `load_hugging_face`.
     """
     family = _family(options)
-    varied = "batch" if what == "batch" else "seq"
 
     def make_inputs(size: int) -> dict[str, Any]:
-        sized = replace(options, **{varied: size})
+        sized = (replace(options, batch=size) if what == "batch" else
+                 replace(options, seq=size))
         return {spec.name: spec.make(device) for spec in _batch(family, sized)}
 
     make_inputs(1)  # a usage error shows before the work
     positions = None
-    if varied == "seq":
+    if what != "batch":
         positions = getattr(family.config.get_text_config(), "max_position_embeddings", None)
     return _build(family, options.target, device), make_inputs, positions
 
@@ -119,7 +119,8 @@ def _build(family: _Family, target: str, device: str) -> nn.Module:
 
     try:
         with torch.device(device):
-            model = getattr(transformers, family.task.automatic).from_config(family.config)
+            model: nn.Module = getattr(
+                transformers, family.task.automatic).from_config(family.config)
     except Exception as error:
         raise TargetError(f"transformers cannot build {target!r}: "
                           f"{type(error).__name__}: {error}") from error

@@ -74,7 +74,8 @@ def find_factory(target: str) -> Callable[..., Any]:
         if not hasattr(value, name):
             raise UsageError(f"TARGET {target!r}: {module_name!r} has no {path!r}")
         value = getattr(value, name)
-    return value
+    found: Callable[..., Any] = value
+    return found
 
 
 def call_factory(target: str, factory: Any, *arguments: object) -> tuple[nn.Module, object]:

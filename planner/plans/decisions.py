@@ -85,7 +85,8 @@ def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Reci
                      block=region.block, hoisted=region.hoisted)
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
-                  overrides=prepared.overrides, low_peak=form.low_peak)
+                  overrides=prepared.overrides, low_peak=form.low_peak,
+                  circumstances=prepared.circumstances)
 
 
 def schedule_of(form: Form, recipe: Recipe) -> Schedule:

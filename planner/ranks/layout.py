@@ -82,7 +82,8 @@ class FullyShardedLayout:
 
     def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerMemory:
         ranks = self._parallel.ranks
-        shards = {p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
+        shards: dict[torch.Tensor, torch.Size] = {
+            p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
                   for p in model.parameters() if p.requires_grad}
         return _trace_on(shards, optimizer, self._twin.device)
 

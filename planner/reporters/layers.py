@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from planner.plans.decisions import Decision
+if TYPE_CHECKING:
+    from planner.plans.decisions import Decision
 
 _READABLE_ROWS = 48
 
@@ -80,7 +82,7 @@ def _fold(modules: dict[tuple[str, ...], Totals]) -> tuple[LayerRow, ...]:
     """Modules that differ in one number only and are treated alike become one."""
     rows = [(path, 1, totals, totals) for path, totals in modules.items()]
     for place in range(max((len(path) for path in modules), default=0) - 1, -1, -1):
-        groups: dict[tuple[object, ...], list[int]] = {}
+        groups: dict[tuple[tuple[str, ...], bool, int, Totals], list[int]] = {}
         for position, (path, count, each, _) in enumerate(rows):
             numbered = place < len(path) and path[place].isdecimal()
             blank = (*path[:place], "*", *path[place + 1:]) if numbered else path

@@ -16,7 +16,7 @@ from planner.step.lowering import lower, without_buffers
 from planner.units import format_fraction
 
 if TYPE_CHECKING:
-    from apply.recipe import ParameterKey, Recipe
+    from apply.recipe import Circumstances, ParameterKey, Recipe
     from graph_capture.capture import CapturedStep
 
 
@@ -30,6 +30,7 @@ class PreparedStep:
     """Peak of the plain eager step, resident memory and optimizer included."""
     tensors: tuple[ParameterKey, ...]
     inputs: Any
+    circumstances: Circumstances | None
     training: bool
     overrides: tuple[tuple[str, object], ...]
     backend: str
@@ -68,8 +69,8 @@ class PreparedStep:
 
 
 def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: object,
-            backend: str = "eager", cost_model: str = "roofline",
-            accumulation: int = 1) -> PreparedStep:
+            circumstances: Circumstances | None = None, backend: str = "eager",
+            cost_model: str = "roofline", accumulation: int = 1) -> PreparedStep:
     """Lower a captured step.
 
     `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
@@ -84,7 +85,8 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     return PreparedStep(
         forms=(base, *(_with_copies(form, base) for form in others)),
         baseline_peak_bytes=base.budget.whole_bytes(baseline_bytes),
-        tensors=tuple(tensors), inputs=_as_json(inputs), training=step.training,
+        tensors=tuple(tensors), inputs=_as_json(inputs),
+        circumstances=circumstances, training=step.training,
         overrides=tuple((name, _as_json(value)) for name, value in step.overrides),
         backend=backend, cost_model=cost_model)
 

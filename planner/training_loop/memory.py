@@ -183,7 +183,7 @@ def _check_clip(grad_clip: object) -> None:
         return
     if isinstance(grad_clip, bool) or not isinstance(grad_clip, numbers.Real):
         raise TypeError(f"grad_clip must be a number (the largest norm), got {grad_clip!r}")
-    if not grad_clip > 0 or math.isnan(grad_clip):
+    if not float(grad_clip) > 0 or math.isnan(grad_clip):
         raise ValueError(f"grad_clip must be above 0, got {grad_clip}")
 
 
@@ -195,4 +195,5 @@ def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
     name = str(autocast).removeprefix("torch.")
     if name not in _AUTOCAST:
         raise ValueError(f"autocast must be 'bf16' or 'fp16' (or the dtype), got {autocast!r}")
-    return getattr(torch, _AUTOCAST[name])
+    dtype: torch.dtype = getattr(torch, _AUTOCAST[name])
+    return dtype

@@ -133,7 +133,6 @@ def test_tracing_blocks_leaves_the_users_model_alone():
     before = {name: set(vars(module)) for name, module in case.model.named_modules()}
     plan = plan_within(prepare(case), None, EFFORT)
     assert {name: set(vars(module)) for name, module in case.model.named_modules()} == before
-    assert all(block._compiled_call_impl is None for block in case.model.blocks)
     assert sum(plan.memory.values()) == plan.peak_bytes
 
 

@@ -67,7 +67,7 @@ def test_the_mode_is_captured_as_it_is():
     case.model.eval()
     step = capture(case)
     assert not step.training and not case.model.training
-    assert not any("dropout" in op.target for op in step.base.graph.ops)
+    assert not any("dropout" in op.target for op in step.graph.ops)
 
 
 def test_a_model_on_meta_is_planned_like_a_real_one():
@@ -115,7 +115,7 @@ def test_the_key_value_cache_is_left_out_and_that_is_said():
     case = models.gpt2_cache(**SMALL)
     step = capture(case)
     assert step.overrides == (("use_cache", False),)
-    assert any("use_cache=False" in note for note in step.base.graph.notes)
+    assert any("use_cache=False" in note for note in step.graph.notes)
     assert case.model.config.use_cache
     assert capture(models.gpt2(**SMALL)).overrides == ()
 

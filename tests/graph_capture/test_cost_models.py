@@ -33,7 +33,7 @@ def test_measured_seconds_are_kept_for_the_next_plan(monkeypatch, tmp_path):
     case = models.language_model(layers=1)
     said = []
     first, second = (capture(case.model, case.inputs, loss_fn=case.loss_fn, cost_model="measured",
-                             progress=said.append).graph for _ in range(2))
+                             progress=said.append).base.graph for _ in range(2))
     assert [op.seconds for op in first.ops] == [op.seconds for op in second.ops]
     assert not any("seconds are estimated" in note for note in first.notes)
     assert any("timing ops" in line for line in said)

@@ -168,4 +168,4 @@ def test_early_gradients_lower_the_peak_and_change_no_value(monkeypatch):
     assert train(planned, case).differences(reference(case)) == []
     monkeypatch.setattr("graph_capture.joint_graph.joint._hasten_gradients", lambda *_: None)
     late = captured(case)
-    assert early < simulate(late.problem, late.problem.keep_all_schedule).peak_bytes
+    assert early < simulate(late.base.problem, late.base.problem.keep_all_schedule).peak_bytes

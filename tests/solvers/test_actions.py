@@ -9,7 +9,7 @@ import pytest
 
 from solvers import IllegalSchedule, Proposal, Run, Task, simulate, solve
 from solvers.actions import as_order, as_schedule
-from tests.solvers.test_minimum import training_chain
+from tests.support.problems import training_chain
 
 
 def test_a_schedule_of_runs_is_a_sequence_of_numbers() -> None:

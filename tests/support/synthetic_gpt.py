@@ -8,6 +8,8 @@ that are kept to the end.  Costs are roofline seconds.
 
 from __future__ import annotations
 
+from typing import Any
+
 from solvers import Op, Problem, Segment, Storage
 
 FLOPS_PER_SECOND = 1e13
@@ -50,7 +52,7 @@ def gpt(layers: int, *, batch: int = 8, sequence: int = 1024, width: int = 1024,
     row_bytes = tokens * item_bytes
 
     def mm(name: str, inputs: list[int], rows: int, inner: int, columns: int,
-           **options: bool) -> int:
+           **options: Any) -> int:
         return b.op(name, inputs, [rows * columns * item_bytes],
                     flops=2.0 * rows * inner * columns, **options)[0]
 
@@ -93,7 +95,7 @@ def gpt(layers: int, *, batch: int = 8, sequence: int = 1024, width: int = 1024,
     b.op("nll", [logp], [4], kept=True)
     backward = len(b.ops)
 
-    def back(name: str, inputs: list[int], sizes: list[int], **options) -> list[int]:
+    def back(name: str, inputs: list[int], sizes: list[int], **options: Any) -> list[int]:
         return b.op(f"{name}.bwd", inputs, sizes, recomputable=False, **options)
 
     def linear_back(name: str, dy: int, x: int, inner: int, columns: int) -> int:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from planner.cli.application import COMMANDS
-from tests.planner.cli.test_cli import run
+from tests.support.command_line import run
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["advise", "--help"]])

@@ -1,0 +1,172 @@
+"""The circumstances of a step: what it is called with and under, and how they differ from a plan's.
+
+Two steps of one model have different graphs because something about the call differs.  A graph says
+so in ops and hashes; this says it in the user's words.
+
+Blind spots: what a global, a hook or an attribute of the model switches; values of numbers that are
+no argument of the call.  Where nothing here differs, the graphs are all that there is to show.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from apply.recipe import Circumstances, InputKey, ParameterKey, Recipe
+from graph_capture.module_forward import own_forward
+
+
+def circumstances_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+                     ) -> Circumstances:
+    """The circumstances of the call `model(*args, **kwargs)` here and now."""
+    own = own_forward(model)
+    wrapper = None if own is None else (
+        f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', type(own).__name__)}"
+        .removesuffix(".<locals>.forward"))
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return Circumstances(
+        inputs=tuple(_input_keys(_named_arguments(model, tuple(args), kwargs))),
+        autocast=_autocast(), wrapper=wrapper,
+        attention=attention if isinstance(attention, str) else None)
+
+
+def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:
+    """Every parameter and buffer of a model, as a recipe lists them."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return tuple(
+        ParameterKey(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."),
+                     tensor.requires_grad)
+        for name, tensor in named)
+
+
+def differences(recipe: Recipe, model: nn.Module, now: Circumstances) -> list[str]:
+    """How the circumstances of a step differ from those that a recipe was made in, in words."""
+    words = list(_tensor_differences(recipe.tensors, tensor_keys(model)))
+    then = recipe.circumstances
+    if then is None:
+        return words
+    planned = {key.name: key for key in then.inputs}
+    given = {key.name: key for key in now.inputs}
+    forced = dict(recipe.overrides)
+    found = [f"this call has {_listed(extra)}, which the plan's inputs did not have"
+             for extra in [[name for name in given if name not in planned]] if extra]
+    found += [f"the plan's inputs had {_listed(missing)}, which this call has not"
+              for missing in [[name for name in planned
+                               if name not in given and name not in forced]] if missing]
+    for name, key in given.items():
+        if name in planned:
+            found += _input_differences(planned[name], key)
+    if then.autocast != now.autocast:
+        found.append(f"the plan was made {_under(then.autocast)}, this step runs "
+                     f"{_under(now.autocast)}")
+    if then.attention != now.attention:
+        found.append(f"the plan was made with attention {then.attention!r}, this model has "
+                     f"{now.attention!r}")
+    if then.wrapper != now.wrapper:
+        found.append(f"the plan was made {_wrapped(then.wrapper)}, this one is "
+                     f"{_wrapped(now.wrapper)}")
+    return found + words
+
+
+def _named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+                     ) -> dict[str, Any]:
+    """Arguments by name, positional ones too."""
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # What does not bind is numbered.
+        return {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            named.update({f"{name}[{index}]": item for index, item in enumerate(value)})
+        else:
+            named[name] = value
+    return named
+
+
+def _input_keys(arguments: Mapping[str, Any]) -> Iterator[InputKey]:
+    first: dict[int, str] = {}
+    for name, value in _leaves(arguments):
+        if isinstance(value, torch.Tensor):
+            earlier = first.setdefault(id(value), name)
+            yield InputKey(name, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}",
+                           value.requires_grad, None if earlier == name else earlier)
+        elif isinstance(value, (bool, int, float, str)):
+            yield InputKey(name, repr(value)[:60])
+        else:
+            yield InputKey(name, type(value).__name__)
+
+
+def _leaves(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Arguments by name, those in lists and mappings too; an absent one is as good as none."""
+    for name, value in sorted(arguments.items()):
+        if isinstance(value, Mapping):
+            yield from _leaves({f"{name}[{key!r}]": item for key, item in value.items()})
+        elif isinstance(value, (list, tuple)):
+            yield from _leaves({f"{name}[{index}]": item for index, item in enumerate(value)})
+        elif value is not None:
+            yield name, value
+
+
+def _autocast() -> str:
+    """Each device type with its dtype, where autocast is on."""
+    kinds = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type not in kinds:
+        kinds.append(accelerator.type)
+    return ", ".join(f"{kind} {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
+                     for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def _input_differences(then: InputKey, now: InputKey) -> Iterator[str]:
+    if then.kind != now.kind:
+        yield f"`{now.name}` is {now.kind}, and was {then.kind} in the plan's inputs"
+    if then.requires_grad != now.requires_grad:
+        yield (f"`{now.name}` requires a gradient, which it did not in the plan's inputs"
+               if now.requires_grad else
+               f"`{now.name}` requires no gradient, which it did in the plan's inputs")
+
+
+def _tensor_differences(planned: Sequence[ParameterKey], found: Sequence[ParameterKey]
+                        ) -> Iterator[str]:
+    here = {key.name: key for key in found}
+    both = [(key, here[key.name]) for key in planned if key.name in here]
+    changes = {
+        "frozen now, and trained when the plan was made":
+            [now.name for then, now in both if then.requires_grad and not now.requires_grad],
+        "trained now, and frozen when the plan was made":
+            [now.name for then, now in both if now.requires_grad and not then.requires_grad],
+        "of another dtype than when the plan was made":
+            [now.name for then, now in both if then.dtype != now.dtype],
+        "of another shape than when the plan was made":
+            [now.name for then, now in both if then.shape != now.shape],
+        "no part of this model, and of the plan's": [
+            key.name for key in planned if key.name not in here],
+        "no part of the plan's model, and of this one": [
+            name for name in here if name not in {key.name for key in planned}],
+    }
+    for change, names in changes.items():
+        if names:
+            yield f"{_listed(names)} {'are' if len(names) > 1 else 'is'} {change}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many there are beside them."""
+    shown = [f"`{name}`" for name in names[:3]]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def _under(autocast: str) -> str:
+    return f"under autocast ({autocast})" if autocast else "without autocast"
+
+
+def _wrapped(wrapper: str | None) -> str:
+    return f"with its forward wrapped by {wrapper}" if wrapper else "with the forward of its class"

@@ -1,0 +1,163 @@
+"""The forward of a module whose training step runs planned graphs.
+
+It stands in the instance, so that whoever calls the module meets it, and its hooks run around it as
+they do around any forward.  It knows recipes, tries those that may be for the call, and asks for
+another where none is.  A copy and a pickle of the module take the recipes along, and compile anew.
+An outer `torch.compile` does not trace it: its graph breaks there, and the plan is run.
+
+Blind spots: a step of several graphs keeps to the recipe of its first; where that has run and
+another does not fit, no other recipe is tried, since random state and buffers may have changed.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from apply.circumstances import circumstances_of, differences
+from apply.errors import PlanMismatch
+from apply.planned_code import PlannedCode
+from apply.recipe import Circumstances, Recipe
+from apply.step_counts import StepCounts, reason_of_mode
+from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
+from graph_capture.torch_compat import pytree
+
+Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
+"""Makes a recipe for a model called with these positional and keyword arguments."""
+
+
+class CountingForward(StandIn):
+    """A stand-in for the forward of a whole model, which counts its steps."""
+
+    def __init__(self, module: nn.Module, inner: Forward | None) -> None:
+        super().__init__(module, inner)
+        self.steps = StepCounts()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "steps": StepCounts()}
+
+    def circumstances(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Circumstances:
+        """Those of a call of the forward beneath this one."""
+        with in_place_of_forward(self.__self__, self.inner):
+            return circumstances_of(self.__self__, args, kwargs)
+
+    def explained(self, recipe: Recipe, error: PlanMismatch, args: tuple[Any, ...],
+                  kwargs: dict[str, Any]) -> PlanMismatch:
+        """The error with what differs from the recipe's circumstances in front."""
+        words = differences(recipe, self.__self__, self.circumstances(args, kwargs))
+        return PlanMismatch(f"{'; '.join(words)}: {error}") if words else error
+
+
+class PlannedForward(CountingForward):
+    """The planned forward of a model that is compiled as one piece."""
+
+    def __init__(self, module: nn.Module, inner: Forward | None, recipes: Sequence[Recipe],
+                 replan: Replan | None) -> None:
+        super().__init__(module, inner)
+        self.recipes = tuple(recipes)
+        """Those known; what `replan` made comes last."""
+        self.recipe: Recipe | None = self.recipes[0] if self.recipes else None
+        """The one that the last planned step ran under."""
+        self._replan = replan
+        self._codes: dict[int, PlannedCode] = {}  # by number of the recipe
+        self._served: dict[object, int] = {}  # calls of one kind -> the recipe that they ran under
+        self._is_first_step = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_codes": {}, "_served": {}, "_is_first_step": True}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = self.__getstate__()
+        if self._replan is not None and not _can_be_pickled(self._replan):
+            warnings.warn("the function that plans other inputs cannot be pickled: the loaded "
+                          "model knows the present plans alone, and refuses a step that none of "
+                          "them serves", stacklevel=2)
+            state["_replan"] = None
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self.without_self(args)
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        known = [number for number, recipe in enumerate(self.recipes)
+                 if recipe.training == self.__self__.training]
+        if not known and self.recipes and self._replan is None:
+            self.steps.count(reason_of_mode(self.recipes[0].training))
+            return self.plain(*args, **kwargs)
+        try:
+            result = self._step(known, args, kwargs)
+        except PlanMismatch as error:
+            if not self._is_first_step:
+                raise
+            raise PlanMismatch(f"{error}{_FIRST_CALL_HINT}") from None
+        self._is_first_step = False
+        return result
+
+    def _step(self, known: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, kind = self.__self__, _kind_of_call(self.__self__, args, kwargs)
+        served = self._served.get(kind)
+        if served is not None:
+            known = [served, *(number for number in known if number != served)]
+        elif len(known) > 1:
+            now = self.circumstances(args, kwargs)
+            known = sorted(known, key=lambda number: len(
+                differences(self.recipes[number], module, now)))
+        refusals: list[tuple[int, PlanMismatch]] = []
+        for number in known:
+            try:
+                return self._run(number, kind, args, kwargs)
+            except PlanMismatch as error:
+                refusals.append((number, error))
+                # What has begun may have changed random state and buffers.
+                if self._codes[number].has_begun:
+                    raise self.explained(self.recipes[number], error, args, kwargs) from None
+        if self._replan is None:
+            if not refusals:
+                raise PlanMismatch("there is no plan for this model. Make one")
+            number, refusal = refusals[0]
+            raise self.explained(self.recipes[number], refusal, args, kwargs) from None
+        # What is planned is the forward beneath this one, called as it is called here.
+        with in_place_of_forward(module, self.inner):
+            self.recipes += (self._replan(module, args, kwargs),)
+        return self._run(len(self.recipes) - 1, kind, args, kwargs)
+
+    def _run(self, number: int, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+             ) -> Any:
+        module, recipe = self.__self__, self.recipes[number]
+        if number not in self._codes:
+            self._codes[number] = PlannedCode(type(module).__name__, module, recipe)
+        code = self._codes[number]
+        args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
+        result = code(module, self.inner, *args, **kwargs)
+        self._served[kind], self.recipe = number, recipe
+        self.steps.count(code.why_unplanned())
+        return result
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a `__reduce__` raises
+        return False
+    return True
+
+
+# Models of transformers may install hooks then, which breaks the captured graph once.
+_FIRST_CALL_HINT = ("; or, if the model sets something up in its first call, call it once before "
+                    "the plan is applied")
+
+
+def _kind_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Equal for calls that most likely run the same graphs."""
+    leaves = pytree.tree_leaves((args, dict(sorted(kwargs.items()))))
+    return (module.training, tuple(sorted(kwargs)), torch.is_autocast_enabled(), tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor)
+        else type(leaf) for leaf in leaves))

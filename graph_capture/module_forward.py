@@ -1,0 +1,157 @@
+"""What stands in for a module's forward, in the instance, and what it stands in for.
+
+The model of the world: `nn.Module.__call__` runs the hooks and, between them, `self.forward`; an
+attribute of the instance comes before the method of the class.  So an attribute `forward` is where
+a computation is replaced such that every caller meets it: `module(x)`, `module.forward(x)`, a
+wrapper that holds the module, a copy of the module.  Others put their own functions there too
+(accelerate, for mixed precision); what a stand-in found in the instance, it keeps and calls.
+
+Blind spots: a class that defines `__call__` without calling `forward`; whoever kept the bound
+method from before; `copy.copy` of a module with a stand-in shares it, and so runs the module that
+it was copied from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+Forward = Callable[..., Any]
+"""A function of a module's arguments."""
+
+
+class StandIn:
+    """A function that stands in for the forward of one module; copies and pickles refer to the copy
+    of the module.
+
+    It looks like a bound method, so that wrappers of methods (`__func__`) and readers of signatures
+    take it for one.
+    """
+
+    def __init__(self, module: nn.Module, inner: Forward | None) -> None:
+        """`inner`: what the instance had before; `None`: the method of its class."""
+        self.__self__ = module
+        self.inner = inner
+        _STANDING[id(module)] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward as the module itself has it; subclasses run something else."""
+        return self.plain(*args, **kwargs)
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """What this stands in for."""
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.__self__).forward(self.__self__, *args, **kwargs)
+
+    def without_self(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the forward, where this was made a method of the module once more."""
+        return args[1:] if args and args[0] is self.__self__ else args
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """A function of a module, this or a copy of it, and its arguments."""
+
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            mine = self if module is self.__self__ else standing_in(module)
+            if mine is None:  # Whoever wrapped this method was copied.
+                mine = copy.deepcopy(self, {id(self.__self__): module})
+                vars(module)["_stand_in"] = mine  # which keeps it alive
+            return mine(*args, **kwargs)
+
+        forward.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+            type(self.__self__).forward)
+        return forward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of what this stands in for."""
+        return inspect.signature(self.inner if self.inner is not None else
+                                 types.MethodType(type(self.__self__).forward, self.__self__))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy and a pickle take along."""
+        return dict(vars(self))
+
+    def __copy__(self) -> Self:
+        new = type(self).__new__(type(self))
+        vars(new).update(self.__getstate__())
+        return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _STANDING[id(self.__self__)] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = memo[id(self)] = copy.copy(self)
+        new.__self__ = copy.deepcopy(self.__self__, memo)
+        new.inner = copy.deepcopy(self.inner, memo)
+        _STANDING[id(new.__self__)] = new
+        return new
+
+
+_STANDING: WeakValueDictionary[int, StandIn] = WeakValueDictionary()
+"""By identity of the module: what was put into it, wherever it is wrapped now."""
+
+
+def standing_in(module: nn.Module) -> StandIn | None:
+    """What was put in the place of a module's forward, though others may have wrapped it since."""
+    found = _STANDING.get(id(module))
+    return found if found is not None and found.__self__ is module else None
+
+
+def own_forward(module: nn.Module) -> Forward | None:
+    """The forward that the instance itself has, beneath what stands in for it; `None`: it has that
+    of its class."""
+    found = vars(module).get("forward")
+    while isinstance(found, StandIn):
+        found = found.inner
+    return found
+
+
+def set_forward(module: nn.Module, forward: Forward | None) -> None:
+    """Give the instance a forward of its own; `None`: that of its class."""
+    if forward is not None:
+        vars(module)["forward"] = forward
+    else:
+        vars(module).pop("forward", None)
+
+
+def take_down(model: nn.Module) -> None:
+    """Remove every stand-in from a model and its submodules."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), StandIn):
+            set_forward(module, own_forward(module))
+            _STANDING.pop(id(module), None)
+
+
+@contextlib.contextmanager
+def in_place_of_forward(module: nn.Module, forward: Forward | None) -> Iterator[None]:
+    """Inside, the instance has this forward; `None`: that of its class."""
+    before = vars(module).get("forward")
+    set_forward(module, forward)
+    try:
+        yield
+    finally:
+        set_forward(module, before)
+
+
+def rebound(forward: Forward | None, old: nn.Module, new: nn.Module) -> Forward | None:
+    """An instance's forward for a shallow copy of the module: what is bound to `old`, as a method
+    or as a partial function, is bound to `new`; anything else stays."""
+    if isinstance(forward, types.MethodType) and forward.__self__ is old:
+        return types.MethodType(forward.__func__, new)
+    if isinstance(forward, functools.partial) and any(arg is old for arg in forward.args):
+        bound = functools.partial(
+            forward.func, *(new if arg is old else arg for arg in forward.args),
+            **forward.keywords)
+        return functools.update_wrapper(bound, forward)
+    return forward
