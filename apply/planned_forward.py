@@ -122,8 +122,8 @@ class PlannedForward(CountingForward):
         if self._replan is None:
             if not refusals:
                 raise PlanMismatch("there is no plan for this model. Make one")
-            number, error = refusals[0]
-            raise self.explained(self.recipes[number], error, args, kwargs) from None
+            number, refusal = refusals[0]
+            raise self.explained(self.recipes[number], refusal, args, kwargs) from None
         # What is planned is the forward beneath this one, called as it is called here.
         with in_place_of_forward(module, self.inner):
             self.recipes += (self._replan(module, args, kwargs),)

@@ -14,7 +14,9 @@ from planner.plans.plan import Plan as Plan
 from planner.ranks.data_parallel import DataParallel as DataParallel
 from planner.ranks.data_parallel import RankMemory as RankMemory
 from planner.ranks.data_parallel import data_parallel as data_parallel
+from planner.running.applying import StepCounts as StepCounts
 from planner.running.applying import apply as apply
+from planner.running.applying import steps_of as steps_of
 from planner.running.verify import Verification as Verification
 from planner.running.verify import verify as verify
 from planner.sizes.advice import Advice as Advice

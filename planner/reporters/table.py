@@ -75,7 +75,8 @@ def verification_report(verification: Verification) -> RenderableType:
     table.add_row("buffers", "equal" if verification.buffers_equal else "DIFFERENT", "")
     table.add_row("random state", "equal" if verification.rng_equal else "DIFFERENT", "")
     table.add_section()
-    over = "" if verification.within_budget else "the measured peak is over the budget"
+    over = verification.why_unplanned or (
+        "" if verification.within_budget else "the measured peak is over the budget")
     table.add_row("verdict", "ok" if verification.ok else "NOT OK", over)
     return Group(title("One plain and one planned step"), table)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from apply.recipe import Recipe
+from apply.step_counts import StepCounts as StepCounts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +32,13 @@ def apply(model: nn.Module, plan: Plan, *,
 
         plan.apply(model, replan=lambda model, inputs: planner.plan(model, inputs, budget="8GB"))
 
-    `replan` is called once for inputs of the same shapes, with the model and the inputs as `plan`
-    takes them, and returns a plan.
+    `replan` is called for a step that neither `plan` nor what it made before serves, with the model
+    and the inputs as `plan` takes them, and returns a plan.
+
+    The plan stays where the model goes: through `copy.deepcopy`, `torch.save` and `torch.load`,
+    into an average of the model, under a wrapper; `model.forward(...)` runs it too, and so does a
+    module that contains the model and is compiled (its graph breaks there).  A step that does not
+    run under the plan says why, once for each reason; `steps_of` counts both.
 
     Raises `PlanMismatch` where the plan was made for another graph (possibly only at the first
     step, when the graph is seen), and `TypeError` where the arguments are no model and no plan.
@@ -48,6 +54,25 @@ def apply(model: nn.Module, plan: Plan, *,
     from apply.runtime import apply_recipe
 
     return apply_recipe(model, recipe, replan=None if replan is None else _recipes(replan))
+
+
+def steps_of(model: nn.Module) -> StepCounts:
+    """How many steps of `model` ran under its plan, and why the last of the others did not.
+
+    `model`: what a plan was applied to, or a module that holds it (a wrapper for training on many
+    devices, an average).  A step is a call with gradients switched on.  The counts go on.
+
+    Raises `ValueError` where no plan was applied to any module of `model`.
+    """
+    from apply.planned_forward import CountingForward
+    from graph_capture.module_forward import standing_in
+
+    for module in model.modules():
+        found = standing_in(module)
+        if isinstance(found, CountingForward):
+            return found.steps
+    raise ValueError(f"{type(model).__name__} has no plan: pass what plan.apply(model) returned, "
+                     "or a module that holds it")
 
 
 def _recipes(

@@ -20,7 +20,7 @@ from graph_capture.torch_compat import pytree
 from planner.arguments.inputs import split_inputs
 from planner.errors import PlanMismatch
 from planner.plans.plan import Plan
-from planner.running.applying import apply
+from planner.running.applying import apply, steps_of
 
 if TYPE_CHECKING:
     import torch
@@ -59,11 +59,14 @@ class Verification:
     tolerance: float = GRADIENT_TOLERANCE
     """What the errors may be: for float32, and more for coarser dtypes, in proportion to their
     rounding."""
+    why_unplanned: str | None = None
+    """Why the step did not run under the plan; `None`: it did."""
 
     @property
     def ok(self) -> bool:
         """Whether the planned step does what the plain one does, within the budget."""
-        return (self.within_budget and self.buffers_equal and self.rng_equal
+        return (self.why_unplanned is None and self.within_budget
+                and self.buffers_equal and self.rng_equal
                 and self.max_gradient_error <= self.tolerance
                 and self.loss_error <= self.tolerance)
 
@@ -83,6 +86,7 @@ class Verification:
             "loss_error": _finite(self.loss_error),
             "buffers_equal": self.buffers_equal,
             "rng_equal": self.rng_equal,
+            "why_unplanned": self.why_unplanned,
         }
 
     def __str__(self) -> str:
@@ -137,6 +141,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
         buffers_equal=_all_close(plain.buffers, ours.buffers, tolerance),
         rng_equal=_all_equal(plain.random_states, ours.random_states),
         tolerance=tolerance,
+        why_unplanned=steps_of(planned).last_reason,
     )
 
 
