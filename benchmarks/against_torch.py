@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,13 +132,14 @@ class TorchPartition:
 class Compiled(nn.Module):
     """A module whose call is a compiled function of `model`; parameters are the model's."""
 
-    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, call: Callable[..., Any],
+                 settings: Callable[[], AbstractContextManager[None]] = compile_settings) -> None:
         super().__init__()
         self.model = model
-        self._call = call
+        self._call, self._settings = call, settings
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with compile_settings():
+        with self._settings():
             return self._call(*args, **kwargs)
 
 

@@ -74,14 +74,6 @@ class FakeTwin:
             self.mode.answer_with(iter(self.answers))
         return (model or self.model)(*self.args, **self.kwargs)
 
-    def name_of(self, tensor: torch.Tensor) -> str | None:
-        """First qualified name of a parameter or buffer of the twin; `None` for another tensor."""
-        for named in (self.parameters, self.buffers):
-            for name, fake in named.items():
-                if fake is tensor:
-                    return name
-        return None
-
 
 def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
               *, device: torch.device | str | None = None, extra: Iterable[Any] = ()) -> FakeTwin:

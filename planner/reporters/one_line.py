@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from planner.plans.plan import Plan
+from typing import TYPE_CHECKING
+
 from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from planner.plans.plan import Plan
 
 
 def summarize(plan: Plan) -> str:
