@@ -64,6 +64,8 @@ class PlanBackend:
         modules keep the names that the graph has."""
         self.keeps_going = False
         """Whether a region that is none of the plan's runs as it is, where others have run."""
+        self.compilations = 0
+        """Graphs that were compiled so far."""
         self.has_begun = False
         """Whether anything captured has run in this call."""
         self.planned_runs = 0
@@ -80,6 +82,7 @@ class PlanBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         match: Match | None = None
+        self.compilations += 1
         if self.running is not None:
             name_modules(module, self.running)
         # Read now: the model may have been given other parameters since the plan was applied.  Only

@@ -52,6 +52,11 @@ class PlannedCode:
         self._backend.keeps_going = value
 
     @property
+    def compilations(self) -> int:
+        """Graphs that were compiled so far."""
+        return self._backend.compilations
+
+    @property
     def planned_runs(self) -> int:
         """Regions of the plan that have run in the last call."""
         return self._backend.planned_runs

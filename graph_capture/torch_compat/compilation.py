@@ -63,6 +63,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - AOTAutograd's cache is not used (it would bypass the partitioner), and donated buffers, which
       forbid `retain_graph=True`, only where asked for: as the user set them.
     - One code object may be compiled for many models and plans.
+    - Under DistributedDataParallel the graph is not cut at the buckets.
     """
     loggers = {method for name in _LOG_METHODS
                if callable(method := getattr(logging.Logger, name, None))}
@@ -73,6 +74,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             recompile_limit=max(dynamo_config.recompile_limit, 256),
             accumulated_recompile_limit=max(dynamo_config.accumulated_recompile_limit, 4096),
             automatic_dynamic_shapes=False,
+            optimize_ddp=False,
         ),
         functorch_config.patch(
             enable_autograd_cache=False, debug_assert=False,
@@ -104,6 +106,12 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 _TALKATIVE = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
+
+
+def wrapping_data_parallel() -> nn.Module | None:
+    """The DistributedDataParallel whose forward is running, if any."""
+    running: nn.Module | None = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    return running
 
 
 def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.backends.common.aot_autograd("
         "fw_compiler=, bw_compiler=, inference_compiler=, partition_fn=)",
         *_of("torch._dynamo.config", "accumulated_recompile_limit", "automatic_dynamic_shapes",
-             "ignore_logging_functions", "patch", "recompile_limit", "suppress_errors"),
+             "ignore_logging_functions", "optimize_ddp", "patch", "recompile_limit",
+             "suppress_errors"),
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.lookup_backend(name)",
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
@@ -41,6 +42,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "joint, saved, sizes, num_fwd_outputs=)",
         *_of("torch._ops", "HigherOrderOperator", "OpOverload"),
         "torch.fx.graph.CodeGen.gen_fn_def(self, variables, annotation, expanded_def=)",
+        "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()",
         *_of("torch.utils._pytree", "tree_flatten(tree)", "tree_leaves(tree)",
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),

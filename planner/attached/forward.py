@@ -194,7 +194,12 @@ class PlanningForward(CountingForward):
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = with_distinct_tensors(
             args, {**dict(graph.plan.recipe.overrides), **kwargs})
-        return graph.code(self.__self__, self.inner, *args, **kwargs)
+        before = graph.code.compilations
+        try:
+            return graph.code(self.__self__, self.inner, *args, **kwargs)
+        finally:
+            if graph.code.compilations != before:
+                gc.collect()  # as after planning
 
     def _refusal(self, call: CallCircumstances, refusal: str) -> PlanMismatch:
         planned = next((graph.circumstances for graph in reversed(self.graphs)

@@ -35,6 +35,7 @@ from graph_capture.completed import (
     with_seen_loss,
 )
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
+from graph_capture.torch_compat import wrapping_data_parallel
 from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
@@ -95,6 +96,7 @@ class GraphPlanner:
                 self._step = capture_call(model, args, kwargs, planning, report, answers=answers)
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
+        self._step = with_held(self._step, _bucket_bytes(model))
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         self._circumstances = circumstances_of(model, args, kwargs)
 
@@ -182,6 +184,14 @@ class GraphPlanner:
                        circumstances=self._circumstances,
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1)
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    """What DistributedDataParallel, if its forward is running, holds beside the gradients."""
+    if wrapping_data_parallel() is None:
+        return 0
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()
+               if parameter.requires_grad)
 
 
 def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
