@@ -7,6 +7,7 @@ They run op by op, boxed, so that memory is what the simulator says.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,6 +18,7 @@ from torch import fx, nn
 from apply.errors import PlanMismatch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
+from graph_capture.dynamo.record import crossing
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
 from graph_capture.joint_graph.lower import LoweredRegion
 from graph_capture.joint_graph.naming import name_modules
@@ -29,6 +31,7 @@ from graph_capture.torch_compat import (
     boxed,
     pass_absent_gradients,
     primal_indices,
+    split_joint_graph,
 )
 from graph_capture.training_graph import Outline
 
@@ -59,6 +62,10 @@ class PlanBackend:
         self.running: nn.Module | None = None
         """The module whose forward is being called: the model or a block; `None`: not known, and
         modules keep the names that the graph has."""
+        self.keeps_going = False
+        """Whether a region that is none of the plan's runs as it is, where others have run."""
+        self.compilations = 0
+        """Graphs that were compiled so far."""
         self.has_begun = False
         """Whether anything captured has run in this call."""
         self.planned_runs = 0
@@ -75,6 +82,7 @@ class PlanBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         match: Match | None = None
+        self.compilations += 1
         if self.running is not None:
             name_modules(module, self.running)
         # Read now: the model may have been given other parameters since the plan was applied.  Only
@@ -87,7 +95,15 @@ class PlanBackend:
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal match
-            match = self._matching_region(module, joint, num_fwd_outputs, given)
+            try:
+                match = self._matching_region(module, joint, num_fwd_outputs, given)
+            except PlanMismatch as mismatch:
+                if not (self.keeps_going and self.has_begun):
+                    raise
+                warnings.warn(
+                    "a part of this step is not the planned one, and runs without recomputation, "
+                    f"so that the step may take more than the budget: {mismatch}", stacklevel=2)
+                return split_joint_graph(joint, crossing(joint, num_fwd_outputs), num_fwd_outputs)
             region = match.region
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses)
             self._annotate(rewritten)

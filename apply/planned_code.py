@@ -42,6 +42,21 @@ class PlannedCode:
         return self._backend.has_begun
 
     @property
+    def keep_going(self) -> bool:
+        """Whether a region that is not the plan's, in a step of which a part has run, runs without
+        recomputation and with a warning; otherwise it ends the step with `PlanMismatch`."""
+        return self._backend.keeps_going
+
+    @keep_going.setter
+    def keep_going(self, value: bool) -> None:
+        self._backend.keeps_going = value
+
+    @property
+    def compilations(self) -> int:
+        """Graphs that were compiled so far."""
+        return self._backend.compilations
+
+    @property
     def planned_runs(self) -> int:
         """Regions of the plan that have run in the last call."""
         return self._backend.planned_runs

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,13 +132,14 @@ class TorchPartition:
 class Compiled(nn.Module):
     """A module whose call is a compiled function of `model`; parameters are the model's."""
 
-    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, call: Callable[..., Any],
+                 settings: Callable[[], AbstractContextManager[None]] = compile_settings) -> None:
         super().__init__()
         self.model = model
-        self._call = call
+        self._call, self._settings = call, settings
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with compile_settings():
+        with self._settings():
             return self._call(*args, **kwargs)
 
 
@@ -165,8 +167,8 @@ def _compile(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
-    """A plan at the peak of torch's partition, applied and measured."""
+class Measured:
+    """A step that recomputes, and ran."""
 
     peak_bytes: int
     """Above resident memory, as all peaks here."""
@@ -174,7 +176,13 @@ class Ours:
     overhead: float
     """Estimated extra time, as a fraction of the step."""
     gradient_error: float
-    status: str
+    status: str = ""
+    """Of a plan."""
+
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """As the table shows them."""
+        return self.peak_bytes / MEGABYTE, self.recompute_flops / 1e6, 100 * self.overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,31 +190,26 @@ class Row:
     """torch's partition at one ratio, and two plans at its peak."""
 
     ratio: float
-    peak_bytes: int
-    recompute_flops: int
-    overhead: float
-    gradient_error: float
-    least_flops: Ours
-    least_time: Ours
+    torch: Measured
+    least_flops: Measured
+    least_time: Measured
 
     @property
     def won(self) -> bool:
         """Whether, within the same memory, one plan recomputes no more FLOPs and the other takes
         no more estimated time."""
-        return (max(self.least_flops.peak_bytes, self.least_time.peak_bytes) <= self.peak_bytes
-                and self.least_flops.recompute_flops <= self.recompute_flops
-                and self.least_time.overhead <= self.overhead)
+        return (max(self.least_flops.peak_bytes, self.least_time.peak_bytes)
+                <= self.torch.peak_bytes
+                and self.least_flops.recompute_flops <= self.torch.recompute_flops
+                and self.least_time.overhead <= self.torch.overhead)
 
-
-def cells(row: Row) -> list[object]:
-    """What a row of the table shows."""
-    plans = (row.least_flops, row.least_time)
-    shown: list[object] = [row.ratio, row.peak_bytes / MEGABYTE, row.recompute_flops / 1e6,
-                           100 * row.overhead, row.gradient_error]
-    for plan in plans:
-        shown += [plan.peak_bytes / MEGABYTE, plan.recompute_flops / 1e6, 100 * plan.overhead,
-                  plan.status]
-    return [*shown, max(plan.gradient_error for plan in plans), "yes" if row.won else "NO"]
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """What the table shows."""
+        flops, time = self.least_flops, self.least_time
+        return (self.ratio, *self.torch.figures, self.torch.gradient_error, *flops.figures,
+                flops.status, *time.figures, time.status,
+                max(flops.gradient_error, time.gradient_error), "yes" if self.won else "NO")
 
 
 def for_least_flops(prepared: PreparedStep) -> PreparedStep:
@@ -220,12 +223,12 @@ def for_least_flops(prepared: PreparedStep) -> PreparedStep:
 
 
 def plan_at(workload: Workload, prepared: PreparedStep, peak: int, expected: torch.Tensor,
-            time_limit: float) -> Ours:
+            time_limit: float) -> Measured:
     """The plan under a budget of `peak` above resident memory, applied and measured."""
     plan = plan_within(prepared, prepared.resident_bytes + peak, Effort(time_limit=time_limit))
     model = plan.apply(workload.model)
-    return Ours(peak_bytes(workload, model), plan.recompute_flops, plan.overhead,
-                relative_error(gradients(workload, model), expected), plan.status)
+    return Measured(peak_bytes(workload, model), plan.recompute_flops, plan.overhead,
+                    relative_error(gradients(workload, model), expected), plan.status)
 
 
 def compare(workload: Workload, prepared: PreparedStep, ratio: float, expected: torch.Tensor,
@@ -237,15 +240,16 @@ def compare(workload: Workload, prepared: PreparedStep, ratio: float, expected: 
     partition = TorchPartition(ratio)
     theirs = Compiled(workload.model, partition.compiled(workload.model))
     peak = peak_bytes(workload, theirs)
-    if known is not None and known.peak_bytes == peak:
+    if known is not None and known.torch.peak_bytes == peak:
         least_flops, least_time = known.least_flops, known.least_time
     else:
         least_flops, least_time = (
             plan_at(workload, step, peak, expected, time_limit)
             for step in (for_least_flops(prepared), prepared))
-    return Row(ratio, peak, partition.recomputed.flops,
-               partition.recomputed.seconds / prepared.base.graph.step_seconds,
-               relative_error(gradients(workload, theirs), expected), least_flops, least_time)
+    recomputed = partition.recomputed
+    return Row(ratio, Measured(
+        peak, recomputed.flops, recomputed.seconds / prepared.base.graph.step_seconds,
+        relative_error(gradients(workload, theirs), expected)), least_flops, least_time)
 
 
 def run(workload: Workload, ratios: Sequence[float], time_limit: float) -> bool:
@@ -269,8 +273,8 @@ def run(workload: Workload, ratios: Sequence[float], time_limit: float) -> bool:
     for ratio in ratios:
         rows.append(compare(workload, prepared, ratio, expected, time_limit,
                             rows[-1] if rows else None))
-        table.row(*cells(rows[-1]))
-    lowest = min(row.peak_bytes for row in rows)
+        table.row(*rows[-1].cells)
+    lowest = min(row.torch.peak_bytes for row in rows)
     smallest = plan_or_smallest(prepared, prepared.resident_bytes, time_limit)
     minimum = smallest.peak_bytes - prepared.resident_bytes
     print(f"smallest peak: torch {lowest / MEGABYTE:.2f} MB, ours {minimum / MEGABYTE:.2f} MB "

@@ -11,66 +11,52 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.arguments import benchmark_parser, parse
-from benchmarks.models import WORKLOADS
+from benchmarks.models import WORKLOADS, Workload, gpt2, llama
 from benchmarks.problem_file import save_problem
-from planner.api import capture
 from planner.step.prepared import PreparedStep
 
 
-def _gpt2(layers: int) -> tuple[nn.Module, Mapping[str, Any]]:
+def _gpt2(layers: int) -> Workload:
     """GPT-2 medium's layers, batch 8, 1024 tokens, a small vocabulary, dropout as published."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(
-            n_layer=layers, n_embd=1024, n_head=16, vocab_size=4096, n_positions=1024,
-            bos_token_id=0, eos_token_id=0, use_cache=False))
-        ids = torch.zeros(8, 1024, dtype=torch.long)
-    return model.train(), {"input_ids": ids, "labels": ids}
+        return gpt2(layers=layers, sequence=1024, width=1024, heads=16, vocabulary=4096)
 
 
-def _llama(layers: int, width: int, inside: int, heads: int) -> tuple[nn.Module, Mapping[str, Any]]:
+def _llama(layers: int, width: int, inside: int, heads: int) -> Workload:
     """Llama 3 in bfloat16, 8 sequences of 4096 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(
-            num_hidden_layers=layers, hidden_size=width, intermediate_size=inside,
-            num_attention_heads=heads, num_key_value_heads=8, vocab_size=128256,
-            max_position_embeddings=8192, use_cache=False)).to(torch.bfloat16)
-        ids = torch.zeros(8, 4096, dtype=torch.long)
-    return model.train(), {"input_ids": ids, "labels": ids}
+        work = llama(layers=layers, sequence=4096, width=width, inside=inside, heads=heads,
+                     groups=8, vocabulary=128256)
+    return replace(work, model=work.model.to(torch.bfloat16))
 
 
-LARGE: dict[str, Callable[[], tuple[nn.Module, Mapping[str, Any]]]] = {
-    **{f"gpt2_{layers}": lambda layers=layers: _gpt2(layers) for layers in (12, 24, 48, 96)},
-    "llama_8b": lambda: _llama(32, 4096, 14336, 32),
-    "llama_70b": lambda: _llama(80, 8192, 28672, 64),
+BUILT: dict[str, Callable[[], Workload]] = {
+    **{f"gpt2_{layers}": partial(_gpt2, layers) for layers in (12, 24, 48, 96)},
+    "llama_8b": partial(_llama, 32, 4096, 14336, 32),
+    "llama_70b": partial(_llama, 80, 8192, 28672, 64),
+    **WORKLOADS,
 }
-"""Models on the meta device by name; the number is that of layers."""
+"""Steps by name; those on the meta device first, whose numbers are those of layers or parameters.
+"""
 
 
 def captured(name: str) -> PreparedStep:
-    """The training step of a model of `LARGE` or of `benchmarks.models`."""
-    if name in LARGE:
-        model, inputs = LARGE[name]()
-        return capture(model, inputs)
-    work = WORKLOADS[name]()
-    return capture(work.model, work.inputs, loss_fn=work.loss_fn)
+    """The training step of this name."""
+    return BUILT[name]().prepare()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = benchmark_parser("captured", __doc__)
-    parser.add_argument("model", choices=[*LARGE, *WORKLOADS])
+    parser.add_argument("model", choices=BUILT)
     parser.add_argument("-o", "--output", type=Path, help="where to write the problem")
     arguments = parse(parser, argv)
     start = time.monotonic()

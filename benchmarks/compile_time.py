@@ -20,25 +20,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
 
 from apply.blocks import count_decisions
 from benchmarks.arguments import add_names, benchmark_parser, parse
+from benchmarks.models import gpt2
 from benchmarks.table import Table
-from planner.api import capture
 from planner.arguments.planning import BACKENDS
 from planner.search.effort import Effort
 from planner.search.planning import plan_within
-
-
-def gpt2(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A narrow GPT-2 of this depth, and a batch."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=128, n_head=4, vocab_size=512,
-                                       n_positions=64, use_cache=False))
-    ids = torch.randint(0, 512, (4, 64))
-    return model, {"input_ids": ids, "labels": ids}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,16 +70,16 @@ def measure(backend: str, regions: str, budget: str, layers: int, time_limit: fl
 def _measured(backend: str, regions: str, budget: str, layers: int, time_limit: float
               ) -> tuple[int, float, float, float]:
     """Different decisions; seconds of capture, of planning and of compiling."""
-    model, batch = gpt2(layers)
+    workload = gpt2(layers=layers, batch=4, sequence=64, width=128, heads=4, vocabulary=512)
     times = [cpu_seconds()]
-    prepared = capture(model, batch, regions=regions, backend=backend)
+    prepared = workload.prepare(regions=regions, backend=backend)
     times.append(cpu_seconds())
     limit = None if budget == "none" else int(prepared.baseline_peak_bytes * int(budget) / 100)
     plan = plan_within(prepared, limit, Effort(time_limit=time_limit))
     times.append(cpu_seconds())
-    applied = plan.apply(model)
+    applied = plan.apply(workload.model)
     for _ in range(2):
-        applied(**batch).loss.backward()
+        workload.call(applied).loss.backward()
         times.append(cpu_seconds())
     captured, planned, first, second = (
         end - begin for begin, end in pairwise(times))

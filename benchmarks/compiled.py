@@ -37,7 +37,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from benchmarks.against_torch import returning_loss_only
+from benchmarks.against_torch import Compiled, returning_loss_only
 from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error, time_steps
 from benchmarks.models import WORKLOADS, Workload
@@ -58,26 +58,15 @@ WITH_DROPOUT = frozenset({"gpt2", "bert", "t5"})
 GRADIENT_TOLERANCE = 1e-5
 
 
-class Compiled(nn.Module):
+def compiled(model: nn.Module, ratio: float = 1.0) -> Compiled:
     """`torch.compile(model)` with a value of `activation_memory_budget`."""
-
-    def __init__(self, model: nn.Module, ratio: float = 1.0) -> None:
-        super().__init__()
-        self.model = model
-        self._ratio = ratio
-        self._call: Callable[..., Any] = compile_module(model, "inductor")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def settings() -> Iterator[None]:
         with (compile_settings(donated_buffers=True),
-              functorch_config.patch(activation_memory_budget=self._ratio)):
-            return self._call(*args, **kwargs)
+              functorch_config.patch(activation_memory_budget=ratio)):
+            yield
 
-
-@contextmanager
-def random_numbers_of_eager(wanted: bool) -> Iterator[None]:
-    """Inductor's random numbers are those of eager PyTorch."""
-    with inductor_config.patch(fallback_random=wanted):
-        yield
+    return Compiled(model, compile_module(model, "inductor"), settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +193,7 @@ def compare_with_torch(planner: Planner, default: Measured, lowest: Measured,
         peaks[ratio] - (default.peak_bytes + peaks[least]) / 2))
     pairs: list[tuple[Measured, Measured]] = []
     for ratio in dict.fromkeys((middle, least)):
-        theirs = measure(workload, f"{ratio:g}", Compiled(workload.model, ratio))
+        theirs = measure(workload, f"{ratio:g}", compiled(workload.model, ratio))
         ours = planner.within(theirs.label, theirs.peak_bytes)
         if ours is None:
             print(f"{workload.name}: torch reaches that at {ratio:g}", flush=True)
@@ -241,7 +230,7 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
     tables, good = arguments.tables, True
     if tables != ("random",):
         planner = planner_for("")
-        default = measure(workload, "torch.compile", Compiled(workload.model))
+        default = measure(workload, "torch.compile", compiled(workload.model))
         lowest = planner.smallest()
         if "budgets" in tables:
             rows = [default, *planner.fractions(default), lowest]
@@ -258,9 +247,9 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
             good &= compare_with_torch(planner, default, lowest, arguments.ratios,
                                        arguments.rounds)
     if "random" in tables and name in WITH_DROPOUT:
-        with random_numbers_of_eager(True):
+        with inductor_config.patch(fallback_random=True):
             planner = planner_for("-fallback-random")
-            default = measure(workload, "torch.compile", Compiled(workload.model))
+            default = measure(workload, "torch.compile", compiled(workload.model))
             print("\nfallback_random, gradients against plain PyTorch", end="")
             good &= print_budgets(workload, planner.prepared,
                                   [default, *planner.fractions(default), planner.smallest()],

@@ -22,7 +22,7 @@ from torch import nn
 import planner
 from benchmarks.against_torch import returning_loss_only
 from benchmarks.arguments import benchmark_parser, parse
-from benchmarks.compiled import Compiled
+from benchmarks.compiled import compiled
 from benchmarks.measure import (
     MEGABYTE,
     Ratio,
@@ -80,12 +80,12 @@ def op_by_op(name: str, points: int, rounds: int, time_limit: float) -> list[Poi
         *planned(workload, "eager", points, time_limit)], rounds)
 
 
-def compiled(name: str, points: int, rounds: int, time_limit: float) -> list[Point]:
+def by_inductor(name: str, points: int, rounds: int, time_limit: float) -> list[Point]:
     """`torch.compile` at several ratios, and plans for Inductor."""
     workload = returning_loss_only(WORKLOADS[name]())
     return measure(workload, [
-        ("torch.compile(model)", "", Compiled(workload.model)),
-        *(("activation_memory_budget", f"{ratio:g}", Compiled(workload.model, ratio))
+        ("torch.compile(model)", "", compiled(workload.model)),
+        *(("activation_memory_budget", f"{ratio:g}", compiled(workload.model, ratio))
           for ratio in RATIOS), *planned(workload, "inductor", points, time_limit)], rounds)
 
 
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           "[quartiles] of the time of a step ÷ that of the first of its executor", flush=True)
     table = Table("executor:20", "step:31", ":17", "peak MB:.2f", "time:>19")
     panels: dict[str, list[Point]] = {}
-    for title, measured in (("op by op", op_by_op), ("compiled by Inductor", compiled)):
+    for title, measured in (("op by op", op_by_op), ("compiled by Inductor", by_inductor)):
         panels[title] = measured(*sizes)
         for point in panels[title]:
             table.row(title, point.series, point.label, point.peak_bytes / MEGABYTE, point.time)

@@ -52,20 +52,13 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": tor
 CASES: dict[str, planner.DataParallel] = {
     "ddp": planner.DataParallel("ddp", RANKS),
     "ddp, bucket views": planner.DataParallel("ddp", RANKS, gradient_as_bucket_view=True),
-    "zero1": planner.DataParallel("zero1", RANKS),
-    "zero2": planner.DataParallel("zero2", RANKS),
-    "zero3": planner.DataParallel("zero3", RANKS),
-    "fsdp2": planner.DataParallel("fsdp2", RANKS),
+    **{kind: planner.DataParallel(kind, RANKS) for kind in ("zero1", "zero2", "zero3", "fsdp2")},
 }
 
-
 SMALL_STEPS: dict[str, Callable[[], Workload]] = {
-    "gpt2": partial(WORKLOADS["gpt2"], batch=1, sequence=64),
-    "bert": partial(WORKLOADS["bert"], batch=1, sequence=64),
-    "llama": partial(WORKLOADS["llama"], batch=1, sequence=64),
-    "vit": partial(WORKLOADS["vit"], batch=1, image=32),
+    **{name: partial(WORKLOADS[name], batch=1, sequence=64) for name in ("gpt2", "bert", "llama")},
+    **{name: partial(WORKLOADS[name], batch=1, image=32) for name in ("vit", "unet")},
     "resnet": partial(WORKLOADS["resnet"], batch=1),
-    "unet": partial(WORKLOADS["unet"], batch=1, image=32),
 }
 """Steps in which parameters, gradients and their buffers outweigh the activations: elsewhere the
 wrapper would not show."""

@@ -13,10 +13,10 @@ from statistics import median
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import planner
+from benchmarks.models import gpt2
 from graph_capture.memory.allocator import record_peak
 from planner.units import format_bytes
 
@@ -27,12 +27,9 @@ ROUNDING = 1e-5
 """Of the loss: what another order of adding up could do within these few steps."""
 
 
-def build_model() -> GPT2LMHeadModel:
+def build_model() -> nn.Module:
     """GPT-2 small as published, dropout included, but with a smaller vocabulary."""
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=VOCABULARY, n_positions=SEQUENCE, use_cache=False, bos_token_id=0,
-        eos_token_id=0)).train()
+    return gpt2(sequence=SEQUENCE, layers=12, width=768, heads=12, vocabulary=VOCABULARY).model
 
 
 def make_batch(seed: int) -> dict[str, torch.Tensor]:

@@ -1,13 +1,12 @@
-"""The largest batch: how much it grows with a plan, whether it is exact, and the classical figure.
+"""The largest batch: how much it grows with a plan, and whether it is exact.
 
     python -m benchmarks.max_batch growth --overhead 0.35
     python -m benchmarks.max_batch exact
-    python -m benchmarks.max_batch classical --rounds 15
 
 `growth`: the budget is the plain step's peak at some batch; how large a batch a plan makes fit in
 it, at no more than some estimated extra time.  `exact`: the batch that was found is run and its
 peak measured, without and with a plan, and so is the next batch, under the plan that needs the
-least.  `classical`: see `benchmarks.classical`.
+least.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 
 import planner
 from benchmarks.arguments import benchmark_parser, parse
-from benchmarks.classical import classical
 from benchmarks.measure import (
     MEGABYTE,
     held_by_loss,
@@ -108,22 +106,17 @@ def measured_peak(name: str, batch: int, plan: planner.Plan | None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 1 where a target is missed."""
-    parser = benchmark_parser("max_batch", __doc__, models=(), rounds=15, threads=2,
-                              time_limit=30.0)
-    parser.add_argument("part", choices=("growth", "exact", "classical"))
+    parser = benchmark_parser("max_batch", __doc__, models=(), threads=2, time_limit=30.0)
+    parser.add_argument("part", choices=("growth", "exact"))
     parser.add_argument("--batch", type=float, default=16,
                         help="the budget is the plain step's peak at about this batch")
     parser.add_argument("--overhead", type=float, default=0.35)
-    parser.add_argument("--halvings", type=int, default=5,
-                        help="of the budgets between which the plan of the same time is looked for")
     arguments = parse(parser, argv)
     if arguments.part == "growth":
         ok = growth(arguments.model or list(TARGETS), int(arguments.batch), arguments.overhead,
                     arguments.time_limit)
-    elif arguments.part == "exact":
-        ok = exact(arguments.model or EXACT_MODELS, arguments.batch, arguments.time_limit)
     else:
-        ok = classical(arguments.rounds, arguments.time_limit, arguments.halvings)
+        ok = exact(arguments.model or EXACT_MODELS, arguments.batch, arguments.time_limit)
     return 0 if ok else 1
 
 

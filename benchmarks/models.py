@@ -43,17 +43,17 @@ class Workload:
         return model(**self.inputs)
 
 
-def gpt2(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1,
-         layers: int = LAYERS) -> Workload:
+def gpt2(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1, layers: int = LAYERS,
+         width: int = WIDTH, heads: int = 8, vocabulary: int = VOCABULARY) -> Workload:
     """GPT-2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(
-        n_layer=layers, n_embd=WIDTH, n_head=8, vocab_size=VOCABULARY, n_positions=sequence,
+        n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=sequence,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
         bos_token_id=0, eos_token_id=0))
-    ids = torch.randint(0, VOCABULARY, (batch, sequence))
+    ids = torch.randint(0, vocabulary, (batch, sequence))
     return Workload("gpt2", model.train(), {"input_ids": ids, "labels": ids})
 
 
@@ -74,16 +74,19 @@ def bert(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1,
                     {"input_ids": ids, "attention_mask": mask, "labels": ids})
 
 
-def llama(*, batch: int = 8, sequence: int = 192, layers: int = LAYERS) -> Workload:
+def llama(*, batch: int = 8, sequence: int = 192, layers: int = LAYERS, width: int = WIDTH,
+          inside: int = 3 * WIDTH, heads: int = 8, groups: int = 4, vocabulary: int = VOCABULARY
+          ) -> Workload:
     """Llama with grouped-query attention; it has no dropout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
-        num_hidden_layers=layers, hidden_size=WIDTH, intermediate_size=3 * WIDTH,
-        num_attention_heads=8, num_key_value_heads=4, vocab_size=VOCABULARY, use_cache=False,
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=inside,
+        num_attention_heads=heads, num_key_value_heads=groups, vocab_size=vocabulary,
+        use_cache=False,
         max_position_embeddings=sequence, bos_token_id=0, eos_token_id=0))
-    ids = torch.randint(0, VOCABULARY, (batch, sequence))
+    ids = torch.randint(0, vocabulary, (batch, sequence))
     return Workload("llama", model.train(), {"input_ids": ids, "labels": ids})
 
 
@@ -111,36 +114,36 @@ def vit(*, batch: int = 8, image: int = 56, layers: int = LAYERS) -> Workload:
                                            "labels": torch.arange(batch) % 10})
 
 
+def _normed(inside: int, outside: int, kernel: int, stride: int = 1, *, relu: bool = True,
+            **options: Any) -> list[nn.Module]:
+    """A convolution that keeps the size, up to its stride, and a batch normalization."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(inside, outside, kernel, stride, kernel // 2, **{"bias": False, **options}),
+        nn.BatchNorm2d(outside)]
+    return [*layers, nn.ReLU(True)] if relu else layers
+
+
 class _Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions around which the input is added."""
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
         outside = 4 * width
-        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
-        self.norm3 = nn.BatchNorm2d(outside)
+        self.inner = nn.Sequential(*_normed(inside, width, 1), *_normed(width, width, 3, stride),
+                                   *_normed(width, outside, 1, relu=False))
         self.relu = nn.ReLU(inplace=True)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inside != outside:
-            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False),
-                                          nn.BatchNorm2d(outside))
+            self.shortcut = nn.Sequential(*_normed(inside, outside, 1, stride, relu=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.norm1(self.conv1(x)))
-        y = self.relu(self.norm2(self.conv2(y)))
-        y = self.norm3(self.conv3(y))
+        y = self.inner(x)
         y += self.shortcut(x)
         return self.relu(y)
 
 
 def _resnet(width: int, blocks: tuple[int, ...], classes: int) -> nn.Module:
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [*_normed(3, width, 7, 2), nn.MaxPool2d(3, 2, 1)]
     channels = width
     for stage, count in enumerate(blocks):
         for block in range(count):
@@ -164,10 +167,8 @@ class _Separable(nn.Sequential):
     """A 3x3 convolution of each channel by itself, then a 1x1 one across channels."""
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
-        super().__init__(
-            nn.Conv2d(inside, inside, 3, stride, 1, groups=inside, bias=False),
-            nn.BatchNorm2d(inside), nn.ReLU(True),
-            nn.Conv2d(inside, outside, 1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(True))
+        super().__init__(*_normed(inside, inside, 3, stride, groups=inside),
+                         *_normed(inside, outside, 1))
 
 
 def mobilenet(*, batch: int = 8, image: int = 128, width: int = 16) -> Workload:
@@ -175,8 +176,7 @@ def mobilenet(*, batch: int = 8, image: int = 128, width: int = 16) -> Workload:
     torch.manual_seed(0)
     outsides = [2, 4, 4, 8, 8, 16, 16, 16, 16, 16, 16, 32, 32]
     strides = [1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1]
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width),
-                               nn.ReLU(True)]
+    layers = _normed(3, width, 3, 2)
     inside = width
     for outside, stride in zip(outsides, strides, strict=True):
         layers.append(_Separable(inside, outside * width, stride))
@@ -189,9 +189,8 @@ def mobilenet(*, batch: int = 8, image: int = 128, width: int = 16) -> Workload:
 
 class _Double(nn.Sequential):
     def __init__(self, inside: int, outside: int) -> None:
-        super().__init__(
-            nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(True),
-            nn.Conv2d(outside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(True))
+        super().__init__(*_normed(inside, outside, 3, bias=True),
+                         *_normed(outside, outside, 3, bias=True))
 
 
 class _UNet(nn.Module):

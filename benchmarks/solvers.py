@@ -45,7 +45,7 @@ Method = Callable[[Problem, int, float, int], Found]
 def lazy(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
     """Lazy walks alone."""
     deadline = time.monotonic() + time_limit
-    return Found(cheapest_walk(problem, budget_bytes, deadline=deadline, seed=seed), None)
+    return Found(cheapest_walk(problem, budget_bytes, deadline=deadline), None)
 
 
 def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
@@ -53,7 +53,7 @@ def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> 
     begin = time.monotonic()
     deadline = begin + time_limit
     start = cheapest_walk(
-        problem, budget_bytes, deadline=begin + time_limit / 10, seed=seed,
+        problem, budget_bytes, deadline=begin + time_limit / 10,
     ) or repair(problem, budget_bytes, problem.keep_all_schedule, time_limit=time_limit / 2,
                 seed=seed)
     if start is None:

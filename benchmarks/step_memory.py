@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -186,13 +186,6 @@ class RealLoop:
         return loss
 
 
-def settings(optimizers: Sequence[str]) -> Iterator[Setting]:
-    """The grid of one model."""
-    for name, dtype, accumulation, set_to_none in product(
-            optimizers, DTYPES, (1, 4), (True, False)):
-        yield Setting(name, dtype, accumulation, set_to_none)
-
-
 class Predictions:
     """The accounts of one model; what settings share is traced once."""
 
@@ -259,7 +252,7 @@ class Row:
 def run(workload: Workload, optimizers: Sequence[str]) -> Iterator[Row]:
     """The rows of one model."""
     predictions = Predictions(workload)
-    for setting in settings(optimizers):
+    for setting in starmap(Setting, product(optimizers, DTYPES, (1, 4), (True, False))):
         measured = RealLoop(workload, OPTIMIZERS[setting.optimizer], DTYPES[setting.dtype],
                             setting.accumulation, setting.set_to_none).run()
         yield Row(setting, predictions.account(setting), measured)

@@ -22,6 +22,7 @@ from graph_capture.inductor.compiled_form import compiled_form
 from graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
 from graph_capture.inductor.fused_costs import FusedCosts
 from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
+from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
 from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
@@ -34,6 +35,17 @@ from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin, make_twin
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """What traces a step that was captured before; no tensor of it has memory."""
+
+    twin: FakeTwin
+    """As the user calls it, without the arguments that capture forced."""
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    """That of the twin; `None`: the step was captured without one."""
+    workspace: Workspace
 
 
 @dataclass(frozen=True)
@@ -53,8 +65,10 @@ class CapturedStep:
     """Whether the model was in training mode."""
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
-    compiled: CompiledTracer | None = None
+    compiled: CompiledTracer | None
     """Follows the step as Inductor compiles it; `None` for the eager backend."""
+    tracing: Tracing
+    """What traces it again, for what comes to be known later."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -69,7 +83,7 @@ def capture_step(
     device: torch.device | str | None = None, gpu: str | None = None, keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
-    progress: Progress | None = None,
+    answers: tuple[Any, ...] | None = None, progress: Progress | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -79,7 +93,8 @@ def capture_step(
     that Inductor partitions: after its decompositions and its passes over the joint graph.
     `regions`: what is captured as one piece, see `graph_capture.dynamo.blocks.find_blocks`.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
-    well.
+    well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
+    captured in pieces.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -91,6 +106,7 @@ def capture_step(
     twin = make_twin(model, args, {**kwargs, **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
+    twin = replace(twin, answers=answers)
     costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say)
     inductor = backend == "inductor"
     if inductor:
@@ -100,7 +116,7 @@ def capture_step(
     blocks = find_blocks(model, regions)
     # Code between blocks runs as it is written, and must see what it takes for ordinary tensors.
     traced, traced_loss = twin, twin_loss
-    if blocks and twin.trace_device.type == "cpu":
+    if (blocks or answers is not None) and twin.trace_device.type == "cpu":
         traced = data_less_twin(twin, extra=(twin_loss,))
         traced_loss = traced.extra[-1]
     recording, output = record_training_step(traced, traced_loss, costs.workspace_bytes, blocks,
@@ -148,7 +164,8 @@ def capture_step(
             workspace=costs.workspace_bytes),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
-            traced, traced_loss, costs, recording.graphs, twin))
+            traced, traced_loss, costs, recording.graphs, twin),
+        tracing=Tracing(unforced, twin_loss, costs.workspace_bytes))
 
 
 def _without(twin: FakeTwin, names: Set[str]) -> FakeTwin:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from graph_capture.capture import CapturedStep
+
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
          budget: int | str | None = None, loss_fn: Callable[[Any], torch.Tensor] | None = None,
@@ -106,18 +108,27 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
     from apply.circumstances import circumstances_of, tensor_keys
+
+    return prepare(capture_call(model, args, kwargs, planning, progress),
+                   tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
+                   circumstances=circumstances_of(model, args, kwargs),
+                   backend=planning.backend, cost_model=planning.cost_model,
+                   accumulation=planning.accumulation)
+
+
+def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+                 planning: Planning, progress: Progress | None, *,
+                 answers: tuple[Any, ...] | None = None) -> CapturedStep:
+    """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
+    code asks for."""
     from graph_capture.capture import capture_step
 
-    circumstances = circumstances_of(model, args, kwargs)
-    step = capture_step(
+    return capture_step(
         model, args, kwargs, loss_fn=planning.loss_fn, device=planning.device, gpu=planning.gpu,
         keep=tuple(planning.keep), backend=planning.backend, cost_model=planning.cost_model,
         probe=planning.probe, optimizer=planning.optimizer,
-        accumulated=planning.accumulation > 1, regions=planning.regions, progress=progress)
-    return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
-                   circumstances=circumstances,
-                   backend=planning.backend, cost_model=planning.cost_model,
-                   accumulation=planning.accumulation)
+        accumulated=planning.accumulation > 1, regions=planning.regions, answers=answers,
+        progress=progress)
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

@@ -1,6 +1,8 @@
 """The public names of `planner`, which hands them on."""
 
 from planner.api import plan as plan
+from planner.attached.within import plan_of as plan_of
+from planner.attached.within import within as within
 from planner.errors import CaptureError as CaptureError
 from planner.errors import InfeasibleBudget as InfeasibleBudget
 from planner.errors import PlanFileError as PlanFileError

@@ -3,7 +3,9 @@
 A Dynamo backend, found through the entry point `torch_dynamo_backends`.  What Dynamo captured is
 taken for the model: its first training step is planned as by `planner.plan`, the plan is applied,
 and that and every later step of the same shapes runs it.  Smaller shapes run the plan of larger
-ones where it serves them; others are planned when they come.
+ones where it serves them; others are planned when they come, and where they do not fit, they run
+under the schedule that takes least, with a warning.  A percentage is of the plain step of the first
+shapes.
 
 The loss is the first differentiable scalar that the model returns; without one, every
 differentiable output counts with a gradient of its own size.
@@ -27,9 +29,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from planner.api import plan
 from planner.arguments.planning import PlanArguments, Planning
-from planner.errors import PlanMismatch
+from planner.errors import InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
-from planner.units import format_bytes
+from planner.reporters.one_line import summarize
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +98,8 @@ def _warn_of_break(module: fx.GraphModule) -> None:
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is not None and getattr(reason, "graph_break", False):
         log.warning("torch.compile broke the model into several graphs (%s); each is planned as if "
-                    "it were alone, so the budget holds for each and not for their sum",
+                    "it were alone, so the budget, or a percentage, is one of each and not of "
+                    "their sum; planner.within(model, ...) plans them together",
                     str(getattr(reason, "reason", "")).splitlines()[0])
 
 
@@ -131,26 +134,36 @@ class _PlannedGraph:
                 outputs = call(*inputs)
                 break
         else:
-            plans.append(self._plan(region, inputs))
+            plans.append(self._plan(region, inputs, plans))
             call = plans[-1].apply(region)
             outputs = call(*inputs)
         self._applied[key] = lambda *args: call(*region.inputs_of(args))
         return outputs
 
-    def _plan(self, region: Any, inputs: tuple[Any, ...]) -> Plan:
+    def _plan(self, region: Any, inputs: tuple[Any, ...], earlier: Sequence[Plan]) -> Plan:
         options = self._options
+        limit: dict[str, Any] = {"budget_gb": options.budget_gb, "budget": options.budget}
+        if earlier and options.budget is not None:  # a percentage is of the first step planned
+            limit["budget"] = earlier[0].budget_bytes
         arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
                                     "backend": "inductor" if options.inductor else "eager"}
         log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
-        made = plan(region, inputs, budget_gb=options.budget_gb, budget=options.budget,
-                    **arguments)
-        log.info("%s", _summary(made))
+        try:
+            made = plan(region, inputs, **limit, **arguments)
+        except InfeasibleBudget as refusal:
+            if not earlier:
+                raise
+            log.warning("a step with inputs of other shapes does not fit in the budget, and runs "
+                        "under the schedule that takes least: %s", refusal)
+            made = plan(region, inputs, budget=refusal.minimum_bytes, **arguments)
+        log.info("%s", summarize(made))
         return made
 
 
 _PLANS = WeakIdKeyDictionary()
 """The plans made so far, by a parameter of their model, as long as that is alive: what Dynamo
-captures for other shapes comes as another graph, which does not know of the first."""
+captures for other shapes comes as another graph, which does not know of the first.  The first plan
+of each list has the budget in bytes that a percentage stands for."""
 
 
 def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
@@ -164,16 +177,6 @@ def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
             return plans
     by_options.append((options, []))
     return by_options[-1][1]
-
-
-def _summary(plan: Plan) -> str:
-    recomputed = sum(row.action == "recompute" for row in plan.decisions)
-    limit = "no budget" if plan.budget_bytes is None else (
-        f"budget {format_bytes(plan.budget_bytes)}")
-    return (f"planned for {plan.backend}: {limit}, predicted peak "
-            f"{format_bytes(plan.peak_bytes)} (as the model runs today "
-            f"{format_bytes(plan.baseline_peak_bytes)}), {recomputed} of {len(plan.decisions)} ops "
-            f"recomputed, estimated extra time {plan.overhead:.1%}")
 
 
 def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
 
-from solvers.milp import Engine, optimise
+from solvers.milp import optimise
 from solvers.problem import Problem
 from solvers.repetition import Run
 from solvers.symmetry import SymmetryClasses, symmetry_classes
@@ -73,13 +73,13 @@ class CutModel:
     runs: tuple[Run, ...] = ()
     """Where ops repeat; what is alike there is counted instead of told apart."""
 
-    def solve(self, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
-              gap: float = 0.0, nodes: int | None = None) -> CutSolution:
+    def solve(self, seconds: float, *, seed: int = 0, gap: float = 0.0, nodes: int | None = None
+              ) -> CutSolution:
         """Solve within a time limit and a number of nodes, to within a gap in units of cost.
 
         There is no way to hand it a schedule to start from: that made it slower.
         """
-        return _Program(self).solve(seconds, engine, seed, gap, nodes)
+        return _Program(self).solve(seconds, seed, gap, nodes)
 
 
 class _Program:
@@ -262,10 +262,8 @@ class _Program:
         for op in total:
             self._needs(stage, op, total)
 
-    def solve(self, seconds: float, engine: Engine, seed: int, gap: float,
-              nodes: int | None) -> CutSolution:
-        answer = optimise(self.mip, seconds, engine=engine, seed=seed, gap=gap / self.cost_unit,
-                          nodes=nodes)
+    def solve(self, seconds: float, seed: int, gap: float, nodes: int | None) -> CutSolution:
+        answer = optimise(self.mip, seconds, seed=seed, gap=gap / self.cost_unit, nodes=nodes)
         retained = None
         if answer.values is not None:
             retained = tuple(self._told_apart(stage, answer.values)

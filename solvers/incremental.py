@@ -146,6 +146,31 @@ class EditableTimeline:
         self._remove(op, key)
         self._journal.append((False, op, key))
 
+    def remove_with_causes(self, key: int) -> None:
+        """Drop the recomputation with that key and, one after another, those that nothing reads any
+        more."""
+        queue = [key]
+        while queue:
+            here = queue.pop()
+            op = self.op_at.get(here)
+            if op is None or (here != key and (
+                    self.first_keys[op] == here or not self._useless(op, here))):
+                continue
+            sources = [life[0] for s in self.problem.ops[op].inputs
+                       if (life := self.life(s, here)) is not None]
+            self.remove(here)
+            queue.extend(reversed(sources))
+
+    def _useless(self, op: int, key: int) -> bool:
+        """Whether nothing reads what the run of `op` with that key makes."""
+        for storage in self.problem.ops[op].outputs:
+            if self._kept[storage]:
+                continue
+            index = bisect_left(self.births[storage], key)
+            if self._death(storage, index) > key:
+                return False
+        return True
+
     def commit(self) -> None:
         """Make the edits since the last commit final."""
         self._journal.clear()

@@ -61,11 +61,10 @@ class Incumbent:
         plain = self._task.problem.keep_all_cost
         return (self.cost - self.lower_bound) / plain if plain else 0.0
 
-    def offer(self, schedule: Order, *, polish: bool = True) -> int:
+    def offer(self, schedule: Order) -> int:
         """Take a legal schedule if it is better; its peak."""
         problem, budget = self._task.problem, self._task.budget_bytes
-        if polish:
-            schedule = drop_recomputes(problem, budget, schedule)
+        schedule = drop_recomputes(problem, budget, schedule)
         peak, cost = simulate(problem, schedule)
         if peak <= budget:
             # Of equal schedules the first stays: which one it is then does not depend on how much

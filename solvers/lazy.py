@@ -35,8 +35,6 @@ class EvictionTaste:
     both_ways: bool = True
     """Whether the cost counts what is gone among the storages made from it, too, and not only among
     those it is made from: better at tight budgets, worse at mild ones."""
-    noise: float = 0.0
-    """Standard deviation of the log-normal factor on each score."""
 
 
 TASTES = (
@@ -58,7 +56,7 @@ class _NoRoom(Exception):
 
 def lazy_schedule(
     problem: Problem, budget_bytes: int, *, taste: EvictionTaste = EvictionTaste(),
-    max_runs: int | None = None, deadline: float = math.inf, seed: int = 0,
+    max_runs: int | None = None, deadline: float = math.inf,
 ) -> Order | None:
     """A legal schedule that aims at `budget_bytes`, or None where the walk runs out of room.
 
@@ -66,7 +64,7 @@ def lazy_schedule(
     walk gives up at `deadline` (of `time.monotonic`).
     """
     limit = max_runs if max_runs is not None else 12 * len(problem) + 1000
-    walk = _Walk(problem, budget_bytes, taste, limit, deadline, seed)
+    walk = _Walk(problem, budget_bytes, taste, limit, deadline)
     try:
         for op in range(len(problem)):
             walk.first_run(op)
@@ -75,8 +73,8 @@ def lazy_schedule(
     return tuple(walk.schedule)
 
 
-def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf,
-                  seed: int = 0) -> Order | None:
+def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf
+                  ) -> Order | None:
     """The cheapest of the schedules within `budget_bytes` that walks in all `TASTES` give; None
     where none of them fits.  At 1,000 ops each walk takes about a tenth of a second."""
     best: Order | None = None
@@ -87,7 +85,7 @@ def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math
             if time.monotonic() > deadline:
                 return best
             found = lazy_schedule(problem, int(budget_bytes * share), taste=taste,
-                                  max_runs=4 * len(problem) + 200, deadline=deadline, seed=seed)
+                                  max_runs=4 * len(problem) + 200, deadline=deadline)
             if found is not None:
                 peak, cost = simulate(problem, found)
                 if peak <= budget_bytes and cost < best_cost:
@@ -106,13 +104,12 @@ class _Frame:
 
 class _Walk:
     def __init__(self, problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int,
-                 deadline: float, seed: int) -> None:
+                 deadline: float) -> None:
         self.problem = problem
         self.budget = budget_bytes
         self.max_runs = max_runs
         self.deadline = deadline
         self.taste = taste
-        self.noise = np.random.default_rng(seed)
         self.schedule: list[int] = []
         self.used = 0  # bytes held
         count = len(problem.storages)
@@ -240,8 +237,6 @@ class _Walk:
         taste = self.taste
         scores = (np.maximum(self.holes.price[victims], 1e-9) ** taste.cost
                   / (self.base[victims] * (use - now + 1.0) ** taste.distance))
-        if taste.noise:
-            scores *= np.exp(taste.noise * self.noise.standard_normal(len(scores)))
         scores[dead] = 0.0
         known: dict[tuple[int, int], bool] = {}
         for index in np.argsort(scores, kind="stable"):

@@ -26,6 +26,7 @@ from solvers.incremental import EditableTimeline
 from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
+_ROUNDS = 4
 _BATCH = 128  # moves between two looks at the clock, the temperature and the price
 
 
@@ -95,32 +96,16 @@ def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed:
     if not walk.candidates:
         return walk.best
     mean_cost = problem.keep_all_cost / len(problem) or 1.0
-    rounds = _Rounds(mean_cost)
-    moves = 0
+    moves = current = 0
     while (share := limit.spent(moves)) < 1.0 and not (until_feasible and walk.best):
-        fresh, temperature = rounds.at(share)
-        if fresh:
+        number, within = divmod(share * _ROUNDS, 1.0)
+        if int(number) != current:
+            current = int(number)
             walk.next_round()
-        walk.batch(temperature)
+        # Each round cools from a lower start than the one before.
+        walk.batch(mean_cost * 0.6 * 0.6 ** current * 0.02 ** within)
         moves += _BATCH
     return walk.best
-
-
-class _Rounds:
-    """Temperatures: each round cools from a lower start than the one before."""
-
-    def __init__(self, mean_cost: float, count: int = 4) -> None:
-        self.mean_cost = mean_cost
-        self.count = count
-        self.current = 0
-
-    def at(self, share: float) -> tuple[bool, float]:
-        """Whether a new round starts, and the temperature (cost units)."""
-        index, within = divmod(share * self.count, 1.0)
-        fresh = int(index) != self.current
-        self.current = int(index)
-        hot = self.mean_cost * 0.6 * 0.6 ** self.current
-        return fresh, hot * 0.02 ** within
 
 
 class _Walk:
@@ -191,7 +176,7 @@ class _Walk:
         if key is None:
             return self._insert(self.chance.choice(self.candidates))
         outputs = self.problem.ops[self.timeline.op_at[key]].outputs
-        self._remove(key)
+        self.timeline.remove_with_causes(key)
         if draw > 0.65:
             where = self.chance.random()
             if outputs and where < 0.4:
@@ -256,31 +241,4 @@ class _Walk:
                 low, high = timeline.position(lived[1]), timeline.position(key)
                 if high - low > 1:
                     self._insert_op(self.problem.storages[storage].producer, key)
-        return True
-
-    def _remove(self, key: int) -> None:
-        """Drop a recomputation, and those that only served it."""
-        timeline = self.timeline
-        op = timeline.op_at[key]
-        served = [timeline.life(s, key) for s in self.problem.ops[op].inputs]
-        timeline.remove(key)
-        for lived in served:
-            if lived and lived[0] in timeline.op_at:
-                birth = lived[0]
-                maker = timeline.op_at[birth]
-                if timeline.first_keys[maker] != birth and self._useless(maker, birth):
-                    self._remove(birth)
-
-    def _useless(self, op: int, key: int) -> bool:
-        """Whether nothing reads what the run with that key makes."""
-        timeline = self.timeline
-        for storage in self.problem.ops[op].outputs:
-            births, reads = timeline.births[storage], timeline.reads[storage]
-            if self.problem.storages[storage].kept_to_end:
-                continue
-            index = bisect_left(births, key)
-            after = births[index + 1] if index + 1 < len(births) else math.inf
-            found = bisect_left(reads, key)
-            if found < len(reads) and reads[found] < after:
-                return False
         return True

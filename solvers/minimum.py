@@ -21,6 +21,7 @@ from solvers.lazy import EvictionTaste, lazy_schedule
 from solvers.local_search import repair
 from solvers.problem import Order, Problem
 from solvers.simulator import simulate
+from solvers.working_set import takeover_candidates
 
 _LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
 _ANNEAL_MOVES = 30_000  # per target
@@ -81,15 +82,9 @@ def _last_chance_to_replay(problem: Problem, op: int, reader: int) -> int:
 
 def _takeover_bytes(problem: Problem, index: int) -> int:
     """What the first run of an op may save by taking over an input's buffer, at most."""
-    op = problem.ops[index]
-    home = problem.segment_of[index]
-    for storage in op.inplace:
-        described = problem.storages[storage]
-        same_segment = (problem.segment_of[described.producer] == home
-                        or problem.may_replay(described.producer, index))
-        if same_segment and not described.kept_to_end and not _outlives(problem, storage, index):
-            return described.size_bytes
-    return 0
+    return next((problem.storages[storage].size_bytes
+                 for storage in takeover_candidates(problem, index)
+                 if not _outlives(problem, storage, index)), 0)
 
 
 def _outlives(problem: Problem, storage: int, index: int) -> bool:
@@ -202,7 +197,7 @@ class Descent:
 
     def _attempt(self, budget: int, taste: EvictionTaste, max_runs: int) -> bool:
         found = lazy_schedule(self.problem, budget, taste=taste, max_runs=max_runs,
-                              deadline=self._deadline, seed=self.seed)
+                              deadline=self._deadline)
         if found is None:
             return False
         peak = simulate(self.problem, found).peak_bytes

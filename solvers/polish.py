@@ -25,35 +25,10 @@ def drop_recomputes(problem: Problem, budget_bytes: int, schedule: Order) -> Ord
                        for runs in timeline.runs_of for key in runs[1:])
         for _, negative in again:
             if -negative in timeline.op_at:
-                _remove_with_causes(timeline, -negative)
+                timeline.remove_with_causes(-negative)
                 if timeline.peak_bytes <= limit:
                     timeline.commit()
                     dropped = True
                 else:
                     timeline.rollback()
     return timeline.schedule
-
-
-def _remove_with_causes(timeline: EditableTimeline, key: int) -> None:
-    """Remove a recomputation and, one after another, those that nothing reads any more."""
-    queue = [key]
-    while queue:
-        here = queue.pop()
-        if here not in timeline.op_at:
-            continue
-        inputs = timeline.problem.ops[timeline.op_at[here]].inputs
-        sources = [life[0] for s in inputs if (life := timeline.life(s, here)) is not None]
-        timeline.remove(here)
-        queue.extend(source for source in sources if _useless(timeline, source))
-
-
-def _useless(timeline: EditableTimeline, key: int) -> bool:
-    """Whether the run with that key is a recomputation whose outputs nothing reads."""
-    op = timeline.op_at.get(key)
-    if op is None or timeline.runs_of[op][0] == key:
-        return False
-    for storage in timeline.problem.ops[op].outputs:
-        life = timeline.life(storage, key + 1)
-        if life is not None and life[1] > key:
-            return False
-    return True

@@ -230,7 +230,7 @@ class _Recorder:
             nonlocal region
             primal_positions.extend(primal_indices(primals_of(joint)))
             region = RecordedRegion(joint, num_fwd_outputs)
-            return split_joint_graph(joint, _crossing(joint, num_fwd_outputs), num_fwd_outputs)
+            return split_joint_graph(joint, crossing(joint, num_fwd_outputs), num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             return boxed(self._results_of(graph))
@@ -303,7 +303,7 @@ class _Recorder:
                 like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def _crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
+def crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
     """Values of the forward that the backward of an unplanned step would save."""
     dependent = descendants(filter(is_cotangent, joint.graph.find_nodes(op="placeholder")))
     needed = ancestors(n for n in joint.graph.output_node().args[0][:num_forward_outputs]

@@ -36,7 +36,7 @@ def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
     outputs: list[object] = []
 
     def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
-        output = model(*twin.args, **twin.kwargs)
+        output = twin.call(model)
         outputs.append(output)
         goal = objective(output, loss_fn)
         before_backward()

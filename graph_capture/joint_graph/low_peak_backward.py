@@ -88,9 +88,6 @@ def _worth_copying(whole: torch.Tensor, last_read: Mapping[fx.Node, int]) -> lis
     return []
 
 
-
-
-
 def _is_alias(node: fx.Node) -> bool:
     """Whether the node is a view, or one of several that an op makes at once."""
     return is_view(node.args[0] if is_tuple_element(node) else node)

@@ -190,61 +190,33 @@ _PICKERS = frozenset({"embedding", "index", "_unsafe_index", "index_select", "ga
 _SORTS = frozenset({"sort", "topk", "argsort", "kthvalue", "unique_dim", "_unique2", "msort"})
 
 _PER_ELEMENT: dict[str, int] = {
-    "_softmax": 5,  # maximum, difference, exponential, sum, quotient
-    "_log_softmax": 5,
-    "_safe_softmax": 5,
+    # Maximum, difference, exponential, sum, quotient.
+    **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), 5),
     "logsumexp": 4,
     "_softmax_backward_data": 4,  # product, sum, product, difference
     "_log_softmax_backward_data": 4,  # sum, exponential, product, difference
-    "native_layer_norm": 8,  # mean 1, variance 3, normalization 2, affine map 2
-    "native_batch_norm": 8,
-    "_native_batch_norm_legit": 8,
-    "_native_batch_norm_legit_functional": 8,
-    "_batch_norm_with_update": 8,
-    "_batch_norm_with_update_functional": 8,
-    "cudnn_batch_norm": 8,
-    "miopen_batch_norm": 8,
-    "native_group_norm": 8,
-    "_fused_rms_norm": 5,
-    "native_layer_norm_backward": 14,  # two reductions per row, two per column, the combination
-    "native_batch_norm_backward": 11,
-    "cudnn_batch_norm_backward": 11,
-    "miopen_batch_norm_backward": 11,
-    "batch_norm_backward": 11,
-    "native_group_norm_backward": 14,
-    "_fused_rms_norm_backward": 10,
-    "var": 3,
-    "var_mean": 4,
-    "std": 3,
-    "std_mean": 4,
-    "linalg_vector_norm": 2,
-    "norm": 2,
-    "gelu": 8,  # a transcendental function counts as several products
-    "gelu_backward": 14,
-    "silu": 4,
-    "silu_backward": 8,
-    "sigmoid": 4,
-    "sigmoid_backward": 3,
-    "tanh": 4,
-    "tanh_backward": 3,
-    "exp": 4,
-    "log": 4,
-    "erf": 8,
-    "mish": 8,
-    "softplus": 5,
-    "pow": 4,
+    # Mean 1, variance 3, normalization 2, affine map 2.
+    **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm",
+                     "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+                     "_batch_norm_with_update", "_batch_norm_with_update_functional",
+                     "cudnn_batch_norm", "miopen_batch_norm"), 8),
+    # Two reductions per row, two per column, the combination.
+    **dict.fromkeys(("native_layer_norm_backward", "native_group_norm_backward"), 14),
+    **dict.fromkeys(("native_batch_norm_backward", "cudnn_batch_norm_backward",
+                     "miopen_batch_norm_backward", "batch_norm_backward"), 11),
+    "_fused_rms_norm": 5, "_fused_rms_norm_backward": 10,
+    **dict.fromkeys(("var", "std"), 3), **dict.fromkeys(("var_mean", "std_mean"), 4),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), 2),
+    # A transcendental function counts as several products.
+    **dict.fromkeys(("gelu", "erf", "mish", "silu_backward"), 8), "gelu_backward": 14,
+    **dict.fromkeys(("silu", "sigmoid", "tanh", "exp", "log", "pow"), 4), "softplus": 5,
+    **dict.fromkeys(("sigmoid_backward", "tanh_backward", "addcmul", "addcdiv", "lerp",
+                     "_cdist_forward"), 3),
     "native_dropout": 3,  # a random number, a comparison, a product
     "bernoulli": 2,
-    "addcmul": 3,
-    "addcdiv": 3,
-    "lerp": 3,
-    "upsample_bilinear2d": 8,
-    "upsample_bilinear2d_backward": 8,
-    "upsample_bicubic2d": 40,
-    "upsample_bicubic2d_backward": 40,
-    "grid_sampler_2d": 12,
-    "grid_sampler_2d_backward": 24,
-    "_cdist_forward": 3,
+    **dict.fromkeys(("upsample_bilinear2d", "upsample_bilinear2d_backward"), 8),
+    **dict.fromkeys(("upsample_bicubic2d", "upsample_bicubic2d_backward"), 40),
+    "grid_sampler_2d": 12, "grid_sampler_2d_backward": 24,
 }
 """FLOPs per element, where they are not 1; by name without a trailing underscore."""
 

@@ -59,6 +59,8 @@ class LossFootprint:
     """The most during its backward, what is retained and the cotangents included."""
     outputs: tuple[OutputGradient, ...]
     """For each tensor of the output, in the order of `output_tensors`."""
+    is_missing: bool = False
+    """No loss was given or found: each differentiable output got a cotangent of its own size."""
 
 
 def objective(output: Any, loss_fn: LossFn | None) -> Objective:
@@ -140,7 +142,8 @@ def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
             found.untyped_storage().nbytes(), twin.device))
 
     return LossFootprint(retained, forward_peak, tracker.peak_bytes,
-                         tuple(gradient(tensor) for tensor in tensors))
+                         tuple(gradient(tensor) for tensor in tensors),
+                         is_missing=any(seed is not None for seed in goal.seeds))
 
 
 def _of_scalar(loss: Any, what: str) -> Objective:

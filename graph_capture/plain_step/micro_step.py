@@ -92,7 +92,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         with locate:
             with forward_context():
                 with twin.mode, tracker:
-                    output = twin.model(*twin.args, **twin.kwargs)
+                    output = twin.call()
                 if look is not None:
                     look(twin, output, loss_fn)
                 loss_begins = tracker.event_count

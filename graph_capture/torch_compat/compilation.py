@@ -31,6 +31,9 @@ from torch.utils import _pytree as pytree
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
+eliminate_common_subexpressions = fx_graph_cse
+"""Merges ops of an fx graph that compute the same value; random and mutating ops stay apart."""
+
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """`function`, which takes its arguments in a list that it empties, so marked that AOTAutograd
@@ -43,19 +46,12 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return call
 
 
-def aot_backend(
-    partition: PartitionFunction,
-    forward_compiler: Callable[..., Any],
-    backward_compiler: Callable[..., Any],
-) -> Callable[..., Any]:
+def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., Any],
+                backward_compiler: Callable[..., Any]) -> Callable[..., Any]:
     """A Dynamo backend that runs AOTAutograd with this partitioner and these compilers, without
     decompositions."""
-    return aot_autograd(
-        fw_compiler=forward_compiler,
-        bw_compiler=backward_compiler,
-        inference_compiler=forward_compiler,
-        partition_fn=partition,
-    )
+    return aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
+                        inference_compiler=forward_compiler, partition_fn=partition)
 
 
 @contextlib.contextmanager
@@ -67,12 +63,10 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - AOTAutograd's cache is not used (it would bypass the partitioner), and donated buffers, which
       forbid `retain_graph=True`, only where asked for: as the user set them.
     - One code object may be compiled for many models and plans.
+    - Under DistributedDataParallel the graph is not cut at the buckets.
     """
-    loggers = {
-        method
-        for name in dir(logging.Logger)
-        if name in _LOG_METHODS and callable(method := getattr(logging.Logger, name))
-    }
+    loggers = {method for name in _LOG_METHODS
+               if callable(method := getattr(logging.Logger, name, None))}
     with (
         dynamo_config.patch(
             ignore_logging_functions=set(dynamo_config.ignore_logging_functions) | loggers,
@@ -80,6 +74,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             recompile_limit=max(dynamo_config.recompile_limit, 256),
             accumulated_recompile_limit=max(dynamo_config.accumulated_recompile_limit, 4096),
             automatic_dynamic_shapes=False,
+            optimize_ddp=False,
         ),
         functorch_config.patch(
             enable_autograd_cache=False, debug_assert=False,
@@ -111,6 +106,12 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 _TALKATIVE = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
+
+
+def wrapping_data_parallel() -> nn.Module | None:
+    """The DistributedDataParallel whose forward is running, if any."""
+    running: nn.Module | None = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    return running
 
 
 def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,19 +175,12 @@ def copied_module(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(owner, copy)
 
 
-def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
-    """Merge ops that compute the same value; random and mutating ops stay apart."""
-    return fx_graph_cse(graph)
-
-
 def split_joint_graph(
     joint: fx.GraphModule, saved: Sequence[fx.Node], num_forward_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward modules in the calling convention of AOTAutograd's runtime; `saved`
     are the nodes that cross over (the extraction drops those that the backward does not read)."""
-    return _extract_fwd_bwd_modules(
-        joint, list(saved), [], num_fwd_outputs=num_forward_outputs
-    )
+    return _extract_fwd_bwd_modules(joint, list(saved), [], num_fwd_outputs=num_forward_outputs)
 
 
 def mutated_inputs(output: fx.Node) -> dict[int, int]:

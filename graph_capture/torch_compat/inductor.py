@@ -23,9 +23,8 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from graph_capture.torch_compat.compilation import OpOverload, boxed
+from graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
 
-PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
 """`compile(graph, example_inputs, is_backward)` gives a callable that takes a list of arguments."""
 FinishGraph = Callable[[list[Any], Any, bool], Any]

@@ -17,6 +17,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,9 @@ def data_less_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
     """
     copier = DataLessCopier({id(fake): original for original, fake in twin.fake_of.items()},
                           unknown_is_zero=unknown_is_zero)
-    return twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
+    made = twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
                    twin.device)
+    return replace(made, answers=twin.answers)
 
 
 class DataLessMode(TorchDispatchMode):
@@ -78,6 +80,11 @@ class DataLessMode(TorchDispatchMode):
         self._results: dict[object, Any] = {}  # fake ones, by signature of the op
         # Real storages into which an unknown value was written; a key may be given out anew.
         self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo compiles code under such a mode, and gives up under any other."""
+        return True
 
     def answer_with(self, answers: Iterator[Any]) -> None:
         """From here on, each value that code asks for, known or not, is the next of these.
@@ -153,9 +160,8 @@ class DataLessMode(TorchDispatchMode):
 
     def _answer(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the op returns, without values."""
-        written = _returned_operand(func)
-        if written is not None and len(args) > written:
-            return args[written]
+        if args and _returns_what_it_writes(func):
+            return args[0]
         key = _signature(func, args, kwargs)
         known = self._results.get(key)
         if known is not None:
@@ -208,18 +214,15 @@ class DataLessMode(TorchDispatchMode):
                     or (overwritten is not None and overwritten() is not None))
 
 
-def _returned_operand(func: OpOverload) -> int | None:
-    """Position of the operand that an op writes and returns, where that is all it does."""
+def _returns_what_it_writes(func: OpOverload) -> bool:
+    """Whether all that an op does is to write its first operand, which it returns."""
     schema = func._schema
     if not schema.name.endswith("_") or len(schema.returns) != 1:
-        return None
-    returned = schema.returns[0].alias_info
+        return False
     written = [position for position, argument in enumerate(schema.arguments)
                if argument.alias_info is not None and argument.alias_info.is_write]
-    if returned is None or written != [0] or not isinstance(schema.returns[0].type,
-                                                            torch.TensorType):
-        return None
-    return 0
+    return (written == [0] and schema.returns[0].alias_info is not None
+            and isinstance(schema.returns[0].type, torch.TensorType))
 
 
 def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:

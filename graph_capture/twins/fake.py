@@ -64,14 +64,15 @@ class FakeTwin:
     """Every buffer by qualified name, the non-persistent ones too."""
     fake_of: Mapping[torch.Tensor, torch.Tensor]
     """Each tensor of the original to its fake copy, by identity; the originals are held weakly."""
+    answers: tuple[Any, ...] | None = None
+    """The values that the model's code asks for in a call, in order, as a real call gave them;
+    `None`: those that are known.  Only a data-less twin gives them."""
 
-    def name_of(self, tensor: torch.Tensor) -> str | None:
-        """First qualified name of a parameter or buffer of the twin; `None` for another tensor."""
-        for named in (self.parameters, self.buffers):
-            for name, fake in named.items():
-                if fake is tensor:
-                    return name
-        return None
+    def call(self, model: Callable[..., Any] | None = None) -> Any:
+        """The output of the model, or of what stands for it, in one call."""
+        if self.answers is not None and hasattr(self.mode, "answer_with"):
+            self.mode.answer_with(iter(self.answers))
+        return (model or self.model)(*self.args, **self.kwargs)
 
 
 def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from planner.cli.failures import TargetError, UsageError
 from planner.cli.options import TargetOptions
-from planner.cli.target import call_factory, find_factory
+from planner.cli.target import call_factory, find_factory, refuse_hf_options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,11 +40,8 @@ def load_sized_target(options: TargetOptions, what: str, *, first: int,
         from planner.cli.hugging_face import load_sized_hugging_face
 
         return SizedTarget(*load_sized_hugging_face(options, what, device=device))
-    for flag, given in (("--set", options.settings), ("--batch", options.batch),
-                        ("--seq", options.seq)):
-        if given:
-            raise UsageError(f"{flag} is for hf: targets; a factory is called with the {what} "
-                             "size and sets all others itself")
+    refuse_hf_options(options,
+                      f"a factory is called with the {what} size and sets all others itself")
     factory = find_factory(options.target)
     if callable(factory) and not _takes_a_size(factory):
         raise UsageError(f"TARGET {options.target!r} must take the {what} size and return "

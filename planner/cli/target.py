@@ -34,17 +34,21 @@ def load_target(options: TargetOptions, *, device: str) -> tuple[nn.Module, obje
         from planner.cli.hugging_face import load_hugging_face
 
         return load_hugging_face(options, device=device)
-    for flag, given in (("--set", options.settings), ("--batch", options.batch),
-                        ("--seq", options.seq)):
-        if given:
-            raise UsageError(f"{flag} is for hf: targets; a factory sets its own sizes, or takes "
-                             "--input NAME:DTYPE[SHAPE]")
+    refuse_hf_options(options, "a factory sets its own sizes, or takes --input NAME:DTYPE[SHAPE]")
     model, inputs = call_factory(options.target, find_factory(options.target))
     if options.inputs:
         tensors_on = "cpu" if device == "meta" else device
         inputs = {name: spec.make(tensors_on)
                   for name, spec in parse_inputs(options.inputs).items()}
     return model, inputs
+
+
+def refuse_hf_options(options: TargetOptions, remedy: str) -> None:
+    """Raise `UsageError` for an option that a factory has no use for."""
+    for flag, given in (("--set", options.settings), ("--batch", options.batch),
+                        ("--seq", options.seq)):
+        if given:
+            raise UsageError(f"{flag} is for hf: targets; {remedy}")
 
 
 def find_factory(target: str) -> Callable[..., Any]:

@@ -20,13 +20,13 @@ from apply.recipe import (
     RegionRecipe,
     RunAgain,
 )
-from graph_capture.training_graph import Phase, TrainingGraph
+from graph_capture.training_graph import TrainingGraph
 from planner.errors import PlanMismatch
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.actions import Action as ScheduledAction
 from solvers.actions import Run, Schedule
-from solvers.simulator import Timeline, unroll
+from solvers.simulator import Timeline
 
 Action = Literal["keep", "recompute"]
 """What happens to an op's results; room is left for `offload`."""
@@ -161,16 +161,8 @@ def _inplace_reuses(graph: TrainingGraph, timeline: Timeline) -> list[list[Inpla
 
 def _saved_bytes(form: Form, schedule: Schedule) -> list[int]:
     """For each op, the bytes of its results alive across the end of forward and loss."""
-    graph, timeline = form.graph, unroll(form.problem, schedule)
-    seen: set[int] = set()
-    end = -1  # position of the last first run that does not belong to the backward
-    for position, index in enumerate(schedule):
-        if index not in seen and graph.ops[index].phase is not Phase.BACKWARD:
-            end = position
-        seen.add(index)
-    saved = [0] * len(graph.ops)
-    for instance in timeline.instances:
-        if instance.birth <= end < instance.death:
-            buffer = graph.buffers[instance.storage]
-            saved[buffer.producer] += buffer.size_bytes
+    saved = [0] * len(form.graph.ops)
+    for instance in form.saved_instances(schedule):
+        buffer = form.graph.buffers[instance.storage]
+        saved[buffer.producer] += buffer.size_bytes
     return saved

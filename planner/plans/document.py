@@ -1,32 +1,28 @@
-"""The layout of a plan's file, stated once: `planner.plans.file` reads and writes it, and
-`planner.plans.schema` makes the published JSON Schema of it.
+"""The layout of a plan's file, stated once: `planner.plans.writing` writes it, `planner.plans.file`
+reads it, and `planner.plans.schema` makes the published JSON Schema of it.
 
 A file holds the fields of a plan and of its recipe in groups, and the ops of the forward together
 with what is decided about them.  Every field is required, there are no others, and every whole
-number is a count: not below 0.  What a field means is said where it comes from (`SOURCES`).
+number is a count: not below 0.  What a field means is said where it comes from (`SOURCES` of
+`planner.plans.schema`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from apply.recipe import (
-    Circumstances,
-    InplaceReuse,
-    Insertion,
-    OpKey,
-    ParameterKey,
-    Recipe,
-    RegionRecipe,
-)
+from apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
 from graph_capture.training_graph import CodeMemory, OptimizerMemory, Outline
 from planner.plans.decisions import Decision
-from planner.plans.plan import Change, Plan, Predicted
+from planner.plans.predicted import Change, Predicted
 from solvers.result import Status
+
+if TYPE_CHECKING:
+    from planner.plans.plan import Plan
 
 SCHEMA_VERSION = 6
 """Layout that this version writes."""
@@ -100,10 +96,6 @@ class Document:
     regions: tuple[RegionRow, ...]
 
 
-SOURCES: dict[type, type] = {Document: Recipe, DecisionRow: OpKey, OpRow: OpKey,
-                             RegionRow: RegionRecipe, SolverRow: Plan}
-"""Where the fields of a group come from and are described."""
-
 FREE_FIELDS = ("inputs", "overrides")
 """Fields of a document with values of any layout."""
 
@@ -111,42 +103,25 @@ FREE_FIELDS = ("inputs", "overrides")
 def document_of(plan: Plan, fingerprint: str) -> Document:
     """What the file of `plan` holds."""
     decisions, recipe = iter(plan.decisions), plan.recipe
-    return _pick(
+    return pick(
         Document, plan, recipe, schema_version=SCHEMA_VERSION, fingerprint=fingerprint,
         created_with=dict(plan.created_with), overrides=dict(recipe.overrides),
-        solver=_pick(SolverRow, plan, name=plan.solver), predicted=_pick(Predicted, plan),
+        solver=pick(SolverRow, plan, name=plan.solver), predicted=pick(Predicted, plan),
         regions=tuple(_region_row(region, decisions) for region in recipe.regions))
-
-
-def plan_of(document: Document) -> Plan:
-    """The inverse of `document_of`."""
-    recipe = _pick(
-        Recipe, document, overrides=tuple(document.overrides.items()),
-        regions=tuple(_pick(RegionRecipe, row, forward=_keys(row.decisions),
-                            backward=_keys(row.backward)) for row in document.regions))
-    return _pick(
-        Plan, document, document.predicted, document.solver, recipe=recipe,
-        solver=document.solver.name, created_with=tuple(document.created_with.items()),
-        decisions=tuple(_pick(Decision, row) for region in document.regions
-                        for row in region.decisions), solve_seconds=None)
 
 
 def _region_row(region: RegionRecipe, decisions: Iterator[Decision]) -> RegionRow:
     """The row of a region; the next decisions are those about its ops."""
-    return _pick(
+    return pick(
         RegionRow, region,
-        decisions=tuple(_pick(DecisionRow, next(decisions), key) for key in region.forward),
+        decisions=tuple(pick(DecisionRow, next(decisions), key) for key in region.forward),
         backward=tuple(OpRow(key.name, key.result, key.digest) for key in region.backward))
-
-
-def _keys(rows: tuple[OpRow, ...] | tuple[DecisionRow, ...]) -> tuple[OpKey, ...]:
-    return tuple(OpKey(row.op, row.digest, row.result) for row in rows)
 
 
 _Kind = TypeVar("_Kind")
 
 
-def _pick(kind: type[_Kind], *sources: object, **given: object) -> _Kind:
+def pick(kind: type[_Kind], *sources: object, **given: object) -> _Kind:
     """A `kind` (a dataclass) of the fields `given`; the others are those of the first of `sources`
     that has a field of that name."""
     for field in fields(kind):  # type: ignore[arg-type]

@@ -1,11 +1,6 @@
-"""Plans as JSON: canonical, so that equal plans give equal bytes and files diff well.
+"""Plans from their files; `planner.plans.writing` is the other way.
 
-The layout is that of `planner.plans.document`, published with the package as `plan.schema.json`.
-Objects have a fixed order of keys; lists of ops hold one op per line.  Nothing in a file depends on
-when, where or how fast it was made: no timestamps, no host, no duration of the solver.
-
-A file is written beside its destination and moved into place: readers see the old plan or the new
-one.  Reading checks every field and the fingerprint, so that a file cut short or edited by hand is
+Reading checks every field and the fingerprint, so that a file cut short or edited by hand is
 refused with the field's path, what was expected and what came.
 
 Blind spot: the fingerprint guards the ops and tensors that the plan was made for, not the numbers
@@ -14,35 +9,28 @@ that were predicted.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from apply.recipe import Recipe
+from apply.recipe import OpKey, Recipe, RegionRecipe
 from planner.errors import PlanFileError
-from planner.plans.document import SCHEMA_VERSION, Document, document_of, plan_of
+from planner.plans.decisions import Decision
+from planner.plans.document import SCHEMA_VERSION, DecisionRow, Document, OpRow, pick
 from planner.plans.older import from_version_5
 from planner.plans.plan import Plan
 from planner.plans.reader import check_complete, read
-from planner.whole_file import write_whole
+from planner.plans.writing import dumps as dumps
+from planner.plans.writing import fingerprint
+from planner.plans.writing import to_dict as to_dict
 
 EPILOGUE = "/update of mutated inputs#0"
 """End of the name of the one moment that is no op and before which ops may run again; see
 `graph_capture.joint_graph.lower.epilogue_name`, which cannot be asked here without importing
 torch."""
-
-
-def save(plan: Plan, path: str | PathLike[str]) -> None:
-    """Write `plan` to `path`, all of it or nothing; an existing file is replaced.
-
-    Raises `OSError` where the path cannot be written.
-    """
-    write_whole(path, dumps(plan).encode())
 
 
 def load(path: str | PathLike[str]) -> Plan:
@@ -59,11 +47,6 @@ def load(path: str | PathLike[str]) -> Plan:
                             f"position {error.start}; plan again and save to a new file") from None
 
 
-def dumps(plan: Plan) -> str:
-    """The text of the plan's file."""
-    return _pretty(to_dict(plan)) + "\n"
-
-
 def loads(text: str, *, name: str = "the text") -> Plan:
     """The plan whose file holds `text`; `name` stands for the file in errors."""
     try:
@@ -72,13 +55,6 @@ def loads(text: str, *, name: str = "the text") -> Plan:
         raise PlanFileError(f"{name} is no plan: expected JSON, got text that is none or is cut "
                             f"short ({error}); plan again and save to a new file") from None
     return from_dict(document, name=name)
-
-
-def to_dict(plan: Plan) -> dict[str, Any]:
-    """What the file holds, as JSON values in the file's order."""
-    document = msgspec.to_builtins(document_of(plan, fingerprint(plan.recipe)))
-    found: dict[str, Any] = json.loads(json.dumps(document))  # where tuples are lists
-    return found
 
 
 def from_dict(document: object, *, name: str = "the document") -> Plan:
@@ -93,7 +69,7 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
                             "with the version that wrote it")
     given = read(document, Document, name)
     check_complete(document, msgspec.to_builtins(given), name)
-    plan = plan_of(given)
+    plan = _plan_of(given)
     _check_consistency(plan, given.fingerprint, name)
     return plan
 
@@ -105,28 +81,21 @@ class _Version:
     schema_version: int
 
 
-_OUTLINE = ("structure", "input_layout", "input_bytes", "storage_bytes")
+def _plan_of(document: Document) -> Plan:
+    """The inverse of `planner.plans.document.document_of`."""
+    recipe = pick(
+        Recipe, document, overrides=tuple(document.overrides.items()),
+        regions=tuple(pick(RegionRecipe, row, forward=_keys(row.decisions),
+                            backward=_keys(row.backward)) for row in document.regions))
+    return pick(
+        Plan, document, document.predicted, document.solver, recipe=recipe,
+        solver=document.solver.name, created_with=tuple(document.created_with.items()),
+        decisions=tuple(pick(Decision, row) for region in document.regions
+                        for row in region.decisions), solve_seconds=None)
 
 
-def fingerprint(recipe: Recipe) -> str:
-    """Hash of the graph that a recipe was made for, the same in every process.
-
-    Covers names and digests of all ops, the cotangents, the sizes served, every parameter and
-    buffer, and the mode; not what is recomputed.
-    """
-    graph = [
-        [[key.name, list(key.shape), key.dtype, key.requires_grad] for key in recipe.tensors],
-        [[region.block, list(region.cotangents), [[key.name, key.digest] for key in region.forward],
-          [[key.name, key.digest] for key in region.backward],
-          None if region.outline is None else {
-              field: getattr(region.outline, field) for field in _OUTLINE},
-          list(region.hoisted)]
-         for region in recipe.regions],
-        recipe.training,
-        [list(override) for override in recipe.overrides],
-    ]
-    text = json.dumps(graph, ensure_ascii=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+def _keys(rows: tuple[OpRow, ...] | tuple[DecisionRow, ...]) -> tuple[OpKey, ...]:
+    return tuple(OpKey(row.op, row.digest, row.result) for row in rows)
 
 
 def _check_consistency(plan: Plan, claimed_fingerprint: str, name: str) -> None:
@@ -161,24 +130,3 @@ def _check_consistency(plan: Plan, claimed_fingerprint: str, name: str) -> None:
 
 def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
-
-
-def _pretty(value: Any, indent: str = "") -> str:
-    """JSON with one scalar, one small object or one short list per line."""
-    inner = indent + "  "
-    if isinstance(value, dict) and value and not _is_row(value):
-        fields = (f"{inner}{_compact(key)}: {_pretty(item, inner)}" for key, item in value.items())
-        return "{\n" + ",\n".join(fields) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(item, (dict, list, str)) for item in value):
-        return "[\n" + ",\n".join(f"{inner}{_pretty(item, inner)}" for item in value) + (
-            f"\n{indent}]")
-    return _compact(value)
-
-
-def _is_row(value: dict[str, Any]) -> bool:
-    """Whether an object belongs on one line: an op, a tensor or a group of recomputations."""
-    return "op" in value or "before" in value or "shape" in value or "kind" in value
-
-
-def _compact(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -6,10 +6,11 @@ not in what a plan is.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 from apply.recipe import Recipe
 from planner.plans.decisions import decide
 from planner.plans.plan import Plan
-from planner.plans.version import created_with
 from planner.step.budget import StepAccount
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
@@ -52,3 +53,14 @@ def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, 
         created_with=created_with(),
         solve_seconds=seconds,
     )
+
+
+def created_with() -> tuple[tuple[str, str], ...]:
+    """Distribution to version; `unknown` for one that runs from its source tree."""
+    found = {}
+    for distribution in ("checkpoint-planner", "torch"):
+        try:
+            found[distribution] = version(distribution)
+        except PackageNotFoundError:
+            found[distribution] = "unknown"
+    return tuple(found.items())

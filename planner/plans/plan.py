@@ -9,47 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Annotated, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from apply.recipe import Recipe
 from graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision
-from planner.step.categories import MemoryByCategory
+from planner.plans.predicted import Change, Predicted
 from solvers.result import Status
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-Change = Annotated[float, msgspec.Meta(gt=-1)]
-"""A difference as a fraction of what it is a difference to, which is not lost as a whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What one training step takes under a plan, and what it takes without."""
-
-    peak_bytes: int
-    """Predicted peak of the whole step under the plan."""
-    baseline_peak_bytes: int
-    """Predicted peak of the step as it runs today: the plain eager model, no plan."""
-    resident_bytes: int
-    """Held before the step begins: parameters, buffers, inputs, optimizer state."""
-    forward_backward_peak_bytes: int
-    """Predicted peak of forward, loss and backward, resident memory included."""
-    optimizer_step_peak_bytes: int
-    """Predicted peak of the optimizer's step, resident memory included; 0 without an optimizer."""
-    memory: MemoryByCategory
-    """Bytes at the peak by category; sums to `peak_bytes`."""
-    overhead: Change
-    """Estimated extra step time, as a fraction of the step without recomputation.  Below 0 where
-    the kernels of a plan for Inductor were timed and are the faster ones."""
-    recompute_flops: int
-    """FLOPs that the plan computes again in one step."""
-    step_flops: int
-    """FLOPs of one step without recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +67,13 @@ class Plan(Predicted):
 
         Raises `OSError` where the path cannot be written.
         """
-        from planner.plans.file import save
+        from planner.plans.writing import save
 
         save(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """What the file holds, as JSON values; see `plan.schema.json`."""
-        from planner.plans.file import to_dict
+        from planner.plans.writing import to_dict
 
         return to_dict(self)
 

@@ -17,8 +17,13 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from planner.plans.document import SOURCES, Document
+from apply.recipe import OpKey, Recipe, RegionRecipe
+from planner.plans.document import DecisionRow, Document, OpRow, RegionRow, SolverRow
 from planner.plans.plan import Plan
+
+SOURCES: dict[type, type] = {Document: Recipe, DecisionRow: OpKey, OpRow: OpKey,
+                             RegionRow: RegionRecipe, SolverRow: Plan}
+"""Where the fields of a group come from and are described."""
 
 
 def schema() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.arguments.inputs import split_inputs
-from planner.step.categories import ByCategory
+from planner.step.categories import MemoryByCategory
 
 if TYPE_CHECKING:
     import torch
@@ -82,19 +82,11 @@ class DataParallel:
                              "does not")
 
 
-@dataclass(frozen=True, slots=True)
-class RankCategories(ByCategory):
-    """A mapping from category to bytes, in a fixed order; the categories sum to the peak."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RankCategories(MemoryByCategory):
+    """A mapping from category to bytes, in a fixed order; the categories sum to the peak.
+    Parameters are whole ones or this rank's shards; so are gradients, or in buckets as views."""
 
-    parameters: int = 0
-    """Whole ones, or this rank's shards."""
-    buffers: int = 0
-    inputs: int = 0
-    gradients: int = 0
-    """Whole ones, those in buckets that are views, or this rank's shards."""
-    optimizer: int = 0
-    activations: int = 0
-    temporaries: int = 0
     unsharded_parameters: int = 0
     """Of the units that are gathered at that moment."""
     communication: int = 0

@@ -1,4 +1,10 @@
-"""What stays where on a rank: parameters, buckets, shards, and the optimizer's part."""
+"""What stays where on a rank: parameters, buckets, shards, and the optimizer's part.
+
+A layout says how one rank holds the model, whatever the step does: bytes of parameters, of resident
+gradients (in buckets that are views) and of resident buffers (buckets beside the gradients).  Its
+`wrapper` runs along with the traced step, and its `optimizer` tells what that takes on the rank
+that holds most of its state.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,24 +32,6 @@ if TYPE_CHECKING:
 _FIRST_BUCKET_BYTES = 2 ** 20
 _BUCKET_BYTES = 25 * 2 ** 20
 _MIB = 2 ** 20
-
-
-class RankLayout(Protocol):
-    """How one rank holds the model, whatever the step does."""
-
-    parameters_bytes: int
-    gradients_bytes: int
-    """Resident ones: in buckets that are views."""
-    communication_bytes: int
-    """Resident buffers: buckets beside the gradients."""
-    bucket_bytes: tuple[int, ...]
-    units: tuple[tuple[str, int], ...]
-
-    def wrapper(self) -> Wrapper:
-        """What runs along with the traced step."""
-
-    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerMemory:
-        """What the optimizer of `model` takes on the rank that holds most of its state."""
 
 
 class Replicated:
@@ -98,6 +86,9 @@ class FullyShardedLayout:
             p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
                   for p in model.parameters() if p.requires_grad}
         return _trace_on(shards, optimizer, self._twin.device)
+
+
+RankLayout = Replicated | FullyShardedLayout
 
 
 def assign_buckets(parameters: Sequence[torch.Tensor], cap_mb: float | None) -> list[int]:

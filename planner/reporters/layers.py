@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from planner.plans.decisions import Decision
+if TYPE_CHECKING:
+    from planner.plans.decisions import Decision
 
 _READABLE_ROWS = 48
 

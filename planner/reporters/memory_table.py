@@ -4,6 +4,8 @@ the loop beside a budget."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,11 +13,12 @@ from rich.text import Text
 
 from planner.reporters.layout import new_table, note_lines, title
 from planner.step.categories import CATEGORIES
-from planner.training_loop.account import MemoryHolder, PhaseMemory
-from planner.training_loop.budget_check import BudgetCheck
-from planner.training_loop.report import MemoryReport
-from planner.training_loop.trace import StepPhase
 from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from planner.training_loop.account import MemoryHolder, PhaseMemory
+    from planner.training_loop.budget_check import BudgetCheck
+    from planner.training_loop.report import MemoryReport
 
 _ROWS = 12
 """How many holders are listed."""
@@ -78,7 +81,7 @@ def _summary(report: MemoryReport) -> Table:
 
 def _floor(report: MemoryReport) -> str:
     floor = report.floor
-    if floor.phase is StepPhase.OPTIMIZER_STEP:
+    if floor.is_of_optimizer:
         return "however much is recomputed: the optimizer's step"
     where = f" of {floor.module}" if floor.module else ""
     return (f"however much is recomputed: {floor.op}{where} in the {floor.phase}, "
@@ -120,15 +123,18 @@ def _holders(report: MemoryReport) -> Table:
 
 def _folded(holders: Iterable[MemoryHolder]) -> list[MemoryHolder]:
     """Layers that differ in a number only are one; named tensors are summed by category."""
-    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    rows: dict[tuple[str, str, str], MemoryHolder] = {}
     for holder in holders:
         path = ".".join("*" if part.isdecimal() else part for part in holder.module.split("."))
         key = ((holder.category, path, holder.op) if holder.category in (
             "activations", "temporaries") else (holder.category, "", ""))
-        size, count = sums.get(key, (0, 0))
-        sums[key] = (size + holder.size_bytes, count + holder.count)
-    rows = [MemoryHolder(size, *key, count) for key, (size, count) in sums.items()]
-    return sorted(rows, key=lambda row: (-row.size_bytes, row.category, row.module, row.op))
+        known = rows.get(key)
+        size, count = (known.size_bytes, known.count) if known else (0, 0)
+        category, module, op = key
+        rows[key] = replace(holder, category=category, module=module, op=op,
+                            size_bytes=size + holder.size_bytes, count=count + holder.count)
+    return sorted(rows.values(), key=lambda row: (
+        -row.size_bytes, row.category, row.module, row.op))
 
 
 def _proposals(report: MemoryReport) -> Table:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 from graph_capture.torch_compat import pytree
 from planner.arguments.inputs import split_inputs
 from planner.errors import PlanMismatch
-from planner.plans.plan import Plan
 from planner.running.applying import apply, steps_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from planner.plans.plan import Plan
 
 GRADIENT_TOLERANCE = 1e-6
 """Largest relative L2 distance between the two gradients that still counts as equal: the order in

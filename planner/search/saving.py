@@ -11,7 +11,6 @@ from collections.abc import Set
 from graph_capture.training_graph import Phase
 from planner.step.form import Form
 from solvers.problem import Schedule
-from solvers.simulator import unroll
 
 
 def schedule_saving(form: Form, saved: Set[int]) -> Schedule:
@@ -54,14 +53,7 @@ def schedule_saving(form: Form, saved: Set[int]) -> Schedule:
 
 def saved_buffers(form: Form, schedule: Schedule) -> frozenset[int]:
     """Buffers of the forward whose first result the backward reads."""
-    graph, timeline = form.graph, unroll(form.problem, schedule)
-    seen: set[int] = set()
-    end = 0
-    for position, index in enumerate(schedule):
-        if index not in seen and graph.ops[index].phase is not Phase.BACKWARD:
-            end = position
-        seen.add(index)
+    graph = form.graph
     return frozenset(
-        instance.storage for instance in timeline.instances
-        if instance.birth <= end < instance.death
-        and graph.ops[graph.buffers[instance.storage].producer].phase is Phase.FORWARD)
+        instance.storage for instance in form.saved_instances(schedule)
+        if graph.ops[graph.buffers[instance.storage].producer].phase is Phase.FORWARD)

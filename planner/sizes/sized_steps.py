@@ -57,12 +57,8 @@ class SizedSteps:
         self._accumulation_of = accumulation_of
         self.planning = planning
         self._steps: dict[int, PreparedStep | None] = {}
-        self._skipped: dict[int, str] = {}
-
-    @property
-    def skipped(self) -> Mapping[int, str]:
+        self.skipped: dict[int, str] = {}
         """Sizes at which the step cannot be captured, with the reason."""
-        return self._skipped
 
     @property
     def captured(self) -> Mapping[int, PreparedStep]:
@@ -88,7 +84,7 @@ class SizedSteps:
             if self._make_loss_fn is not None:
                 loss_fn = self._make_loss_fn(size)
         except Exception as error:  # the user's code; it may know of sizes that it cannot make
-            self._skipped[size] = f"make_inputs({size}) failed: {type(error).__name__}: {error}"
+            self.skipped[size] = f"make_inputs({size}) failed: {type(error).__name__}: {error}"
             return None
         self._check(size, inputs)
         planning = replace(self.planning, loss_fn=loss_fn)
@@ -97,7 +93,7 @@ class SizedSteps:
         try:
             step = prepare_step(self._model, inputs, planning, self._progress)
         except CaptureError as error:
-            self._skipped[size] = str(error)
+            self.skipped[size] = str(error)
             return None
         for other, known in self.captured.items():
             if known.inputs == step.inputs:

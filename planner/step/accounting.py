@@ -7,6 +7,7 @@ optimizer's step, are those of `planner.step.budget`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from graph_capture.training_graph import BufferKind, TrainingGraph
@@ -35,36 +36,16 @@ def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[s
     Sums to `timeline.memory_bytes[position]`.
     """
     alive: Counter[str] = Counter()
-    for instance in timeline.instances:
-        if instance.birth <= position <= instance.death:
-            buffer = graph.buffers[instance.storage]
-            alive[buffer.kind.value] += buffer.size_bytes
-    taken = timeline.inplace_of[position]
-    if taken is not None:  # the output took over this buffer: the two count once
-        alive[graph.buffers[taken].kind.value] -= graph.buffers[taken].size_bytes
-    alive["temporaries"] += graph.ops[timeline.schedule[position]].workspace_bytes
-    alive["activations"] += sum(size for _, size in _replay_states_at(graph, timeline, position))
+    for category, _, size_bytes in _alive_at(graph, timeline, position):
+        alive[category] += size_bytes
     return dict(alive)
 
 
 def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[Holder]:
     """What is alive at one position of forward, loss and backward, by op, largest first."""
-    taken = timeline.inplace_of[position]
     held: Counter[str] = Counter()
-    for instance in timeline.instances:
-        if not instance.birth <= position <= instance.death:
-            continue
-        buffer = graph.buffers[instance.storage]
-        if instance.storage == taken and instance.death == position:
-            continue
-        maker = graph.ops[buffer.producer].name
-        held[f"gradient of {buffer.label}" if buffer.kind is BufferKind.GRADIENT and buffer.label
-             else maker] += buffer.size_bytes
-    running = graph.ops[timeline.schedule[position]]
-    if running.workspace_bytes:
-        held[f"workspace of {running.name}"] += running.workspace_bytes
-    for index, size_bytes in _replay_states_at(graph, timeline, position):
-        held[f"random state or input copy for replaying {graph.ops[index].name}"] += size_bytes
+    for _, what, size_bytes in _alive_at(graph, timeline, position):
+        held[what] += size_bytes
     return sorted((Holder(size, what) for what, size in held.items() if size),
                   key=lambda holder: (-holder.size_bytes, holder.what))
 
@@ -97,14 +78,28 @@ def describe_bottleneck(form: Form, timeline: Timeline, *, top: int = 5) -> str:
             f"{'; '.join(lines)}.")
 
 
-def _replay_states_at(graph: TrainingGraph, timeline: Timeline,
-                      position: int) -> list[tuple[int, int]]:
-    """Ops between their first and their last run, and the bytes held so that they can repeat."""
+def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
+              ) -> Iterator[tuple[str, str, int]]:
+    """Category, description and bytes of all that is alive at one position."""
+    taken = timeline.inplace_of[position]
+    for instance in timeline.instances:
+        is_taken = instance.storage == taken and instance.death == position
+        # A buffer that the output took over counts once, as the output.
+        if instance.birth <= position <= instance.death and not is_taken:
+            buffer = graph.buffers[instance.storage]
+            is_gradient = buffer.kind is BufferKind.GRADIENT and buffer.label
+            yield (buffer.kind.value, f"gradient of {buffer.label}" if is_gradient
+                   else graph.ops[buffer.producer].name, buffer.size_bytes)
+    running = graph.ops[timeline.schedule[position]]
+    yield "temporaries", f"workspace of {running.name}", running.workspace_bytes
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for when, index in enumerate(timeline.schedule):
         if graph.ops[index].replay_state_bytes:
             first.setdefault(index, when)
             last[index] = when
-    return [(index, graph.ops[index].replay_state_bytes) for index in first
-            if first[index] < last[index] and first[index] <= position <= last[index]]
+    for index, begin in first.items():
+        if begin < last[index] and begin <= position <= last[index]:
+            op = graph.ops[index]  # held so that it can repeat
+            yield ("activations", f"random state or input copy for replaying {op.name}",
+                   op.replay_state_bytes)

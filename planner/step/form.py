@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graph_capture.training_graph import TrainingGraph
+from graph_capture.training_graph import Phase, TrainingGraph
 from planner.step.budget import StepBudget
 from solvers.minimum import working_set_floor
 from solvers.problem import Problem, Schedule
-from solvers.simulator import simulate
+from solvers.simulator import Instance, simulate, unroll
 
 if TYPE_CHECKING:
     from planner.step.compiled_account import CompiledAccount
@@ -51,6 +51,17 @@ class Form:
     def peak_bytes(self, schedule: Schedule) -> int:
         """Peak of the whole step under a schedule."""
         return self.budget.whole_bytes(self.net_peak_bytes(schedule))
+
+    def saved_instances(self, schedule: Schedule) -> tuple[Instance, ...]:
+        """Results that are alive across the end of forward and loss."""
+        seen: set[int] = set()
+        end = -1  # position of the last first run that does not belong to the backward
+        for position, index in enumerate(schedule):
+            if index not in seen and self.graph.ops[index].phase is not Phase.BACKWARD:
+                end = position
+            seen.add(index)
+        return tuple(instance for instance in unroll(self.problem, schedule).instances
+                     if instance.birth <= end < instance.death)
 
     def cost(self, schedule: Schedule) -> float:
         """What all runs of a schedule cost, in the unit of the problem."""

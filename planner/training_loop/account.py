@@ -108,6 +108,11 @@ class Floor:
     """Of these bytes, those that the op itself reads, writes and works with: activations,
     gradients of activations, workspace."""
 
+    @property
+    def is_of_optimizer(self) -> bool:
+        """Whether that is the optimizer's step, as a whole."""
+        return self.phase is StepPhase.OPTIMIZER_STEP
+
 
 def account_of(loop: LoopTrace) -> LoopAccount:
     """The peaks of every phase, by category."""

@@ -73,9 +73,10 @@ def test_layout_aliasing_and_flags_are_kept():
     assert copy.row.storage_offset() == model.row.storage_offset() == 13
     assert not copy.first.training and copy.norm.training
     assert "mask" not in copy.state_dict() and set(copy.state_dict()) == set(model.state_dict())
-    assert twin.name_of(copy.first.weight) == "first.weight"
-    assert twin.name_of(copy.norm.running_mean) == "norm.running_mean"
-    assert twin.name_of(copy.plain) is None
+    assert twin.parameters["first.weight"] is copy.first.weight
+    assert twin.buffers["norm.running_mean"] is copy.norm.running_mean
+    assert all(tensor is not copy.plain
+               for tensor in (*twin.parameters.values(), *twin.buffers.values()))
     assert twin.fake_of[model.wide] is copy.wide
     for tensor in (*twin.parameters.values(), *twin.buffers.values(), copy.plain, copy.held[0]):
         assert isinstance(tensor, FakeTensor) and tensor.is_leaf

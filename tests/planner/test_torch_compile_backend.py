@@ -1,5 +1,6 @@
 """`torch.compile(model, backend="checkpoint_planner", options=…)`."""
 
+import copy
 import logging
 import tomllib
 from pathlib import Path
@@ -158,3 +159,16 @@ def test_with_inductor():
     step(planned, batch())
     found = gradient(model)
     assert float((found - reference).norm() / reference.norm()) <= 1e-5
+
+
+def test_a_later_step_that_does_not_fit_runs_under_the_leanest_schedule(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+    small, large = torch.randn(32, 64), torch.randn(512, 64)
+    plain = planner.plan(model, small, budget=None)
+    compiled = torch.compile(copy.deepcopy(model), backend="checkpoint_planner",
+                             options={"budget": plain.peak_bytes, "inductor": False})
+    compiled(small).sum().backward()
+    with caplog.at_level(logging.WARNING, "planner"):
+        compiled(large).sum().backward()
+    assert "takes least" in caplog.text

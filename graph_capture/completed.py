@@ -1,0 +1,89 @@
+"""A captured step, completed by what is known of it only once it has run.
+
+The model of the world: the graph of a step does not depend on the optimizer, on gradients that are
+there before it, or on how much memory the caller's loss takes; the account of it does.  So these
+are put in place afterwards, without capturing again; the plain step, with which a plan is compared,
+is traced anew.
+
+Blind spots: a loss that leaves out differentiable outputs gives another graph, and needs another
+capture (with `ReplayedLoss`).  Between regions of a broken graph the loss is part of what was
+recorded there, and what was seen comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from graph_capture.capture import CapturedStep
+from graph_capture.errors import CaptureError
+from graph_capture.optimizer.step import trace_optimizer
+from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
+from graph_capture.plain_step.loss import LossFn
+from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
+from graph_capture.torch_compat import quiet_fake_tensors
+from graph_capture.training_graph import LOSS_BACKWARD, TrainingGraph
+
+
+def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:
+    """The step with this optimizer: an instance, class or name, or several instances; `None`: none
+    is counted.
+
+    Raises as `graph_capture.optimizer.step.trace_optimizer`.
+    """
+    return replace(step, optimizer=None if optimizer is None else trace_optimizer(
+        optimizer, step.tracing.twin, with_gradient=step.baseline.with_gradient,
+        workspace=step.tracing.workspace))
+
+
+def with_seen_loss(step: CapturedStep, seen: SeenLoss) -> CapturedStep:
+    """The step, captured without a loss, with the memory of the one that was seen."""
+    loss = ReplayedLoss(seen)
+    baseline = _traced(step, loss, ()) or step.baseline
+    return replace(
+        step, forms=tuple(replace(form, graph=_with_loss(form.graph, seen))
+                          for form in step.forms),
+        baseline=baseline, tracing=replace(step.tracing, loss_fn=loss))
+
+
+def with_held(step: CapturedStep, held_bytes: int) -> CapturedStep:
+    """The step with so much more that the caller holds throughout."""
+    return replace(step, forms=tuple(replace(form, graph=replace(
+        form.graph, resident=replace(
+            form.graph.resident,
+            inputs_bytes=form.graph.resident.inputs_bytes + held_bytes)))
+        for form in step.forms))
+
+
+def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
+    """The step with what a later micro-step of accumulated gradients takes."""
+    if step.later is not None:
+        return step
+    later = _traced(step, step.tracing.loss_fn, step.baseline.with_gradient)
+    return replace(step, later=later or step.baseline)
+
+
+@quiet_fake_tensors()
+def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Collection[str]
+            ) -> EagerStep | None:
+    """The plain step; `None` where it depends on inputs that are gone since."""
+    try:
+        return trace_eager_step(step.tracing.twin, loss_fn, workspace=step.tracing.workspace,
+                                with_gradient=with_gradient)
+    except CaptureError:
+        return None
+
+
+def _with_loss(graph: TrainingGraph, seen: SeenLoss) -> TrainingGraph:
+    """The graph whose cotangents are those of a loss that takes what was seen."""
+    start = graph.index_of[LOSS_BACKWARD]
+    cotangents = set(graph.ops[start].outputs)
+    buffers = tuple(replace(buffer, kept_to_end=False) if index in cotangents else buffer
+                    for index, buffer in enumerate(graph.buffers))
+    taken = sum(graph.buffers[index].size_bytes for index in cotangents) + seen.held_bytes
+    ops = list(graph.ops)
+    ops[start] = replace(ops[start], workspace_bytes=max(0, seen.peak_bytes - taken))
+    return replace(graph, ops=tuple(ops), buffers=buffers, resident=replace(
+        graph.resident, inputs_bytes=graph.resident.inputs_bytes + seen.held_bytes))
+
+

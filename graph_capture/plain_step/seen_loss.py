@@ -1,0 +1,181 @@
+"""The loss of a real step, seen from the outside: what it takes while it is the caller's code.
+
+The model of the world: a model returns its output, the caller makes a loss of it and calls
+`backward()`, and the first that the model hears of it again are the gradients of its output.  What
+was allocated in between, on the model's device and on the thread that called it, is the loss's;
+what of that is still alive when the gradients arrive, and is none of them, the caller holds.
+
+`LossWatch` follows one such stretch of a real step, as the memory tracker follows a traced one;
+`ReplayedLoss` takes in a traced step what was seen.  Values are not changed: the very ops run.
+
+Blind spots: memory that kernels take for themselves; losses on another thread; where the caller is
+in a dispatch mode of its own, or the output is of a subclass of tensors, nothing is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.memory.tracker import MemoryTracker
+from graph_capture.plain_step.loss import OutputGradient, output_tensors
+from graph_capture.torch_compat import active_modes
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLoss:
+    """What a loss outside of the model took in one step, above the model's output."""
+
+    peak_bytes: int
+    """The most from when the model returns to when the gradients of its output are there; these,
+    and what is held, included."""
+    held_bytes: int
+    """Still held then: the loss, and what else the caller keeps."""
+    outputs: tuple[OutputGradient, ...]
+    """For each tensor of the output."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The gradients of the output."""
+        return sum(gradient.size_bytes for gradient in self.outputs)
+
+
+class LossWatch(MemoryTracker):
+    """Follows a real step from the model's output to the gradients that arrive there.
+
+    It is a dispatch mode that its owner enters with `begin` and leaves with `end`, at any moment
+    after the backward: autograd's engine gives its threads the modes of the caller, and takes no
+    notice of a mode that is left in a backward.
+    """
+
+    def __init__(self, output: Any, done: Callable[[SeenLoss], None]) -> None:
+        """`done` is called with what was seen, in the backward."""
+        tensors = output_tensors(output)
+        self._nodes = list(dict.fromkeys(
+            tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None))
+        # A hook must not refer to its node: nobody would break the circle.
+        self._places = [None if tensor.grad_fn is None else
+                        (self._nodes.index(tensor.grad_fn), tensor.output_nr)
+                        for tensor in tensors]
+        device = next((tensor.device for tensor in tensors if tensor.requires_grad),
+                      torch.device("cpu"))
+        super().__init__(lambda *call: 0, device=device, trace_device=device, resident=tensors)
+        self._done: Callable[[SeenLoss], None] | None = done
+        self._is_plain = all(type(tensor) is torch.Tensor for tensor in tensors)
+        self._hooks: list[Any] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo runs its compiled code under such a mode, and gives up under any other."""
+        return True
+
+    def begin(self) -> bool:
+        """Watch from here on; whether that is possible."""
+        nodes, self._nodes = self._nodes, []
+        if not nodes or not self._is_plain or active_modes():
+            return False
+        self._hooks = [node.register_prehook(self._hook_of(number))
+                       for number, node in enumerate(nodes)]
+        self.__enter__()
+        return True
+
+    def end(self) -> bool:
+        """Leave the mode, where nothing was entered above it; whether it is left."""
+        self._stop()
+        modes = active_modes()
+        if self in modes and modes[-1] is not self:
+            return False
+        if self in modes:
+            self.__exit__(None, None, None)
+        return True
+
+    def _stop(self) -> None:
+        self._done = None
+        self.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _hook_of(self, node: int) -> Callable[[Sequence[torch.Tensor | None]], None]:
+        def arrived(gradients: Sequence[torch.Tensor | None]) -> None:
+            if self._done is None:
+                return
+            done, device = self._done, self._device
+
+            def gradient(place: tuple[int, int] | None) -> OutputGradient:
+                if place is None:
+                    return OutputGradient(False, 0)
+                # Those of other nodes arrive later, and are taken to.
+                found = gradients[place[1]] if place[0] == node else None
+                if place[0] == node and found is None:
+                    return OutputGradient(False, 0)
+                return OutputGradient(True, 0 if found is None else allocated_bytes(
+                    found.untyped_storage().nbytes(), device))
+
+            outputs = tuple(map(gradient, self._places))
+            made = {number for found in gradients if found is not None
+                    for number in self.numbers_of(found)}
+            held = self.live_bytes - sum(self._sizes[number] for number in made)
+            peak = self.peak_bytes
+            self._stop()
+            done(SeenLoss(peak, held, outputs))
+
+        return arrived
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if self._closed:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedLoss:
+    """A loss of a traced step that takes what was seen of a real one."""
+
+    seen: SeenLoss
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        """The loss; its value says nothing."""
+        tensors = output_tensors(output)
+        seen = self.seen
+        reached = [tensor for tensor, gradient in zip(tensors, seen.outputs, strict=True)
+                   if gradient.flows]
+        sizes = [gradient.size_bytes for gradient in seen.outputs if gradient.flows]
+        loss: torch.Tensor = _Replay.apply(
+            seen.peak_bytes, sizes, *reached)
+        return loss
+
+
+_SCALAR_BYTES = 4
+"""Size of the loss, and of the 1 that its backward starts from."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, peak_bytes: int, sizes: list[int], *outputs: torch.Tensor
+                ) -> torch.Tensor:
+        """A scalar, and the memory that goes with it."""
+        ctx.peak_bytes, ctx.sizes = peak_bytes, sizes
+        ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in outputs]
+        # Made of tensors without data, these have none.
+        loss = outputs[0].new_empty((), dtype=torch.float32)
+        outputs[0].new_empty(max(0, peak_bytes - _SCALAR_BYTES), dtype=torch.uint8)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *seeds: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the outputs, each of the size that was seen."""
+        gradients: list[torch.Tensor] = []
+        for (shape, strides, dtype), size in zip(ctx.layouts, ctx.sizes, strict=True):
+            is_whole = size >= shape.numel() * dtype.itemsize
+            gradients.append(
+                seeds[0].new_empty_strided(shape, strides, dtype=dtype) if is_whole
+                else seeds[0].new_empty((), dtype=dtype).expand(shape))
+        left = ctx.peak_bytes - sum(ctx.sizes) - 2 * _SCALAR_BYTES
+        seeds[0].new_empty(max(0, left), dtype=torch.uint8)
+        return (None, None, *gradients)

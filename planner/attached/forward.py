@@ -1,0 +1,359 @@
+"""The forward of a model that is trained within a budget: it plans what it meets.
+
+The model of the world: a call with gradients is the forward of a training step.  Its circumstances
+(`planner.attached.call`) tell which plans may serve it, the plan's own digests which one does; a
+step that none serves is captured as it is called, planned, and run under its plan, the first one
+too.  What is not known then - optimizer, earlier gradients, the caller's loss - is seen while steps
+run, and the plan is made again with it before the next step; see `planner.attached.known`.
+
+A copy of the model has a forward of its own with the same settings, which plans for itself.
+
+Blind spots: two calls before one backward are each taken for a step; an optimizer that is none of
+torch's is counted as none, which the log says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import gc
+import logging
+import math
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from apply.errors import PlanMismatch
+from apply.planned_code import PlannedCode
+from apply.planned_forward import CountingForward
+from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+from graph_capture.module_forward import Forward, in_place_of_forward
+from graph_capture.plain_step.loss import output_tensors
+from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss
+from graph_capture.torch_compat import active_modes, pytree
+from planner.arguments.budget import Budget
+from planner.arguments.planning import Planning
+from planner.attached.call import CallCircumstances
+from planner.attached.known import GraphPlanner, Known
+from planner.attached.optimizers import observe
+from planner.plans.plan import Plan
+from planner.reporters.one_line import summarize
+
+log = logging.getLogger("planner")
+
+OnNew = Literal["replan", "refuse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for."""
+
+    planning: Planning
+    limit: Budget | None
+    on_new: OnNew = "replan"
+    given: Plan | None = None
+    """A saved plan."""
+
+
+class PlannedGraph:
+    """One graph of the model, and the plan that it runs under now."""
+
+    def __init__(self, module: nn.Module, plan: Plan,
+                 circumstances: CallCircumstances | None = None,
+                 planner: GraphPlanner | None = None) -> None:
+        """`circumstances`, `planner`: of the call that it was captured from; `None`: the plan was
+        given."""
+        self.circumstances, self.planner = circumstances, planner
+        self.known: Known | None = None
+        """What the plan counts; `None`: it is for the first step alone, or was given."""
+        self.loss: SeenLoss | None = None
+        """The loss that the caller made of this graph's output."""
+        self.adopt(module, plan)
+
+    def adopt(self, module: nn.Module, plan: Plan) -> None:
+        """Run under this plan from here on."""
+        self.plan = plan
+        self.code = PlannedCode(type(module).__name__, module, plan.recipe)
+        self.code.keep_going = True
+
+    def may_serve(self, call: CallCircumstances) -> bool:
+        """Whether the plan may be for this call; its digests decide."""
+        return self.circumstances is None or call.may_be_served_by(self.circumstances)
+
+
+class PlanningForward(CountingForward):
+    """Stands in for the forward of a model."""
+
+    def __init__(self, module: nn.Module, inner: Forward | None, settings: Settings) -> None:
+        super().__init__(module, inner)
+        self.settings = settings
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is known, nothing planned."""
+        given = self.settings.given
+        self.graphs = [] if given is None else [PlannedGraph(self.__self__, given)]
+        """In the order in which they were met."""
+        self.running: PlannedGraph | None = None
+        """The graph of the last step."""
+        self._served: dict[CallCircumstances, PlannedGraph] = {}
+        self._watch: LossWatch | None = None
+        self._optimizers: list[ref[Optimizer]] = []
+        self._accumulates = False
+        self._backward_seen = False
+        observe(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"__self__", "inner", "settings", "steps"}
+        return {name: value for name, value in super().__getstate__().items() if name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = self.__getstate__()
+        planning = self.settings.planning
+        lost: dict[str, Any] = {name: None for name in ("loss_fn", "optimizer")
+                                if not _can_be_pickled(getattr(planning, name))}
+        for name in lost:
+            warnings.warn(f"the {name} that planner.within was given cannot be pickled: the loaded "
+                          "model plans without it", stacklevel=2)
+        planning = replace(planning, **lost)
+        state["settings"] = replace(self.settings, planning=planning)
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, PlanningForward)
+        new._begin()
+        return new
+
+    def change(self, settings: Settings) -> None:
+        """Begin anew with other settings."""
+        self._end_watch()
+        self.settings = settings
+        self._begin()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the last step ran under."""
+        return None if self.running is None else self.running.plan
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, in a training step under a plan."""
+        self._end_watch()
+        args = self.without_self(args)
+        if not torch.is_grad_enabled() or not _needs_gradient(
+                self.__self__, args, kwargs):
+            return self.plain(*args, **kwargs)
+        if any(not isinstance(mode, LossWatch) for mode in active_modes()):
+            self.steps.count("a dispatch mode of torch is active, so the step runs without a plan")
+            return self.plain(*args, **kwargs)
+        call = CallCircumstances.of(self.__self__, args, kwargs)
+        has_gradients = any(p.grad is not None for p in self.__self__.parameters())
+        self._accumulates |= has_gradients
+        graph, output = self._step(call, has_gradients, args, kwargs)
+        self._served[call] = self.running = graph
+        self.steps.count(graph.code.why_unplanned())
+        self._observe(graph, output)
+        return output
+
+    def _step(self, call: CallCircumstances, has_gradients: bool, args: tuple[Any, ...],
+              kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
+        """Run the step under a plan that serves it; returns that graph, and the output."""
+        refusal = ""
+        known = self._served.get(call)
+        for graph in sorted(self.graphs, key=lambda graph: graph is not known):
+            if not graph.may_serve(call):
+                continue
+            self._bring_up_to_date(graph, call, has_gradients, args, kwargs)
+            try:
+                return graph, self._run(graph, args, kwargs)
+            except PlanMismatch as error:
+                if graph.code.has_begun:  # random state and buffers may have changed
+                    raise
+                refusal = str(self.explained(graph.plan.recipe, error, args, kwargs))
+        if self.graphs and self.settings.on_new == "refuse":
+            raise self._refusal(call, refusal)
+        if refusal and any(graph.planner is None for graph in self.graphs):
+            log.warning("%s: the plan that was given does not fit this step, which is planned "
+                        "anew: %s", self._name, refusal)
+        graph = self._new_graph(call, has_gradients, args, kwargs)
+        return graph, self._run(graph, args, kwargs)
+
+    def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = with_distinct_tensors(
+            args, {**dict(graph.plan.recipe.overrides), **kwargs})
+        before = graph.code.compilations
+        try:
+            return graph.code(self.__self__, self.inner, *args, **kwargs)
+        finally:
+            if graph.code.compilations != before:
+                gc.collect()  # as after planning
+
+    def _refusal(self, call: CallCircumstances, refusal: str) -> PlanMismatch:
+        planned = next((graph.circumstances for graph in reversed(self.graphs)
+                        if graph.circumstances is not None), None)
+        reason = refusal if planned is None else call.difference_from(planned, self.__self__)
+        return PlanMismatch(
+            f'no plan serves this step of {self._name}, and on_new="refuse" allows no other: '
+            f'{reason}. Begin with the largest step, or use on_new="replan"')
+
+    def _new_graph(self, call: CallCircumstances, has_gradients: bool, args: tuple[Any, ...],
+                   kwargs: dict[str, Any]) -> PlannedGraph:
+        """Capture and plan a step that no plan serves."""
+        settings, module = self.settings, self.__self__
+        with self._planning():
+            planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit)
+            known = self._known(planner, None, has_gradients)
+            if known is not None:
+                plan = planner.plan(known)
+            else:
+                plan = planner.provisional_plan(Known(
+                    self._stepping, self._accumulates, self._expected_loss(planner)))
+        graph = PlannedGraph(module, plan, call, planner)
+        graph.known = known
+        self._say(graph, "" if known is not None else
+                  "; for the first step, while its optimizer or loss is not known")
+        self.graphs.insert(0, graph)
+        return graph
+
+    def _bring_up_to_date(self, graph: PlannedGraph, call: CallCircumstances, has_gradients: bool,
+                          args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan a graph again where more is known than its plan counts."""
+        if graph.planner is None:
+            return
+        known = self._known(graph.planner, graph.loss, has_gradients)
+        if known is None or known == graph.known:
+            return
+        with self._planning():
+            if known.loss is not None and graph.planner.leaves_out_outputs(known.loss):
+                if call != graph.circumstances:
+                    return
+                graph.planner.capture_again(self.__self__, args, kwargs, known.loss)
+            graph.adopt(self.__self__, graph.planner.plan(known))
+        graph.known = known
+        self._say(graph, self._words(known))
+
+    @property
+    def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
+        """The optimizers that have stepped; `None`: not known, or the user said."""
+        if self.settings.planning.optimizer is not None:
+            return None
+        alive = tuple(each for each in self._optimizers if each() is not None)
+        return alive or None
+
+    def _known(self, planner: GraphPlanner, loss: SeenLoss | None, has_gradients: bool
+               ) -> Known | None:
+        """What there is to know of a step; `None` as long as a part of it is not known."""
+        if planner.loss_is_outside and loss is None:
+            return None
+        optimizers = self._stepping
+        if optimizers is None and self.settings.planning.optimizer is None:
+            if has_gradients or not self._backward_seen:
+                return None
+            optimizers = ()  # gradients were made and are gone: what took them is none of torch's
+        return Known(optimizers, self._accumulates, loss)
+
+    def _expected_loss(self, planner: GraphPlanner) -> SeenLoss | None:
+        """The loss of another graph, scaled to the size of this one's output."""
+        seen = next((graph for graph in self.graphs if graph.loss is not None), None)
+        if not planner.loss_is_outside or seen is None or seen.loss is None:
+            return None
+        assumed = planner.assumed_loss
+        if [each.flows for each in assumed.outputs] != [each.flows for each in seen.loss.outputs]:
+            return None
+        scale = assumed.gradient_bytes / max(seen.loss.gradient_bytes, 1)
+        return replace(assumed, peak_bytes=math.ceil(scale * seen.loss.peak_bytes),
+                       held_bytes=math.ceil(scale * seen.loss.held_bytes))
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that steps this model's parameters."""
+        self._end_watch()
+        if any(each() is optimizer for each in self._optimizers):
+            return
+        mine = {id(parameter) for parameter in self.__self__.parameters()}
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self._optimizers.append(ref(optimizer))
+
+    def _observe(self, graph: PlannedGraph, output: Any) -> None:
+        """See what comes after the forward, as long as it is not known."""
+        planner = graph.planner
+        if planner is None or (self._backward_seen and not planner.loss_is_outside):
+            return
+        if planner.loss_is_outside and graph.loss is None:
+            self._watch = LossWatch(output, partial(self._loss_seen, graph))
+            if not self._watch.begin():
+                self._watch, graph.loss = None, planner.assumed_loss
+        if not self._backward_seen:
+            for node in {tensor.grad_fn for tensor in output_tensors(output)}:
+                if node is not None:
+                    node.register_prehook(partial(_note_backward, ref(self)))
+
+    def _loss_seen(self, graph: PlannedGraph, seen: SeenLoss) -> None:
+        graph.loss = seen
+
+    def note_backward(self) -> None:
+        """A backward through the model has begun."""
+        self._backward_seen = True
+
+    def _end_watch(self) -> None:
+        if self._watch is not None and self._watch.end():
+            self._watch = None
+
+    @contextlib.contextmanager
+    def _planning(self) -> Iterator[None]:
+        """Inside, the module has the forward that is planned."""
+        try:
+            with in_place_of_forward(self.__self__, self.inner):
+                yield
+        finally:
+            # Caught errors and the compiler's garbage refer to frames, which refer to the caller's
+            # frame, and so would hold its variables beyond the step.
+            gc.collect()
+
+    @property
+    def _name(self) -> str:
+        return type(self.__self__).__name__
+
+    def _words(self, known: Known) -> str:
+        if self.settings.planning.optimizer is not None:
+            return ""
+        names = [type(found).__name__ for each in known.optimizers or ()
+                 if (found := each()) is not None]
+        counted = " and ".join(names) or "no optimizer, since none of torch's has stepped"
+        return f"; counting {counted}" + (
+            " and gradients of earlier micro-steps" if known.accumulates else "")
+
+    def _say(self, graph: PlannedGraph, more: str) -> None:
+        log.info("%s (%s) %s%s", self._name, graph.circumstances, summarize(graph.plan), more)
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a `__reduce__` raises
+        return False
+    return not isinstance(value, Optimizer)  # of which a copy would step nothing
+
+
+def _note_backward(forward: ref[PlanningForward], gradients: object) -> None:
+    found = forward()
+    if found is not None:
+        found.note_backward()
+
+
+def _needs_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    leaves: Iterable[Any] = pytree.tree_leaves((args, kwargs))
+    return any(p.requires_grad for p in module.parameters()) or any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

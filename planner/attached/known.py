@@ -1,0 +1,202 @@
+"""What is known of the step that a model takes part in, and plans made with it.
+
+The model of the world: a model sees its own calls.  What else the budget of a step must hold - the
+state of the optimizer, gradients from before, the caller's loss - it learns while the first step
+runs.  Until then a plan within the budget leaves as much room as there is for the common cases:
+AdamW with gradients of an earlier micro-step, a loss like the cross-entropy of what the model
+returns.
+
+The graph is captured once and planned again as more is known; only a loss that leaves out a
+differentiable output needs another capture.  Code that asks for values of tensors is called once
+without gradients to learn them (`graph_capture.twins.asked_values`).
+
+Blind spots: what the loss takes is that of the first step; a loss that grows later is not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from apply.circumstances import circumstances_of, tensor_keys
+from graph_capture.capture import CapturedStep
+from graph_capture.completed import (
+    with_earlier_gradients,
+    with_held,
+    with_optimizer,
+    with_seen_loss,
+)
+from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
+from graph_capture.torch_compat import wrapping_data_parallel
+from graph_capture.twins.asked_values import asked_values
+from planner.api import capture_call, resolve
+from planner.arguments.budget import Budget
+from planner.arguments.inputs import describe_inputs
+from planner.arguments.planning import Planning
+from planner.errors import CaptureError, InfeasibleBudget
+from planner.plans.plan import Plan
+from planner.progress import watched
+from planner.search.planning import Effort, plan_within
+from planner.step.prepared import PreparedStep, prepare
+
+log = logging.getLogger("planner")
+
+_ASSUMED_OPTIMIZER = "adamw"
+"""Counted until an optimizer has stepped: none in common use holds more."""
+_LOSS_GUESSES = (6, 3, 2)
+"""Peak of a loss that was not seen yet, in multiples of the model's output: for cross-entropy in
+16-bit floats (its logits in 32 bits, their log-softmax, the gradients of both), in 32 bits, and for
+a loss that saves one tensor of that size."""
+_PROVISIONAL_SHARE = 0.25
+"""Part of the time limit for a plan that is made for one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a plan counts beside the graph."""
+
+    optimizers: tuple[ref[Optimizer], ...] | None
+    """Those that step; `None`: what the user gave, or nothing is known."""
+    accumulates: bool
+    """Whether gradients are there before the step."""
+    loss: SeenLoss | None
+    """The loss outside of the model; `None`: it is inside, or the user gave it."""
+
+
+class GraphPlanner:
+    """Plans one graph of a model: the step that began with some call."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 planning: Planning, limit: Budget | None) -> None:
+        """Capture the step; raises `CaptureError`."""
+        self._planning, self._limit = planning, limit
+        self._capture(model, args, dict(kwargs), planning)
+        self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
+        self._partial: SeenLoss | None = None  # the loss that the graph was captured with
+        self.loss_is_outside = self._step.baseline.loss.is_missing
+        """Whether the caller makes the loss, by means that are not known."""
+
+    def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+                 planning: Planning) -> None:
+        with watched(None) as report:
+            try:
+                self._step = capture_call(model, args, kwargs, planning, report)
+            except CaptureError:
+                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
+                if not answers:
+                    raise
+                self._step = capture_call(model, args, kwargs, planning, report, answers=answers)
+                log.info("%s asks for values of tensors: its step is planned in the pieces that "
+                         "lie between, as this call takes them", type(model).__name__)
+        self._step = with_held(self._step, _bucket_bytes(model))
+        self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
+        self._circumstances = circumstances_of(model, args, kwargs)
+
+    def leaves_out_outputs(self, seen: SeenLoss) -> bool:
+        """Whether the loss reaches other outputs than the graph was captured for."""
+        return [gradient.flows for gradient in seen.outputs] != [
+            gradient.flows for gradient in self._step.baseline.loss.outputs]
+
+    def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                      seen: SeenLoss) -> None:
+        """Take the graph of a step with this loss, which leaves out some of the outputs."""
+        self._capture(model, args, dict(kwargs),
+                      replace(self._planning, loss_fn=ReplayedLoss(seen)))
+        self._partial, self._with_loss = seen, None
+
+    @property
+    def assumed_loss(self) -> SeenLoss:
+        """A loss outside of the model that takes as much as any in common use."""
+        return self._guessed_loss(_LOSS_GUESSES[0])
+
+    def _guessed_loss(self, multiple: int) -> SeenLoss:
+        outputs = self._step.baseline.loss.outputs
+        size_bytes = sum(gradient.size_bytes for gradient in outputs)
+        return SeenLoss(multiple * size_bytes + 8, 8, outputs)
+
+    def plan(self, known: Known) -> Plan:
+        """The plan for a step of which all is known; raises `InfeasibleBudget`."""
+        started = time.monotonic()
+        prepared = self._prepared(known.optimizers, known.accumulates, known.loss)
+        left = self._planning.time_limit - (time.monotonic() - started)
+        return self._within(prepared, max(left, self._planning.time_limit / 2))
+
+    def provisional_plan(self, known: Known) -> Plan:
+        """A plan for a step of which the optimizer or the loss is not known yet: within the budget,
+        with as much room for them as there is.  A percentage is of the step without them.
+
+        Raises `InfeasibleBudget` where the budget is too small whatever they are; where it is a
+        percentage, that cannot be known, and the schedule that takes least is returned.
+        """
+        as_known = self._prepared(known.optimizers, known.accumulates, known.loss)
+        limit_bytes = resolve(self._limit, as_known)
+        effort = Effort(solver=self._planning.solver,
+                        time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
+        for optimizer, accumulates, loss in self._guesses(known):
+            prepared = self._prepared(optimizer, accumulates, loss)
+            if limit_bytes is None or prepared.may_fit(limit_bytes):
+                with suppress(InfeasibleBudget):
+                    return plan_within(prepared, limit_bytes, effort)
+        if self._limit is not None and self._limit.size_bytes is None:
+            return leanest_plan(as_known, effort)
+        return plan_within(as_known, limit_bytes, effort)
+
+    def _guesses(self, known: Known) -> Iterator[tuple[Any, bool, SeenLoss | None]]:
+        """What may be true of a step, the most demanding first."""
+        losses = [known.loss]
+        if self.loss_is_outside and known.loss is None:
+            losses = [self._guessed_loss(multiple) for multiple in _LOSS_GUESSES]
+        if known.optimizers is None and self._planning.optimizer is None:
+            for loss in losses[:2]:
+                yield _ASSUMED_OPTIMIZER, True, loss
+        for loss in losses:
+            yield known.optimizers, known.accumulates, loss
+
+    def _within(self, prepared: PreparedStep, seconds: float) -> Plan:
+        return plan_within(prepared, resolve(self._limit, prepared),
+                           Effort(solver=self._planning.solver, time_limit=seconds))
+
+    def _prepared(self, optimizers: tuple[ref[Optimizer], ...] | str | None, accumulates: bool,
+                  loss: SeenLoss | None) -> PreparedStep:
+        planning, step = self._planning, self._step
+        if loss is not None and self._partial is not None:
+            step = with_held(step, loss.held_bytes)
+        elif loss is not None:
+            if self._with_loss is None or self._with_loss[0] != loss:
+                self._with_loss = loss, with_seen_loss(step, loss)
+            step = self._with_loss[1]
+        if planning.optimizer is None:
+            alive = optimizers if optimizers is None or isinstance(optimizers, str) else tuple(
+                found for each in optimizers if (found := each()) is not None)
+            step = with_optimizer(step, alive or None)
+        accumulates = accumulates or planning.accumulation > 1
+        if accumulates:
+            step = with_earlier_gradients(step)
+        return prepare(step, tensors=self._tensors, inputs=self._inputs,
+                       circumstances=self._circumstances,
+                       backend=planning.backend, cost_model=planning.cost_model,
+                       accumulation=max(2, planning.accumulation) if accumulates else 1)
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    """What DistributedDataParallel, if its forward is running, holds beside the gradients."""
+    if wrapping_data_parallel() is None:
+        return 0
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()
+               if parameter.requires_grad)
+
+
+def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
+    """The plan for the smallest budget that can be met."""
+    try:
+        return plan_within(prepared, max(prepared.resident_bytes, 1), effort)
+    except InfeasibleBudget as refusal:
+        return plan_within(prepared, refusal.minimum_bytes, effort)

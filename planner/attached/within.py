@@ -1,0 +1,125 @@
+"""`planner.within`: a model that keeps its training steps within a budget, in any loop.
+
+    model = planner.within(model, budget="8GB")
+    # ... and train it as before.
+
+It works in place, as `nn.Module.compile` does: what holds the model - a trainer, accelerate,
+DistributedDataParallel - has it, whether that was wrapped around it before or is later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any, TypeVar, Unpack
+
+from torch import nn
+
+from graph_capture.module_forward import own_forward, set_forward, standing_in, take_down
+from planner.arguments.budget import parse_budget
+from planner.arguments.planning import PlanArguments, Planning, takes_planning
+from planner.attached.forward import OnNew, PlanningForward, Settings
+from planner.plans.file import load
+from planner.plans.plan import Plan
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@takes_planning()
+def within(model: M, budget: int | str | None = None, *, budget_gb: float | None = None,
+           on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
+           **arguments: Unpack[PlanArguments]) -> M:
+    """Train `model` within a budget: the same model, changed in place.
+
+    The first training step is planned as it really comes - its arguments, autocast, mode and frozen
+    parameters - before it runs, and stays within the budget itself.  Later steps run under the
+    plan, smaller ones too; a step that is larger, or another graph (a layer frozen, a branch
+    taken), is planned when it comes.  Steps without gradients run as the model is written.  Each
+    plan is one line in the log `planner`; `planner.plan_of(model)` gives the one in force.
+
+    What the budget must hold beside the model is seen in the first step, which therefore counts on
+    the worst common case (or runs under the schedule that takes least): the optimizer that steps,
+    by a hook of torch's; gradients of earlier micro-steps; what the caller's loss takes.  The plan
+    is made again with it, once, before the second step.
+
+    Args:
+        model: an `nn.Module`, or a wrapper of torch's or accelerate's around one.
+        budget, budget_gb: as for `planner.plan`; a percentage is of the peak of the plain step.
+        on_new: what a step that no plan serves does: `"replan"`: it is planned; `"refuse"`: it
+            raises `PlanMismatch`.
+        plan: a saved plan, or its path, which is taken instead of planning where it fits.
+        **arguments: as for `planner.plan`.  `optimizer`, `loss_fn` and `accumulation` need not be
+            given, and are counted from the first step on where they are.
+
+    Called again, it replaces what was asked for before.  A training step raises `InfeasibleBudget`
+    where nothing fits, and `CaptureError` where it cannot be captured, before it has run.
+    """
+    limit = parse_budget(budget_gb, budget)
+    planning = Planning.of(within, arguments)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
+                        "must be called first")
+    if on_new not in ("replan", "refuse"):
+        raise ValueError(f'on_new must be "replan" or "refuse", got {on_new!r}')
+    if planning.regions != "model":
+        raise ValueError(f"regions={planning.regions!r}: within plans the model as one piece so "
+                         "far; for blocks make a plan with planner.plan and apply it")
+    given = load(plan) if isinstance(plan, str | PathLike) else plan
+    if given is not None and not isinstance(given, Plan):
+        raise TypeError("plan must be a planner.Plan or the path of a saved one, got "
+                        f"{type(given).__name__}")
+    if given is not None and limit is not None and limit.size_bytes is not None and (
+            given.peak_bytes > limit.size_bytes):
+        raise ValueError(f"the plan that was given peaks at {given.peak_bytes:,} bytes, more than "
+                         f"the budget of {limit.size_bytes:,} bytes; plan anew, or leave it out")
+    settings = Settings(planning, limit, on_new, given)
+    target = _unwrapped(model)
+    standing = _standing(target)
+    if standing is not None:
+        standing.change(settings)
+    else:
+        take_down(target)
+        set_forward(target, PlanningForward(target, own_forward(target), settings))
+    return model
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that the last training step of `model` ran under; `None` before the first, and for a
+    model that `within` was not called for.
+
+    The model may be wrapped (DistributedDataParallel, accelerate, `torch.compile`), or hold the
+    one that `within` was called for.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in (_unwrapped(model), *_modules(model)):
+        standing = _standing(module)
+        if standing is not None:
+            return standing.plan
+    return None
+
+
+def _standing(module: nn.Module) -> PlanningForward | None:
+    found = standing_in(module)
+    return found if isinstance(found, PlanningForward) else None
+
+
+_WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Where wrappers keep the module that they wrap."""
+_WRAPPERS = ("OptimizedModule", "DistributedDataParallel", "DataParallel",
+             "FullyShardedDataParallel", "CheckpointWrapper", "AveragedModel")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module inside of wrappers."""
+    while type(model).__name__ in _WRAPPERS:
+        inner: Any = next((getattr(model, name) for name in _WRAPPED if hasattr(model, name)), None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        yield _unwrapped(module)

@@ -1,0 +1,38 @@
+"""What is predicted of a step: memory and time, under a plan and without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from planner.step.categories import MemoryByCategory
+
+Change = Annotated[float, msgspec.Meta(gt=-1)]
+"""A difference as a fraction of what it is a difference to, which is not lost as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What one training step takes under a plan, and what it takes without."""
+
+    peak_bytes: int
+    """Predicted peak of the whole step under the plan."""
+    baseline_peak_bytes: int
+    """Predicted peak of the step as it runs today: the plain eager model, no plan."""
+    resident_bytes: int
+    """Held before the step begins: parameters, buffers, inputs, optimizer state."""
+    forward_backward_peak_bytes: int
+    """Predicted peak of forward, loss and backward, resident memory included."""
+    optimizer_step_peak_bytes: int
+    """Predicted peak of the optimizer's step, resident memory included; 0 without an optimizer."""
+    memory: MemoryByCategory
+    """Bytes at the peak by category; sums to `peak_bytes`."""
+    overhead: Change
+    """Estimated extra step time, as a fraction of the step without recomputation.  Below 0 where
+    the kernels of a plan for Inductor were timed and are the faster ones."""
+    recompute_flops: int
+    """FLOPs that the plan computes again in one step."""
+    step_flops: int
+    """FLOPs of one step without recomputation."""
