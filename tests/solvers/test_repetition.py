@@ -14,7 +14,7 @@ from tests.support.problems import all_runs, repeated
 from tests.support.strategies_small import schedules
 from tests.support.synthetic_gpt import gpt
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 @settings(max_examples=150, deadline=None)
