@@ -194,7 +194,7 @@ def test_regions_are_captured_in_order_and_applied_together(skip):
 BREAK_IN_LOOP = """
 from tests.support.models import BUILDERS
 from tests.support.training import captured
-print("\\n".join(captured(BUILDERS["graph_break"]()).graph.notes))
+print("\\n".join(captured(BUILDERS["graph_break"]()).base.graph.notes))
 """
 
 
