@@ -77,7 +77,7 @@ class PlannedForward(CountingForward):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = self.__getstate__()
-        if self._replan is not None and not _can_be_pickled(self._replan):
+        if self._replan is not None and not can_be_pickled(self._replan):
             warnings.warn("the function that plans other inputs cannot be pickled: the loaded "
                           "model knows the present plans alone, and refuses a step that none of "
                           "them serves", stacklevel=2)
@@ -144,7 +144,8 @@ class PlannedForward(CountingForward):
         return result
 
 
-def _can_be_pickled(value: object) -> bool:
+def can_be_pickled(value: object) -> bool:
+    """Whether a pickle of the value can be made."""
     try:
         pickle.dumps(value)
     except Exception:  # whatever a `__reduce__` raises

@@ -19,7 +19,6 @@ import copyreg
 import gc
 import logging
 import math
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from torch.optim import Optimizer
 
 from apply.errors import PlanMismatch
 from apply.planned_code import PlannedCode
-from apply.planned_forward import CountingForward
+from apply.planned_forward import CountingForward, can_be_pickled
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import output_tensors
@@ -123,7 +122,8 @@ class PlanningForward(CountingForward):
         state = self.__getstate__()
         planning = self.settings.planning
         lost: dict[str, Any] = {name: None for name in ("loss_fn", "optimizer")
-                                if not _can_be_pickled(getattr(planning, name))}
+                                if isinstance(value := getattr(planning, name), Optimizer)
+                                or not can_be_pickled(value)}  # a copied one steps nothing
         for name in lost:
             warnings.warn(f"the {name} that planner.within was given cannot be pickled: the loaded "
                           "model plans without it", stacklevel=2)
@@ -337,14 +337,6 @@ class PlanningForward(CountingForward):
 
     def _say(self, graph: PlannedGraph, more: str) -> None:
         log.info("%s (%s) %s%s", self._name, graph.circumstances, summarize(graph.plan), more)
-
-
-def _can_be_pickled(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # whatever a `__reduce__` raises
-        return False
-    return not isinstance(value, Optimizer)  # of which a copy would step nothing
 
 
 def _note_backward(forward: ref[PlanningForward], gradients: object) -> None:

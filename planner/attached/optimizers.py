@@ -33,11 +33,6 @@ def observe(observer: StepObserver) -> None:
         _hooks.append(register_optimizer_step_pre_hook(_on_step))
 
 
-def unobserve(observer: StepObserver) -> None:
-    """Tell it no more."""
-    _observers.discard(observer)
-
-
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
     for observer in list(_observers):
         observer.stepping(optimizer)

@@ -28,7 +28,7 @@ from planner.plans.writing import fingerprint
 from planner.plans.writing import to_dict as to_dict
 
 EPILOGUE = "/update of mutated inputs#0"
-"""End of the name of the one moment that is no op and before which ops may run again; see
+"""End of the name of the one pseudo-op before which ops may run again; see
 `graph_capture.joint_graph.lower.epilogue_name`, which cannot be asked here without importing
 torch."""
 
