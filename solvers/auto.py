@@ -54,6 +54,8 @@ def auto(task: Task) -> Proposal:
             if not incumbent.ensure_fit(last=search.tried_slots) and search.tried_slots:
                 break
             continue
+        if not incumbent.ensure_fit():  # the MILP has nothing more to say: no schedule fits
+            break
         if search.settled and fruitless_work > PATIENCE * whole:
             break
         before = incumbent.cost

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
+from solvers.problem import Op, Segment, Storage
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules
@@ -92,6 +93,21 @@ def test_bad_arguments_are_refused(arguments: dict[str, object]) -> None:
         solve(training_chain(3), **arguments)
     if "solver" in arguments:
         assert all(name in str(caught.value) for name in (*LADDER, "magic"))
+
+
+def test_a_budget_that_the_first_cut_rules_out_is_refused_by_the_ladder() -> None:
+    # The working sets fit in 12 bytes, the random state held from op5 to op8 does not beside them.
+    problem = Problem(
+        ops=(Op("op5", 0.0, (), (0,), replay_state_bytes=2),
+             Op("op6", 0.0, (), (1,), workspace_bytes=2, recomputable=False),
+             Op("op7", 0.0, (), ()),
+             Op("op8", 0.0, (0,), (), recomputable=False)),
+        storages=(Storage(2, 0, kept_to_end=False), Storage(9, 1, kept_to_end=True)),
+        segments=(Segment(0, (0,)),))
+    with pytest.raises(InfeasibleBudget) as caught:
+        solve(problem, 12)
+    assert caught.value.minimum_bytes == 13
+    assert solve(problem, 13).peak_bytes == 13
 
 
 def test_every_solver_is_listed() -> None:
