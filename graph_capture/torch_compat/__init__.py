@@ -4,6 +4,7 @@ What is imported here is not covered by torch's compatibility promise.  Each ent
 for; nothing else in the product touches a private name of torch.
 """
 
+import graph_capture.torch_compat.fake_kernels  # noqa: F401  puts fake kernels right
 from graph_capture.torch_compat.compilation import BackendCompilerFailed as BackendCompilerFailed
 from graph_capture.torch_compat.compilation import BoxedCodeGen as BoxedCodeGen
 from graph_capture.torch_compat.compilation import HigherOrderOperator as HigherOrderOperator

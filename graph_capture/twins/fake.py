@@ -66,13 +66,21 @@ class FakeTwin:
     """Each tensor of the original to its fake copy, by identity; the originals are held weakly."""
     answers: tuple[Any, ...] | None = None
     """The values that the model's code asks for in a call, in order, as a real call gave them;
-    `None`: those that are known.  Only a data-less twin gives them."""
+    `None`: those that are known.  Only a data-less twin gives them.  That call was one of the
+    forward, beneath the model's own hooks."""
+
+    @property
+    def callee(self) -> Callable[..., Any]:
+        """The model, as it is called in a step."""
+        if self.answers is None:
+            return self.model
+        return lambda *args, **kwargs: self.model.forward(*args, **kwargs)
 
     def call(self, model: Callable[..., Any] | None = None) -> Any:
         """The output of the model, or of what stands for it, in one call."""
         if self.answers is not None and hasattr(self.mode, "answer_with"):
             self.mode.answer_with(iter(self.answers))
-        return (model or self.model)(*self.args, **self.kwargs)
+        return (model or self.callee)(*self.args, **self.kwargs)
 
 
 def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,

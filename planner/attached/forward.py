@@ -45,6 +45,7 @@ from planner.attached.known import GraphPlanner, Known
 from planner.attached.optimizers import observe
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
+from planner.torch_compile_backend import with_least_memory
 
 log = logging.getLogger("planner")
 
@@ -81,7 +82,7 @@ class PlannedGraph:
         """Run under this plan from here on."""
         self.plan = plan
         self.code = PlannedCode(type(module).__name__, module, plan.recipe)
-        self.code.keep_going = True
+        self.code.fall_back(with_least_memory)
 
     def may_serve(self, call: CallCircumstances) -> bool:
         """Whether the plan may be for this call; its digests decide."""
@@ -104,6 +105,7 @@ class PlanningForward(CountingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[CallCircumstances, PlannedGraph] = {}
+        self._outgrown: GraphPlanner | None = None  # of a graph that values have outgrown
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
         self._accumulates = False
@@ -166,6 +168,10 @@ class PlanningForward(CountingForward):
         self._served[call] = self.running = graph
         self.steps.count(graph.code.why_unplanned())
         self._observe(graph, output)
+        if graph.code.outgrown:
+            self._outgrown = graph.planner
+            self.graphs.remove(graph)
+            self._served = {key: value for key, value in self._served.items() if value is not graph}
         return output
 
     def _step(self, call: CallCircumstances, has_gradients: bool, args: tuple[Any, ...],
@@ -214,7 +220,9 @@ class PlanningForward(CountingForward):
         """Capture and plan a step that no plan serves."""
         settings, module = self.settings, self.__self__
         with self._planning():
-            planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit)
+            planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
+                                   self._outgrown)
+            self._outgrown = None
             known = self._known(planner, None, has_gradients)
             if known is not None:
                 plan = planner.plan(known)
