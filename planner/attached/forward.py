@@ -106,7 +106,7 @@ class PlanningForward(CountingForward):
         self._served: dict[CallCircumstances, PlannedGraph] = {}
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
-        self._accumulates = False
+        self._accumulates = self.settings.planning.accumulation > 1
         self._backward_seen = False
         observe(self)
 
