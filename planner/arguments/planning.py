@@ -44,7 +44,7 @@ class PlanArguments(TypedDict, total=False):
     keep: Sequence[str]
     probe: bool
     accumulation: int
-    regions: str | Sequence[str] | None
+    regions: str | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
