@@ -69,6 +69,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
       forbid `retain_graph=True`, only where asked for: as the user set them.
     - One code object may be compiled for many models and plans.
     - Under DistributedDataParallel the graph is not cut at the buckets.
+    - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
     """
     loggers = {method for name in _LOG_METHODS
                if callable(method := getattr(logging.Logger, name, None))}
@@ -78,6 +79,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             suppress_errors=False,
             recompile_limit=max(dynamo_config.recompile_limit, 256),
             accumulated_recompile_limit=max(dynamo_config.accumulated_recompile_limit, 4096),
+            allow_rnn=True,
             automatic_dynamic_shapes=False,
             optimize_ddp=False,
         ),
