@@ -35,9 +35,10 @@ from planner.reporters.one_line import summarize
 
 log = logging.getLogger(__name__)
 
-_SAID_BY_THE_GRAPH = frozenset({"loss_fn", "backend", "device", "accumulation", "regions"})
+_SAID_BY_THE_GRAPH = frozenset({"loss_fn", "backend", "device", "accumulation", "regions",
+                                "autocast"})
 """Arguments of `planner.plan` that are no options: Dynamo's graph has one loss, device and region,
-and knows of no other micro-step."""
+knows of no other micro-step, and is captured under the caller's autocast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "compilation": (
         "torch._dynamo.backends.common.aot_autograd("
         "fw_compiler=, bw_compiler=, inference_compiler=, partition_fn=)",
-        *_of("torch._dynamo.config", "accumulated_recompile_limit", "automatic_dynamic_shapes",
-             "ignore_logging_functions", "optimize_ddp", "patch", "recompile_limit",
-             "suppress_errors"),
+        *_of("torch._dynamo.config", "accumulated_recompile_limit", "allow_rnn",
+             "automatic_dynamic_shapes", "ignore_logging_functions", "optimize_ddp", "patch",
+             "recompile_limit", "suppress_errors"),
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.lookup_backend(name)",
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
@@ -79,7 +79,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "kernel_order": (
         "torch._inductor.config._pre_fusion_custom_pass",
-        "torch._inductor.custom_graph_pass.CustomPassBase",
+        "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._inductor.dependencies.WeakDep(name, mutating_buf, is_fake=)",
         "torch._inductor.scheduler.Scheduler.compute_ancestors(self)",
         "torch._inductor.virtualized.V",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,13 @@ class FakeTwin:
     answers: tuple[Any, ...] | None = None
     """The values that the model's code asks for in a call, in order, as a real call gave them;
     `None`: those that are known.  Only a data-less twin gives them."""
+    autocast: torch.dtype | None = None
+    """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What forward and loss run in; an autocast that is active anyway counts as well."""
+        return (nullcontext() if self.autocast is None
+                else torch.autocast(self.trace_device.type, self.autocast))
 
     def call(self, model: Callable[..., Any] | None = None) -> Any:
         """The output of the model, or of what stands for it, in one call."""
