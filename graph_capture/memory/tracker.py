@@ -44,10 +44,10 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self._workspace, self._device, self._trace_device = workspace, device, trace_device
         self._module_of_op = module_of_op
-        # As long as they live: the next storage may come to be where one was.
-        self._resident = {key: weakref.ref(tensor.untyped_storage(), lambda _, key=key:
-                                           self._resident.pop(key, None))
-                          for tensor in resident for key in (storage_key(tensor),)}
+        # By key, as long as they live: later another storage may be where one was.
+        self._resident: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in resident:
+            self._leave_out(tensor)
         self._number_of: dict[int, int] = {}  # key of a live storage -> its number
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: list[int] = []  # by number; workspace has a number too
@@ -72,6 +72,11 @@ class MemoryTracker(TorchDispatchMode):
         """From here on a tensor that was made out of sight counts, too."""
         self._resident.pop(storage_key(tensor), None)
         self._follow(tensor)
+
+    def _leave_out(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        self._resident[key] = weakref.ref(
+            tensor.untyped_storage(), lambda _: self._resident.pop(key, None))
 
     def restart_peak(self) -> None:
         """Forget the peak so far."""

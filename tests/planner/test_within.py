@@ -145,15 +145,17 @@ def test_the_loss_of_the_model_itself():
     assert max(measured) + resident <= plan.budget_bytes
 
 
-def test_gradients_of_earlier_micro_steps_count():
+@pytest.mark.parametrize("given", [{}, {"accumulation": 3}])
+def test_gradients_of_earlier_micro_steps_count(given):
     batches = [batch(seed=seed) for seed in range(6)]
     losses, peaks = train(model(), batches, accumulation=3)
     budget = budget_of(peaks, 0.75)
-    net = planner.within(model(), budget, time_limit=2)
+    net = planner.within(model(), budget, time_limit=2, **given)
     found, measured = train(net, batches, accumulation=3)
     assert found == losses
     assert max(measured) <= budget
     assert plans_of(net).graphs[0].known.accumulates
+    assert abs(planner.plan_of(net).baseline_peak_bytes - max(peaks)) < 64
 
 
 @pytest.mark.slow
