@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -121,8 +122,25 @@ def autocast_state() -> str:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type not in kinds:
         kinds.append(accelerator.type)
-    return ", ".join(f"{kind} {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
-                     for kind in kinds if torch.is_autocast_enabled(kind))
+    return autocast_words({kind: torch.get_autocast_dtype(kind) for kind in kinds
+                           if torch.is_autocast_enabled(kind)})
+
+
+def autocast_words(dtypes: Mapping[str, torch.dtype]) -> str:
+    """Dtypes of autocast by device type, as a plan records them."""
+    return ", ".join(f"{kind} {str(dtype).removeprefix('torch.')}"
+                     for kind, dtype in dtypes.items())
+
+
+@contextmanager
+def autocast_as_planned(recipe: Recipe) -> Iterator[None]:
+    """Inside, autocast is on as it was when a recipe was made."""
+    recorded = "" if recipe.circumstances is None else recipe.circumstances.autocast
+    with ExitStack() as stack:
+        for each in filter(None, recorded.split(", ")):
+            kind, name = each.split()
+            stack.enter_context(torch.autocast(kind, getattr(torch, name)))
+        yield
 
 
 def _input_differences(then: InputKey, now: InputKey) -> Iterator[str]:

@@ -83,11 +83,13 @@ def capture_step(
     device: torch.device | str | None = None, gpu: str | None = None, keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
+    autocast: torch.dtype | None = None,
     answers: tuple[Any, ...] | None = None, progress: Progress | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
-    Capture takes place in the caller's autocast context and in the model's train or eval mode.
+    Capture takes place in the model's train or eval mode and, forward and loss, in the caller's
+    autocast context or in that of `autocast`.
     `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
     `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
     that Inductor partitions: after its decompositions and its passes over the joint graph.
@@ -106,7 +108,7 @@ def capture_step(
     twin = make_twin(model, args, {**kwargs, **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
-    twin = replace(twin, answers=answers)
+    twin = replace(twin, answers=answers, autocast=autocast)
     costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say)
     inductor = backend == "inductor"
     if inductor:

@@ -40,10 +40,11 @@ def with_seen_loss(step: CapturedStep, seen: SeenLoss) -> CapturedStep:
     """The step, captured without a loss, with the memory of the one that was seen."""
     loss = ReplayedLoss(seen)
     baseline = _traced(step, loss, ()) or step.baseline
+    later = step.later and (_traced(step, loss, baseline.with_gradient) or step.later)
     return replace(
         step, forms=tuple(replace(form, graph=_with_loss(form.graph, seen))
                           for form in step.forms),
-        baseline=baseline, tracing=replace(step.tracing, loss_fn=loss))
+        baseline=baseline, later=later, tracing=replace(step.tracing, loss_fn=loss))
 
 
 def with_held(step: CapturedStep, held_bytes: int) -> CapturedStep:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
@@ -27,6 +28,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          cost_model: str = "roofline", device: torch.device | str | None = None,
          gpu: str | None = None, probe: bool = True, time_limit: float = 60.0,
          keep: Sequence[str] = (), accumulation: int = 1, regions: str | Sequence[str] = "model",
+         autocast: torch.dtype | str | None = None,
          progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
@@ -67,6 +69,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             is written (counted, not planned), which compiles in a time that grows with the number
             of different decisions instead of with depth, and leaves blocks in place for wrappers;
             or names of modules, wildcards allowed.
+        autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
+            the backward outside; the applied model is to be called so, too.  An autocast that is
+            active at the time of the call counts as well.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -79,7 +84,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
     planning = Planning(
         loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
         cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
-        probe=probe, accumulation=accumulation, regions=regions)
+        probe=probe, accumulation=accumulation, regions=regions,
+        autocast=autocast)
     started = time.monotonic()
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)
@@ -101,17 +107,22 @@ def capture(model: nn.Module, inputs: object = None, *, progress: Progress | Non
 def prepare_step(model: nn.Module, inputs: object, planning: Planning,
                  progress: Progress | None) -> PreparedStep:
     """`capture` with arguments that are checked."""
+    import torch
     from torch import nn
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
-    from apply.circumstances import circumstances_of, tensor_keys
+    from apply.circumstances import autocast_words, circumstances_of, tensor_keys
 
-    return prepare(capture_call(model, args, kwargs, planning, progress),
-                   tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
-                   circumstances=circumstances_of(model, args, kwargs),
+    step, circumstances = capture_call(model, args, kwargs, planning, progress), circumstances_of(
+        model, args, kwargs)
+    if planning.autocast_dtype is not None:
+        circumstances = replace(circumstances, autocast=autocast_words(
+            {torch.device(step.graph.device).type: planning.autocast_dtype}))
+    return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
+                   circumstances=circumstances,
                    backend=planning.backend, cost_model=planning.cost_model,
                    accumulation=planning.accumulation)
 
@@ -128,7 +139,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         keep=tuple(planning.keep), backend=planning.backend, cost_model=planning.cost_model,
         probe=planning.probe, optimizer=planning.optimizer,
         accumulated=planning.accumulation > 1, regions=planning.regions, answers=answers,
-        progress=progress)
+        autocast=planning.autocast_dtype, progress=progress)
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

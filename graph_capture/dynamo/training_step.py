@@ -36,9 +36,10 @@ def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
     outputs: list[object] = []
 
     def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
-        output = twin.call(model)
-        outputs.append(output)
-        goal = objective(output, loss_fn)
+        with twin.forward_context():
+            output = twin.call(model)
+            outputs.append(output)
+            goal = objective(output, loss_fn)
         before_backward()
         goal.backward()
         return goal

@@ -102,12 +102,15 @@ class CompiledTracer:
         leaves = [tensor for tensor in twin.fake_of.values() if tensor.is_leaf]
         try:
             if tracker is None:
-                output = compiled(*twin.args, **twin.kwargs)
-                objective(output, self.loss_fn).backward()
+                with twin.forward_context():
+                    output = compiled(*twin.args, **twin.kwargs)
+                    goal = objective(output, self.loss_fn)
+                goal.backward()
                 return CompiledStep(0, {})
             with tracker:
-                output = compiled(*twin.args, **twin.kwargs)
-                goal = objective(output, self.loss_fn)
+                with twin.forward_context():
+                    output = compiled(*twin.args, **twin.kwargs)
+                    goal = objective(output, self.loss_fn)
                 first_of_backward = tracker.start_of_backward()
                 goal.backward()
             seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}

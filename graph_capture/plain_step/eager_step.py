@@ -7,14 +7,13 @@ gradients that are `None`, as after `zero_grad()`, with the output held to the e
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from graph_capture.memory.trace import Category
 from graph_capture.memory.tracker import Workspace
 from graph_capture.plain_step.loss import LossFn, LossFootprint, trace_loss
-from graph_capture.plain_step.micro_step import ForwardContext, trace_micro_step
+from graph_capture.plain_step.micro_step import trace_micro_step
 from graph_capture.training_graph import BufferKind
 from graph_capture.twins.fake import FakeTwin
 
@@ -39,14 +38,9 @@ class EagerStep:
 
 
 def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
-                     forward_context: ForwardContext = nullcontext,
                      with_gradient: Collection[str] = ()) -> EagerStep:
     """Trace forward, loss and backward of the twin; it has no gradients before and after, but for
     the parameters named in `with_gradient`, whose gradients are resident.
-
-    `forward_context` makes what the user wraps around the forward and the loss, e.g.
-    `lambda: torch.autocast("cpu", torch.bfloat16)`; an autocast that is active at the time of the
-    call counts too.
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
@@ -55,7 +49,7 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
     def look(running: FakeTwin, output: Any, loss: LossFn | None) -> None:
         footprint[:] = [trace_loss(loss, output, running, workspace)]
 
-    step = trace_micro_step(twin, loss_fn, workspace=workspace, forward_context=forward_context,
+    step = trace_micro_step(twin, loss_fn, workspace=workspace,
                             with_gradient=with_gradient, look=look)
     trace = step.trace
     at_peak = trace.by_category(trace.alive_at_peak())

@@ -6,7 +6,8 @@ Nothing of the model is executed or changed; see `graph_capture.twins.fake`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,11 +43,12 @@ class PlainLoop:
 
         Raises `CaptureError` where the model has no twin.
         """
-        self.twin = make_twin(model, args, kwargs, device=device,
-                              extra=() if loss_fn is None else (loss_fn,))
+        self.twin = replace(make_twin(model, args, kwargs, device=device,
+                                      extra=() if loss_fn is None else (loss_fn,)),
+                            autocast=autocast)
         self._loss_fn = None if loss_fn is None else self.twin.extra[0]
         self._probe = OpProbe(self.twin.device, probe=probe)
-        self._autocast, self._scaled = autocast, grad_scaler
+        self._scaled = grad_scaler
         self._micro_steps: dict[frozenset[str], MicroStep] = {}
 
     @property
@@ -99,8 +101,7 @@ class PlainLoop:
             with _explained("the training step"):
                 self._micro_steps[with_gradient] = trace_micro_step(
                     self.twin, self._loss_fn, workspace=self._probe.workspace_bytes,
-                    forward_context=self._context, with_gradient=with_gradient,
-                    scaled=self._scaled)
+                    with_gradient=with_gradient, scaled=self._scaled)
         return self._micro_steps[with_gradient]
 
     @quiet_fake_tensors()
@@ -118,17 +119,12 @@ class PlainLoop:
             sparse=self.micro_step().sparse_gradients, settings=settings,
             workspace=self._probe.workspace_bytes)
 
-    def _context(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.twin.trace_device.type, self._autocast)
-
     def _trace_inference(self, twin: FakeTwin, _: LossFn | None, __: bool) -> MemoryTrace:
         locate = ModuleLocator(twin.model)
         tracker = MemoryTracker(self._probe.workspace_bytes, device=twin.device,
                                 trace_device=twin.trace_device, resident=twin.fake_of.values(),
                                 module_of_op=locate)
-        with _evaluating(twin.model), torch.no_grad(), self._context(), locate:
+        with _evaluating(twin.model), torch.no_grad(), twin.forward_context(), locate:
             with twin.mode, tracker:
                 output = twin.model(*twin.args, **twin.kwargs)
             tracker.close()

@@ -32,30 +32,24 @@ from graph_capture.twins.asked_values import value_asked
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin
 
-ForwardContext = Callable[[], AbstractContextManager[Any]]
-"""Makes what the user wraps around the forward and the loss, e.g.
-`lambda: torch.autocast("cpu", torch.bfloat16)`."""
-
 _Made = TypeVar("_Made")
 
 
 def trace_micro_step(
     twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
-    forward_context: ForwardContext = nullcontext, with_gradient: Collection[str] = (),
-    scaled: bool = False, look: Callable[[FakeTwin, Any, LossFn | None], None] | None = None,
+    with_gradient: Collection[str] = (), scaled: bool = False,
+    look: Callable[[FakeTwin, Any, LossFn | None], None] | None = None,
 ) -> MicroStep:
     """Trace forward, loss and backward of the twin, whose tensors are as before afterwards.
 
     `with_gradient`: names of the parameters that have a gradient before.  `scaled`: the loss is
     scaled by a `GradScaler`.  `look` sees the twin that runs, the output of its model and its loss
-    before the loss is made.  An autocast that is active at the time of the call counts as well as
-    `forward_context`.
+    before the loss is made.
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
     return run_without_data(twin, loss_fn, lambda running, loss, data_less: _trace(
-        running, loss, workspace, forward_context, with_gradient, scaled, look,
-        data_less=data_less))
+        running, loss, workspace, with_gradient, scaled, look, data_less=data_less))
 
 
 def run_without_data(twin: FakeTwin, loss_fn: LossFn | None,
@@ -75,7 +69,7 @@ def run_without_data(twin: FakeTwin, loss_fn: LossFn | None,
 
 
 def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
-           forward_context: ForwardContext, with_gradient: Collection[str], scaled: bool,
+           with_gradient: Collection[str], scaled: bool,
            look: Callable[[FakeTwin, Any, LossFn | None], None] | None, *,
            data_less: bool) -> MicroStep:
     copies = list(twin.fake_of.values())
@@ -89,7 +83,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
                             resident=(*copies, *before), module_of_op=locate)
     try:
         with locate:
-            with forward_context():
+            with twin.forward_context():
                 with twin.mode, tracker:
                     output = twin.call()
                 if look is not None:

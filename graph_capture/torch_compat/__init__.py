@@ -5,6 +5,9 @@ for; nothing else in the product touches a private name of torch.
 """
 
 import graph_capture.torch_compat.fake_kernels  # noqa: F401  puts fake kernels right
+from graph_capture.torch_compat.compilation import (
+    AUTOGRAD_HOLDS_COTANGENTS as AUTOGRAD_HOLDS_COTANGENTS,
+)
 from graph_capture.torch_compat.compilation import BackendCompilerFailed as BackendCompilerFailed
 from graph_capture.torch_compat.compilation import BoxedCodeGen as BoxedCodeGen
 from graph_capture.torch_compat.compilation import HigherOrderOperator as HigherOrderOperator
@@ -37,6 +40,7 @@ from graph_capture.torch_compat.memory import GradientSums as GradientSums
 from graph_capture.torch_compat.memory import NoStaticShape as NoStaticShape
 from graph_capture.torch_compat.memory import TorchDispatchMode as TorchDispatchMode
 from graph_capture.torch_compat.memory import active_modes as active_modes
+from graph_capture.torch_compat.memory import begin_stage as begin_stage
 from graph_capture.torch_compat.memory import cpu_allocations as cpu_allocations
 from graph_capture.torch_compat.memory import cpu_allocations_in_stages as cpu_allocations_in_stages
 from graph_capture.torch_compat.memory import fake_tensor as fake_tensor

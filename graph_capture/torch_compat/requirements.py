@@ -83,7 +83,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "kernel_order": (
         "torch._inductor.config._pre_fusion_custom_pass",
-        "torch._inductor.custom_graph_pass.CustomPassBase",
+        "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._inductor.dependencies.WeakDep(name, mutating_buf, is_fake=)",
         "torch._inductor.scheduler.Scheduler.compute_ancestors(self)",
         "torch._inductor.virtualized.V",

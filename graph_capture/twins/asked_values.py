@@ -5,9 +5,8 @@ Code that decides by a value (`if x.sum() > 0`), logs one (`x.max().item()`), or
 little memory, gives the values, and the sizes of what is selected; random state and buffers are as
 before afterwards, so that a call which follows asks for the same ones.
 
-Blind spots: what else the model's code changes when it is called (a counter of its own) has changed
-once more; a value that is read behind the dispatcher's back (`tolist`) is not seen, and is 0 in the
-capture unless the tensor is an input of integers.
+Blind spots: those of `graph_capture.model_state`; a value that is read behind the dispatcher's back
+(`tolist`) is not seen, and is 0 in the capture unless the tensor is an input of integers.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from graph_capture.errors import ValueAsked
+from graph_capture.model_state import remembered_state
 from graph_capture.torch_compat import NoStaticShape, TorchDispatchMode, pytree
 from graph_capture.twins.data_less import VALUE_OPS, makes_size_by_values
 from graph_capture.user_code import place_of
@@ -39,31 +39,13 @@ def value_asked(error: BaseException) -> ValueAsked:
 def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Any, ...]:
     """What `call`, which calls the model, asks for, in order: values, and as meta tensors results
     whose size depends on values."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    recorder = _ValueRecorder()
-    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices), torch.no_grad():
-        try:
-            with recorder:
-                call()
-        finally:
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    recorder, restore = _ValueRecorder(), remembered_state(model)
+    try:
+        with torch.no_grad(), recorder:
+            call()
+    finally:
+        restore()
     return tuple(recorder.values)
-
-
-def no_smaller(asked: tuple[Any, ...], before: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same with each result as large as that of another call, where the calls asked alike."""
-    def larger(mine: Any, other: Any) -> Any:
-        if not (isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
-                and mine.dim() == other.dim() and mine.is_contiguous()):
-            return mine
-        return torch.empty([max(pair) for pair in zip(mine.shape, other.shape, strict=True)],
-                           dtype=mine.dtype, device="meta")
-
-    if list(map(type, asked)) != list(map(type, before)):
-        return asked
-    return tuple(map(larger, asked, before))
 
 
 class _ValueRecorder(TorchDispatchMode):

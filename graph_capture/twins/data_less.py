@@ -73,7 +73,7 @@ def data_less_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
                           unknown_is_zero=unknown_is_zero)
     made = twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
                    twin.device)
-    return replace(made, answers=twin.answers)
+    return replace(made, answers=twin.answers, autocast=twin.autocast)
 
 
 class DataLessMode(TorchDispatchMode):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,13 @@ class FakeTwin:
     """The values that the model's code asks for in a call, in order, as a real call gave them;
     `None`: those that are known.  Only a data-less twin gives them.  That call was one of the
     forward, beneath the model's own hooks."""
+    autocast: torch.dtype | None = None
+    """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What forward and loss run in; an autocast that is active anyway counts as well."""
+        return (nullcontext() if self.autocast is None
+                else torch.autocast(self.trace_device.type, self.autocast))
 
     @property
     def callee(self) -> Callable[..., Any]:

@@ -29,6 +29,8 @@ BACKENDS = ("eager", "inductor")
 COST_MODELS = ("roofline", "measured", "flops")
 """Ways to estimate the seconds of an op."""
 
+_AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
+
 
 class PlanArguments(TypedDict, total=False):
     """The fields of `Planning` as keyword arguments; `planner.plan` says what they mean."""
@@ -45,6 +47,7 @@ class PlanArguments(TypedDict, total=False):
     probe: bool
     accumulation: int
     regions: str | Sequence[str]
+    autocast: torch.dtype | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class Planning:
         "Micro-steps to each step of the optimizer.", kind=int, min=1))
     regions: str | Sequence[str] = field(default="model", metadata=flag(
         "Compiled as one piece: model, blocks, or names of modules."))
+    autocast: torch.dtype | str | None = field(default=None, metadata=flag(
+        "Forward and loss run within torch.autocast: bf16 or fp16."))
 
     def __post_init__(self) -> None:
         from solvers.solve import ALGORITHMS
@@ -106,6 +111,9 @@ class Planning:
         if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
             raise TypeError(f"keep must be a sequence of names, got {self.keep!r}; "
                             'for one name write keep=("layers.3.attn",)')
+        if self.autocast is not None and _autocast_name(self.autocast) not in _AUTOCAST:
+            raise ValueError("autocast must be 'bf16' or 'fp16' (or the dtype), got "
+                             f"{self.autocast!r}")
         if self.gpu is not None:
             from graph_capture.op_costs.devices import gpu_model
 
@@ -125,22 +133,33 @@ class Planning:
                                 f"{name!r}; known: {', '.join(known)}")
         return cls(**arguments)
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype that `autocast` names."""
+        if self.autocast is None:
+            return None
+        import torch
+
+        dtype: torch.dtype = getattr(torch, _AUTOCAST[_autocast_name(self.autocast)])
+        return dtype
+
     def arguments(self) -> PlanArguments:
         """Keyword arguments of `planner.plan` and its like."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return cast(PlanArguments, chosen)
 
 
-def takes_planning(*, without: Collection[str] = ()) -> Callable[[F], F]:
+def takes_planning(*, without: Collection[str] = (), **defaults: Any) -> Callable[[F], F]:
     """Shows the fields of `Planning` in the signature of a function, but for some, in place of
-    `**arguments`."""
+    `**arguments`; with other `defaults` where the function has its own."""
 
     def complete(function: F) -> F:
         signature = inspect.signature(function)
         own = [parameter for parameter in signature.parameters.values()
                if parameter.kind is not parameter.VAR_KEYWORD]
         taken = [inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY,
-                                   default=each.default, annotation=each.type)
+                                   default=defaults.get(each.name, each.default),
+                                   annotation=each.type)
                  for each in fields(Planning) if each.name not in without]
         vars(function)["__signature__"] = signature.replace(parameters=own + taken)
         return function
@@ -164,6 +183,10 @@ def _check_seconds(time_limit: Any) -> None:
     if not float(time_limit) > 0 or not math.isfinite(time_limit):
         raise ValueError(f"time_limit must be a finite number of seconds above 0, "
                          f"got {time_limit}")
+
+
+def _autocast_name(autocast: object) -> str:
+    return str(autocast).removeprefix("torch.")
 
 
 def _check_known(argument: str, value: object, known: Sequence[str]) -> None:

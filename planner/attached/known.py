@@ -24,6 +24,7 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from apply.circumstances import circumstances_of, tensor_keys
@@ -34,10 +35,11 @@ from graph_capture.completed import (
     with_optimizer,
     with_seen_loss,
 )
+from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from graph_capture.errors import ValueAsked
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import wrapping_data_parallel
-from graph_capture.twins.asked_values import asked_values, no_smaller
+from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
@@ -76,13 +78,11 @@ class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None,
-                 outgrown: GraphPlanner | None = None) -> None:
-        """Capture the step; raises `CaptureError`.  `outgrown`: what planned it before values made
-        its tensors larger."""
+                 planning: Planning, limit: Budget | None) -> None:
+        """Capture the step; raises `CaptureError`."""
         self._planning, self._limit = planning, limit
-        self._answers: tuple[Any, ...] = () if outgrown is None else outgrown._answers
-        """What the code asked of the values of tensors."""
+        self.is_steered = False
+        """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
         self._partial: SeenLoss | None = None  # the loss that the graph was captured with
@@ -95,10 +95,9 @@ class GraphPlanner:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report)
             except ValueAsked:
-                asked = asked_values(model, lambda: model.forward(*args, **kwargs))
-                self._answers = no_smaller(asked, self._answers)
-                self._step = capture_call(model, args, kwargs, planning, report,
-                                          answers=self._answers)
+                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
+                self._step = capture_call(model, args, kwargs, planning, report, answers=answers)
+                self.is_steered = True
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
         self._step = with_held(self._step, _bucket_bytes(model))
@@ -189,6 +188,16 @@ class GraphPlanner:
                        circumstances=self._circumstances,
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1)
+
+
+def regions_under_wrappers(model: nn.Module) -> str:
+    """What is best compiled as one piece: under data parallelism the repeated blocks, if there are
+    any, since one graph would hand over all gradients at its end, with nothing left to do while
+    they are sent."""
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if not sharded and wrapping_data_parallel() is None:
+        return WHOLE_MODEL
+    return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
 
 
 def _bucket_bytes(model: nn.Module) -> int:

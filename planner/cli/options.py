@@ -32,8 +32,9 @@ class TargetOptions:
     """What the command line says about the model and its inputs."""
 
     target: str = field(metadata=flag(
-        "package.module:factory (returns a model or (model, inputs)), or hf:CONFIG (a "
-        "config.json, or a model type such as gpt2).", positional=True, metavar="TARGET"))
+        "package.module:factory or path/to/file.py:factory (returns a model, (model, inputs) or "
+        "(model, inputs, loss_fn)), or hf:CONFIG (a config.json, or a model type such as gpt2).",
+        positional=True, metavar="TARGET"))
     batch: int | None = field(default=None, metadata=flag(
         "Batch size (hf: targets).", kind=int, min=1))
     seq: int | None = field(default=None, metadata=flag(
@@ -44,6 +45,9 @@ class TargetOptions:
     settings: tuple[str, ...] = field(default=(), metadata=flag(
         "A setting of an hf: config; may be repeated.", kind=list[str], name="--set",
         metavar="KEY=VALUE"))
+    loss: str | None = field(default=None, metadata=flag(
+        "The loss: package.module:function of the model's output, or the name of one of torch's, "
+        "such as cross_entropy."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,9 @@ class SizedTargetOptions(TargetOptions):
     """The same of a model that is looked at in several sizes."""
 
     target: str = field(metadata=flag(
-        "package.module:factory (called with the size, returns (model, inputs)), or hf:CONFIG (a "
-        "config.json, or a model type such as gpt2).", positional=True, metavar="TARGET"))
+        "package.module:factory or path/to/file.py:factory (called with the size, returns (model, "
+        "inputs) or (model, inputs, loss_fn)), or hf:CONFIG (a config.json, or a model type such "
+        "as gpt2).", positional=True, metavar="TARGET"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """TARGET where the size of the step varies: a model, and a function from a size to its inputs.
 
-A factory is called with the size, `factory(32)`, and returns `(model, inputs)`.  The model of the
-first call is the one that is looked at; of later calls only the inputs are used.
+A factory is called with the size, `factory(32)`, and returns `(model, inputs)` or `(model, inputs,
+loss_fn)`.  The model of the first call is the one that is looked at; of later calls only inputs and
+loss are used.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from planner.cli.failures import TargetError, UsageError
+from planner.cli.loss import find_loss
 from planner.cli.options import TargetOptions
-from planner.cli.target import call_factory, find_factory, refuse_hf_options
+from planner.cli.target import LossFn, Target, call_factory, find_factory, refuse_hf_options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +29,10 @@ class SizedTarget:
     make_inputs: Callable[[int], object]
     largest: int | None
     """The largest size that the model takes, where that is known."""
+    loss_fn: LossFn | None = None
+    """The loss at any size; `None`: that of the factory, or of the model."""
+    make_loss_fn: Callable[[int], LossFn] | None = None
+    """The factory's loss by size; `None`: it makes none."""
 
 
 def load_sized_target(options: TargetOptions, what: str, *, first: int,
@@ -36,10 +42,11 @@ def load_sized_target(options: TargetOptions, what: str, *, first: int,
     `first`: the size that a factory is first called with; `device`: where an `hf:` target is made.
     Raises `UsageError` and `TargetError` as `load_target` does.
     """
+    loss_fn = find_loss(options.loss)
     if options.target.startswith("hf:"):
         from planner.cli.hugging_face import load_sized_hugging_face
 
-        return SizedTarget(*load_sized_hugging_face(options, what, device=device))
+        return SizedTarget(*load_sized_hugging_face(options, what, device=device), loss_fn)
     refuse_hf_options(options,
                       f"a factory is called with the {what} size and sets all others itself")
     factory = find_factory(options.target)
@@ -47,15 +54,30 @@ def load_sized_target(options: TargetOptions, what: str, *, first: int,
         raise UsageError(f"TARGET {options.target!r} must take the {what} size and return "
                          "(model, inputs): it is called as factory(32)")
 
-    def make(size: int) -> tuple[nn.Module, object]:
-        model, inputs = call_factory(options.target, factory, size)
-        if inputs is None:
-            raise TargetError(f"the factory {options.target!r} must return (model, inputs) here, "
-                              "inputs of the size that it is called with; got a model alone")
-        return model, inputs
+    made: dict[int, Target] = {}  # the last one, since inputs and loss are asked for in turn
 
-    model, inputs = make(first)
-    return SizedTarget(model, lambda size: inputs if size == first else make(size)[1], None)
+    def make(size: int) -> Target:
+        if size not in made:
+            target = call_factory(options.target, factory, size)
+            if target.inputs is None:
+                raise TargetError(
+                    f"the factory {options.target!r} must return (model, inputs) here, inputs of "
+                    "the size that it is called with; got a model alone")
+            made.clear()
+            made[size] = target
+        return made[size]
+
+    def make_loss_fn(size: int) -> LossFn:
+        loss = make(size).loss_fn
+        if loss is None:
+            raise TargetError(f"the factory {options.target!r} returned a loss_fn before, and none "
+                              f"for the size {size}")
+        return loss
+
+    target = make(first)
+    own_loss = target.loss_fn is not None and loss_fn is None
+    return SizedTarget(target.model, lambda size: make(size).inputs, None, loss_fn,
+                       make_loss_fn if own_loss else None)
 
 
 def _takes_a_size(factory: Callable[..., object]) -> bool:

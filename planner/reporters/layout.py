@@ -19,16 +19,16 @@ def title(text: str) -> Text:
 def new_table(*columns: str, fold: str = "") -> Table:
     """A table without lines between its columns, and without a head where no column has a name.
 
-    A column written with `>` in front stands to the right; `fold` is the one that breaks its lines
-    and takes the width that is left.
+    A column written with `>` in front stands to the right; `fold` is the one that takes the width
+    that is left.  Where the width does not do, lines are broken: nothing is cut off.
     """
     named = any(column.lstrip(">") for column in columns)
-    table = Table(box=box.SIMPLE_HEAD, show_header=named, header_style="bold", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_header=named, header_style="bold", pad_edge=False,
+                  padding=(0, 1, 0, 0))
     for column in columns:
         name = column.removeprefix(">")
-        folds = bool(name) and name == fold
-        table.add_column(name, justify="left" if name == column else "right",
-                         overflow="fold" if folds else "ellipsis", ratio=1 if folds else None)
+        table.add_column(name, justify="left" if name == column else "right", overflow="fold",
+                         ratio=1 if name and name == fold else None)
     return table
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _ROWS = 12
 """How many holders are listed."""
-_SHORT = {"parameters": "param.", "gradients": "gradients", "optimizer": "optimizer",
-          "activations": "activat.", "temporaries": "tempor."}
+_SHORT = {"parameters": "param.", "gradients": "grad.", "optimizer": "optim.",
+          "activations": "activ.", "temporaries": "temp."}
 
 
 def memory_report(report: MemoryReport) -> RenderableType:
@@ -100,10 +100,12 @@ def _phases(report: MemoryReport) -> Table:
                       *(format_bytes(phase.memory[category]) for category in shown))
 
     add("loading", report.loading)
-    for step, phases in (("first", report.first.phases), ("later", report.steady.phases)):
+    for step, phases in (("first step", report.first.phases),
+                         ("later steps", report.steady.phases)):
         table.add_section()
+        table.add_row(step)
         for phase in phases:
-            add(f"{step}: {phase.phase}", phase)
+            add(f" {phase.phase}", phase)
     return table
 
 

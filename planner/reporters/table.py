@@ -6,6 +6,7 @@ Sizes are decimal, as in `budget_gb`; the exact byte counts are in the plan's fi
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
     from planner.running.verify import Verification
 
-_PLAIN_WIDTH = 100
+_NO_TERMINAL = 80
+"""Width of tables where there is no terminal and COLUMNS is not set."""
 
 
 def render_plan(plan: Plan) -> str:
@@ -29,10 +31,10 @@ def render_plan(plan: Plan) -> str:
 
 
 def plain_text(report: RenderableType) -> str:
-    """What rich would print, without colour, at a fixed width."""
-    stream = io.StringIO()
+    """What rich would print, without colour, to the width of the terminal."""
+    stream, width = io.StringIO(), shutil.get_terminal_size((_NO_TERMINAL, 24)).columns
     # In a notebook rich would display the report instead of writing it to the stream.
-    console = Console(file=stream, width=_PLAIN_WIDTH, color_system=None, force_terminal=False,
+    console = Console(file=stream, width=width, color_system=None, force_terminal=False,
                       force_jupyter=False, legacy_windows=False, highlight=False)
     console.print(report)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
@@ -72,13 +74,25 @@ def verification_report(verification: Verification) -> RenderableType:
     table.add_row("gradient error", f"{verification.max_gradient_error:.1e}",
                   "relative L2 distance from the plain step")
     table.add_row("loss error", f"{verification.loss_error:.1e}", "relative")
-    table.add_row("buffers", "equal" if verification.buffers_equal else "DIFFERENT", "")
-    table.add_row("random state", "equal" if verification.rng_equal else "DIFFERENT", "")
+    table.add_row("buffers", _equal(verification.buffers_equal), "")
+    captured = verification.captured
+    if captured is not None:
+        table.add_row("captured", f"{captured.gradient_error:.1e}",
+                      "gradient error from the step as torch captures it without a plan, which "
+                      "rounds as the planned one does; "
+                      f"loss error {captured.loss_error:.1e}, "
+                      f"buffers {_equal(captured.buffers_equal)}")
+    table.add_row("tolerance", f"{verification.tolerance:.1e}", "of these errors")
+    table.add_row("random state", _equal(verification.rng_equal), "")
     table.add_section()
     over = verification.why_unplanned or (
         "" if verification.within_budget else "the measured peak is over the budget")
     table.add_row("verdict", "ok" if verification.ok else "NOT OK", over)
     return Group(title("One plain and one planned step"), table)
+
+
+def _equal(equal: bool) -> str:
+    return "equal" if equal else "DIFFERENT"
 
 
 def _summary(plan: Plan) -> Table:
@@ -106,7 +120,7 @@ def _summary(plan: Plan) -> Table:
 
 
 def _layers(plan: Plan) -> Table:
-    table = new_table("module", ">modules", ">recomputed ops", ">kept", ">freed", ">paid",
+    table = new_table("module", ">modules", ">recomputed", ">kept", ">freed", ">paid",
                       fold="module")
 
     def add(name: str, count: int, totals: Totals) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.arguments.inputs import split_inputs
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from graph_capture.plain_step.loop import PlainLoop
     from planner.plans.plan import Plan
 
-_AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 _ZERO_GRAD = ("after_step", "before_backward")
 _HOLD_OUTPUT = ("backward", "step", "loop")
 
@@ -69,9 +67,8 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         PlanMismatch: the plan was made for another step.
         TypeError, ValueError: an argument is wrong in itself, an unknown optimizer for one.
     """
-    Planning(loss_fn=loss_fn, accumulation=accumulation)  # checks them
+    dtype = Planning(loss_fn=loss_fn, accumulation=accumulation, autocast=autocast).autocast_dtype
     loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
-    dtype = _autocast_dtype(autocast)
     _check_clip(grad_clip)
     from graph_capture.optimizer.named import optimizer_name
     from graph_capture.optimizer.step import OptimizerSettings
@@ -93,7 +90,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         micro_steps: MicroSteps = plain.micro_step
         if plan is not None:
             report("capturing the step that the plan is for")
-            micro_steps = _planned(model, inputs, plan, plain, loss_fn, dtype)
+            micro_steps = _planned(model, inputs, plan, plain, loss_fn)
         return _report(plain, micro_steps, optimizer, settings, loop, plan, report)
 
 
@@ -141,22 +138,17 @@ def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,
-             autocast: torch.dtype | None) -> MicroSteps:
+def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any
+             ) -> MicroSteps:
     """The micro-steps of a plan; raises `PlanMismatch` where it was made for another step."""
-    import torch
-
     from planner.api import capture
     from planner.plans.decisions import build_recipe, schedule_of
     from planner.training_loop.planned_step import planned_micro_step
     from solvers.simulator import unroll
 
-    casts = (nullcontext() if autocast is None
-             else torch.autocast(plain.twin.trace_device.type, autocast))
-    with casts:
-        prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
-                           cost_model=plan.cost_model, device=plain.twin.device,
-                           regions=plan.recipe.blocks or "model")
+    prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
+                       cost_model=plan.cost_model, device=plain.twin.device,
+                       regions=plan.recipe.blocks or "model", autocast=plain.twin.autocast)
     form = prepared.form_of(plan.recipe)
     timeline = unroll(form.problem, schedule_of(form, plan.recipe))
     made = build_recipe(prepared, form, timeline)
@@ -186,14 +178,3 @@ def _check_clip(grad_clip: object) -> None:
     if not float(grad_clip) > 0 or math.isnan(grad_clip):
         raise ValueError(f"grad_clip must be above 0, got {grad_clip}")
 
-
-def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
-    import torch
-
-    if autocast is None:
-        return None
-    name = str(autocast).removeprefix("torch.")
-    if name not in _AUTOCAST:
-        raise ValueError(f"autocast must be 'bf16' or 'fp16' (or the dtype), got {autocast!r}")
-    dtype: torch.dtype = getattr(torch, _AUTOCAST[name])
-    return dtype

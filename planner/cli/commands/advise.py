@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -27,10 +28,10 @@ def run(
     absolute_budget(None, budget, "which differs with the batch")
     check_writable(output)
     found = load_sized_target(target, "batch", first=1, device="meta")
-    arguments = planning.arguments()
+    arguments = replace(planning, loss_fn=found.loss_fn).arguments()
     del arguments["accumulation"]
     advice = advise(found.make_inputs, found.model, effective_batch=effective_batch,
-                    budget=budget, **arguments)
+                    budget=budget, make_loss_fn=found.make_loss_fn, **arguments)
     if output is not None and advice.best.plan is not None:
         advice.best.plan.save(output)
     print_result(advice, advice_report, json=json)

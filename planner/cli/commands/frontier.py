@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +26,9 @@ def run(
     from planner.sizes.frontier import frontier
 
     check_writable(plot)
-    model, example = load_target(target, device="meta")
-    curve = frontier(model, example, points=points, **planning.arguments())
+    model, example, loss_fn = load_target(target, device="meta")
+    curve = frontier(model, example, points=points,
+                     **replace(planning, loss_fn=loss_fn).arguments())
     if plot is not None:
         curve.plot(plot)
     print_result(curve, lambda curve: frontier_report(curve.plans), json=json)

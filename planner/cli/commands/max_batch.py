@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from planner.arguments.planning import Planning
@@ -34,7 +35,8 @@ def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pla
     found = search(target.make_inputs, target.model, budget=sizes.budget, overhead=limit,
                    plan=sizes.plan, smallest=sizes.smallest, multiple_of=sizes.multiple_of,
                    largest=target.largest if sizes.largest is None else sizes.largest,
-                   **planning.arguments())
+                   make_loss_fn=target.make_loss_fn,
+                   **replace(planning, loss_fn=target.loss_fn).arguments())
     if output is not None and found.plan is not None:
         found.plan.save(output)
     print_result(found, largest_report, json=json)

@@ -29,14 +29,12 @@ class HoldOutput(StrEnum):
     LOOP = "loop"
 
 
-@command(planning=("optimizer", "accumulation", "device", "probe"))
+@command(planning=("optimizer", "accumulation", "device", "probe", "autocast"))
 def run(
     target: TargetOptions, planning: Planning, budget: Budget = None,
     plan_path: Annotated[Path | None, typer.Option(
         "--plan", metavar="PLAN.json", help="Count forward and backward as this plan has them.")
     ] = None,
-    autocast: Annotated[str | None, typer.Option(
-        "--autocast", help="Forward and loss run within torch.autocast: bf16 or fp16.")] = None,
     grad_clip: Annotated[float | None, typer.Option(
         "--grad-clip", help="Largest norm of the gradients.")] = None,
     grad_scaler: Annotated[bool, typer.Option(
@@ -65,14 +63,13 @@ def run(
         None, budget, "which is what this command tells")
     check_writable(snapshot)
     plan = None if plan_path is None else load(plan_path)
-    model, example = load_target(target, device="meta")
+    model, example, loss_fn = load_target(target, device="meta")
     report = memory(
-        model, example, optimizer=planning.optimizer, plan=plan,
-        accumulation=planning.accumulation,
-        autocast=autocast, grad_clip=grad_clip, grad_scaler=grad_scaler,
-        set_to_none=set_to_none, zero_grad=zero_grad.value, hold_output=hold_output.value,
-        load_state_dict=load_state_dict, device=planning.device,
-        probe=planning.probe)
+        model, example, loss_fn=loss_fn, optimizer=planning.optimizer, plan=plan,
+        accumulation=planning.accumulation, autocast=planning.autocast, grad_clip=grad_clip,
+        grad_scaler=grad_scaler, set_to_none=set_to_none, zero_grad=zero_grad.value,
+        hold_output=hold_output.value, load_state_dict=load_state_dict,
+        device=planning.device, probe=planning.probe)
     if snapshot is not None:
         report.save_snapshot(snapshot)
     check = None if limit is None else check_budget(report, limit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.arguments.planning import Planning
 from planner.cli.options import Budget, Json, Output, TargetOptions, command
 from planner.cli.output import check_writable, print_result
@@ -18,8 +20,8 @@ def run(target: TargetOptions, planning: Planning, budget: Budget = None, output
 
     parse_budget(None, budget)
     check_writable(output)
-    model, example = load_target(target, device="meta")
-    made = plan(model, example, budget=budget, **planning.arguments())
+    model, example, loss_fn = load_target(target, device="meta")
+    made = plan(model, example, budget=budget, **replace(planning, loss_fn=loss_fn).arguments())
     if output is not None:
         made.save(output)
     print_result(made, plan_report, json=json)

@@ -24,8 +24,8 @@ def run(
     from planner.running.verify import verify
 
     plan = load(path)
-    model, example = load_target(target, device=device)
-    verification = verify(model, plan, example)
+    model, example, loss_fn = load_target(target, device=device)
+    verification = verify(model, plan, example, loss_fn=loss_fn)
     print_result(verification, verification_report, json=json)
     if not verification.ok:
         raise typer.Exit(int(ExitCode.ERROR))

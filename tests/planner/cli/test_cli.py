@@ -101,6 +101,18 @@ def test_a_model_that_cannot_be_captured_or_made_exits_with_1(tmp_path, monkeypa
     sys.modules.pop("own")
 
 
+@pytest.mark.parametrize("columns", [None, 60, 160])
+def test_tables_fit_the_terminal(saved, tmp_path, monkeypatch, columns):
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    text = run("show", saved).stdout
+    for command in ("memory", "frontier"):
+        more = ["--points", "2", "--solver", "dp"] if command == "frontier" else []
+        text += run(command, *TINY_GPT2, "--optimizer", "adamw", *more).stdout
+    assert max(map(len, text.splitlines())) <= (columns or 80)
+    assert "…" not in text
+
+
 @pytest.mark.slow
 def test_the_frontier_is_printed_and_drawn(tmp_path):
     result = run("frontier", *TINY_GPT2, "--points", "3", "--time-limit", "3", "--json",

@@ -27,6 +27,10 @@ def lone(batch):
 
 def unmoved(batch):
     return sized(3)
+
+def with_loss(batch):
+    labels = torch.ones(batch, 1)
+    return (*sized(batch), lambda output: torch.nn.functional.mse_loss(output, labels))
 """
 
 
@@ -71,6 +75,16 @@ def test_a_factory_is_called_with_the_size(factories):
     advice = json.loads(run("advise", f"{factories}:sized", "--budget", "20kB",
                             "--effective-batch", "8", "--solver", "dp", "--json").stdout)
     assert advice["effective_batch"] == 8 and advice["choices"]
+
+
+def test_the_loss_of_a_factory_is_made_for_each_size(factories):
+    arguments = ["--budget", "20kB", "--no-plan", "--json"]
+    own, none, named = (json.loads(run(
+        "max-batch", f"{factories}.py:{target}", *arguments, *loss).stdout)["plain"]
+        for target, loss in (("with_loss", []), ("sized", []), ("sized", ["--loss", "mse_loss"])))
+    assert own["largest"] and named["largest"]
+    # Without a loss a gradient of the output's own size is held by the caller.
+    assert own["peak_bytes"] / own["largest"] != none["peak_bytes"] / none["largest"]
 
 
 @pytest.mark.parametrize(("target", "code", "message"), [

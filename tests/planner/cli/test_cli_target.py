@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from planner.cli.failures import TargetError, UsageError
+from planner.cli.loss import OF_CLASSES, OF_VALUES, find_loss
 from planner.cli.target import TargetOptions, load_target
 from planner.cli.tensors import parse_inputs
 
@@ -22,6 +23,15 @@ def pair():
 
 def broken():
     return {}["missing"]
+
+def mean_square(output):
+    return output.square().mean()
+
+def triple():
+    return (*pair(), mean_square)
+
+def four():
+    return (*pair(), mean_square, 4)
 
 def number():
     return 3
@@ -49,7 +59,8 @@ def factories(tmp_path, monkeypatch):
 
 
 def load(target, device="meta", **options):
-    return load_target(TargetOptions(target, **options), device=device)
+    model, inputs, _ = load_target(TargetOptions(target, **options), device=device)
+    return model, inputs
 
 
 def test_a_factory_gives_a_model_or_a_model_and_its_inputs(factories, capsys):
@@ -68,6 +79,42 @@ def test_inputs_in_text_replace_those_of_the_factory(factories):
     assert {name: tuple(t.shape) for name, t in inputs.items()} == {"input": (5, 3)}
 
 
+def test_a_factory_may_give_the_loss_and_an_option_another(factories):
+    def loss(target, **options):
+        return load_target(TargetOptions(target, **options), device="meta").loss_fn
+
+    assert loss("own_models:pair") is None
+    assert loss("own_models:triple")(torch.full((2,), 3.0)) == 9
+    assert loss("own_models:triple", loss="own_models:number") is sys.modules["own_models"].number
+    assert loss("own_models:pair", loss="own_models.py:mean_square")(torch.ones(2)) == 1
+    with pytest.raises(UsageError, match="'own_models:constant' is no function"):
+        loss("own_models:pair", loss="own_models:constant")
+    with pytest.raises(UsageError, match=r"one of cross_entropy, .*; got 'cross_entrop'"):
+        loss("own_models:pair", loss="cross_entrop")
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 5, 3)])
+@pytest.mark.parametrize("name", OF_CLASSES + OF_VALUES)
+def test_losses_of_torch_get_a_target_that_fits(name, shape):
+    for output in (torch.rand(shape), {"other": torch.rand(shape)}):
+        loss = find_loss(name)(output)
+        assert loss.shape == () and loss.isfinite()
+
+
+def test_a_target_in_a_file(factories, monkeypatch):
+    (factories / "inner").mkdir()
+    (factories / "inner" / "json.py").write_text("from beside import pair as make\n")
+    (factories / "inner" / "beside.py").write_text(FACTORIES)
+    assert load("inner/json.py:make")[1][0].shape == (4, 3)
+    assert json.loads("1") == 1  # the module of this name is still itself
+    assert load(f"{factories}/own_models.py:Holder.model")[0].in_features == 7
+    with pytest.raises(UsageError, match=r"there is no file .*/none\.py"):
+        load("none.py:make")
+    with pytest.raises(UsageError, match=r"a file is named with its ending"):
+        load("inner/json:make")
+    sys.modules.pop("beside")
+
+
 @pytest.mark.parametrize(("target", "message"), [
     ("own_models", "must be package.module:factory"),
     (":model", "must be package.module:factory"),
@@ -84,7 +131,8 @@ def test_a_target_that_is_not_there_is_a_usage_error(factories, target, message)
 
 @pytest.mark.parametrize(("target", "message"), [
     ("own_models:broken", r"KeyError: 'missing' \(.*own_models.py:12\)"),
-    ("own_models:number", "must return a model or"),
+    ("own_models:number", "must return a model, .*got int"),
+    ("own_models:four", r"got \(Linear, tuple, function, int\)"),
     ("broken_module:model", r"no such luck \(.*broken_module.py:2\)"),
     ("needs_more:model", "package_that_is_not_there"),
 ])

@@ -1,0 +1,79 @@
+"""The user's code by name: `package.module:name`, from the Python path and the current directory,
+or `path/to/file.py:name`.
+
+What it prints while it is imported goes to stderr, so that the results on stdout stay readable by
+programs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from planner.cli.failures import TargetError, UsageError
+
+
+def find_object(what: str, text: str) -> Any:
+    """What `package.module:name` or `path/to/file.py:name` names; `what`: the argument that it is
+    of.  Raises `UsageError` where it is not there, and `TargetError` where importing it fails."""
+    module_name, _, path = text.rpartition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    if module_name.endswith(".py") and not Path(module_name).is_file():
+        raise UsageError(f"{what} {text!r}: there is no file {Path(module_name).absolute()}")
+    try:
+        with redirect_stdout(sys.stderr):
+            value: Any = (_from_file(Path(module_name).resolve()) if module_name.endswith(".py")
+                          else importlib.import_module(module_name))
+    except ModuleNotFoundError as missing:
+        if missing.name and (module_name == missing.name
+                             or module_name.startswith(missing.name + ".")):
+            raise UsageError(f"{what} {text!r}: there is no module {missing.name!r} on the "
+                             f"Python path or in {here}; a file is named with its ending, as in "
+                             "path/to/file.py:name") from None
+        raise TargetError(f"importing {module_name!r} failed: {missing}") from None
+    except Exception as error:
+        raise TargetError(f"importing {module_name!r} failed: {describe_error(error)}") from error
+    for name in path.split("."):
+        if not hasattr(value, name):
+            raise UsageError(f"{what} {text!r}: {module_name!r} has no {path!r}")
+        value = getattr(value, name)
+    return value
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module in a file, which may import what lies beside it."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(
+        path.stem if known is None else str(path), path)
+    assert spec is not None and spec.loader is not None, "the file ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as for any import: classes are looked up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def describe_error(error: BaseException) -> str:
+    """Kind, text and place of an error in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename
+           and not frame.filename.startswith("<frozen") and frame.filename != __file__
+           and os.sep + "importlib" + os.sep not in frame.filename]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -1,0 +1,102 @@
+"""Plans for steps under autocast: captured, held and verified so, and refused otherwise."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from tests.support.models import BUILDERS, Case
+
+SIZES = {name: {"layers": 1} for name in ("gpt2", "llama", "language_model")}
+
+
+def planned(case: Case, **options):
+    return planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, time_limit=5, **options)
+
+
+def verified(case: Case, plan: planner.Plan) -> planner.Verification:
+    return planner.verify(case.model, plan, case.inputs, loss_fn=case.loss_fn)
+
+
+@pytest.mark.parametrize(("name", "autocast"), [
+    ("gpt2", "bf16"), ("llama", torch.bfloat16), ("language_model", "fp16"), ("unet", "bf16")])
+def test_the_step_is_planned_and_verified_under_autocast(name, autocast):
+    case = BUILDERS[name](**SIZES.get(name, {}))
+    free = planned(case, autocast=autocast)
+    plan = planned(case, autocast=autocast, budget=int(0.97 * free.peak_bytes))
+    assert plan.recompute_flops or any(row.recomputations for row in plan.decisions)
+    found = verified(case, plan)
+    assert found.ok, str(found)
+    assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02 if name == "unet" else 0)
+    # From the plain step it is as far as any captured step, from that without a plan not at all.
+    if found.max_gradient_error > found.tolerance:
+        assert found.captured.gradient_error == found.captured.loss_error == 0
+        assert "without a plan" in str(found)
+
+
+def test_autocast_around_the_call_gives_the_same_plan():
+    case = BUILDERS["gpt2"](layers=1)
+    plan = planned(case, autocast="bf16", budget="90%")
+    assert plan.recipe.circumstances.autocast == "cpu bfloat16"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert planned(case, budget="90%") == plan
+    assert planner.memory(case.model, case.inputs, autocast="bf16", plan=plan,
+                          hold_output="backward").peak_bytes == plan.peak_bytes
+
+
+def test_a_step_without_it_is_refused_in_words():
+    case = BUILDERS["language_model"](layers=1)
+    applied = planned(case, autocast="bf16").apply(case.model)
+    with pytest.raises(planner.PlanMismatch, match=r"made under autocast \(cpu bfloat16\), this "
+                                                   "step runs without autocast"):
+        applied(*case.args)
+    with torch.autocast("cpu", torch.bfloat16):
+        case.loss_fn(applied(*case.args)).backward()
+    assert planner.steps_of(applied).planned == 1
+
+
+@pytest.mark.parametrize("dtype", ["autocast", "parameters"])
+def test_a_wrong_gradient_is_seen_below_the_rounding_of_the_dtype(monkeypatch, dtype):
+    case = BUILDERS["llama"](layers=1)
+    if dtype == "parameters":
+        case = case._replace(model=case.model.bfloat16())
+    plan = planned(case, autocast="bf16" if dtype == "autocast" else None)
+    rounding = verified(case, plan).max_gradient_error
+    assert dtype != "autocast" or rounding > 1e-3
+    from planner.running import verify as module
+
+    class Almost(nn.Module):
+        def __init__(self, *arguments):
+            super().__init__()
+            self.inner = planner.apply(*arguments)
+
+        def forward(self, *args, **kwargs):
+            output = self.inner(*args, **kwargs)
+            output.loss.register_hook(lambda gradient: 0.999 * gradient)
+            return output
+
+    monkeypatch.setattr(module, "apply", Almost)
+    found = verified(case, plan)
+    assert not found.ok and found.captured.gradient_error > found.tolerance, str(found)
+    assert "NOT OK" in str(found)
+
+
+@pytest.mark.slow
+def test_rounding_of_inductors_kernels_is_what_the_tolerance_allows():
+    case = BUILDERS["language_model"](layers=1)
+    plan = planned(case, autocast="bf16", backend="inductor")
+    plan = planned(case, autocast="bf16", backend="inductor", budget=int(0.95 * plan.peak_bytes))
+    found = verified(case, plan)
+    assert found.ok and found.captured is None, str(found)
+    assert found.tolerance < 0.01
+    assert not dataclasses.replace(found, max_gradient_error=2.1 * found.tolerance).ok
+
+
+def test_another_dtype_is_told():
+    case = BUILDERS["language_model"](layers=1)
+    with pytest.raises(ValueError, match=r"autocast must be 'bf16' or 'fp16'.*got 'int8'"):
+        planned(case, autocast="int8")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'autocast'"):
+        planner.within(case.model, autocast="bf16")
