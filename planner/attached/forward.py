@@ -246,7 +246,7 @@ class PlanningForward(CountingForward):
         if known is None or known == graph.known:
             return
         with self._planning():
-            if known.loss is not None and graph.planner.leaves_out_outputs(known.loss):
+            if known.loss is not None and graph.planner.needs_capture_for(known.loss):
                 if call != graph.call:
                     return
                 graph.planner.capture_again(self.__self__, args, kwargs, known.loss)
