@@ -17,18 +17,18 @@ import copyreg
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from apply.blocks import Code, code_of
+from apply.blocks import Code, attempt, code_of
 from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
 from apply.recipe import Recipe
 from apply.step_counts import StepCounts, reason_of_mode
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
-from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
@@ -114,15 +114,11 @@ class PlannedForward(CountingForward):
         for number in known:
             # What does not fit may show when a part has run; then another is tried from the start.
             is_trial = number != served and (len(known) > 1 or self._replan is not None)
-            restore = remembered_state(module) if is_trial else None
             try:
-                return self._run(number, call, args, kwargs)
+                return self._run(number, call, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:
-                if restore is None:
-                    if self._codes[number].has_begun:
-                        raise self.explained(self.recipes[number], error, call) from None
-                else:
-                    restore()
+                if self._codes[number].has_begun and not is_trial:
+                    raise self.explained(self.recipes[number], error, call) from None
                 refusals.append((number, error))
         if self._replan is None:
             if not refusals:
@@ -134,13 +130,15 @@ class PlannedForward(CountingForward):
             self.recipes += (self._replan(module, args, kwargs),)
         return self._run(len(self.recipes) - 1, call, args, kwargs)
 
-    def _run(self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+             is_trial: bool = False) -> Any:
         module, recipe = self.__self__, self.recipes[number]
         if number not in self._codes:
             self._codes[number] = code_of(module, recipe)
         code = self._codes[number]
         args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
-        result = code(module, self.inner, *args, **kwargs)
+        run = partial(attempt, code) if is_trial else code
+        result = run(module, self.inner, *args, **kwargs)
         self._served[call], self.recipe = number, recipe
         self.steps.count(code.why_unplanned())
         return result

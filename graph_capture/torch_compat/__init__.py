@@ -4,6 +4,7 @@ What is imported here is not covered by torch's compatibility promise.  Each ent
 for; nothing else in the product touches a private name of torch.
 """
 
+import graph_capture.torch_compat.fake_kernels  # noqa: F401  puts fake kernels right
 from graph_capture.torch_compat.compilation import (
     AUTOGRAD_HOLDS_COTANGENTS as AUTOGRAD_HOLDS_COTANGENTS,
 )

@@ -30,12 +30,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apply.blocks import code_of
+from apply.blocks import attempt, code_of
 from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
 from apply.planned_forward import CountingForward, can_be_pickled
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
-from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import output_tensors
 from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss
@@ -46,6 +45,7 @@ from planner.attached.known import GraphPlanner, Known, regions_under_wrappers
 from planner.attached.optimizers import observe
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
+from planner.torch_compile_backend import with_least_memory
 
 log = logging.getLogger("planner")
 
@@ -83,6 +83,7 @@ class PlannedGraph:
         """Run under this plan from here on."""
         self.plan = plan
         self.code = code_of(module, plan.recipe)
+        self.code.fall_back(with_least_memory)
 
     def may_serve(self, call: Call) -> bool:
         """Whether the plan may be for this call; its digests decide."""
@@ -105,6 +106,7 @@ class PlanningForward(CountingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
+        self._outgrown: GraphPlanner | None = None  # of a graph that values have outgrown
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
         self._accumulates = self.settings.planning.accumulation > 1
@@ -167,6 +169,10 @@ class PlanningForward(CountingForward):
         self._served[call] = self.running = graph
         self.steps.count(graph.code.why_unplanned())
         self._observe(graph, output)
+        if graph.code.outgrown:
+            self._outgrown = graph.planner
+            self.graphs.remove(graph)
+            self._served = {key: value for key, value in self._served.items() if value is not graph}
         return output
 
     def _step(self, call: Call, has_gradients: bool, args: tuple[Any, ...],
@@ -178,14 +184,11 @@ class PlanningForward(CountingForward):
             if not graph.may_serve(call):
                 continue
             self._bring_up_to_date(graph, call, has_gradients, args, kwargs)
-            # What does not fit may show when a part has run; then another is tried from the start.
-            restore = None if graph is known else remembered_state(self.__self__)
+            is_trial = graph is not known and bool(graph.plan.recipe.blocks)
             try:
-                return graph, self._run(graph, args, kwargs, keep_going=graph is known)
+                return graph, self._run(graph, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:
-                if restore is not None:
-                    restore()
-                elif graph.code.has_begun:  # random state and buffers may have changed
+                if graph.code.has_begun and not is_trial:
                     raise
                 refusal = str(self.explained(graph.plan.recipe, error, call))
         if self.graphs and self.settings.on_new == "refuse":
@@ -194,17 +197,16 @@ class PlanningForward(CountingForward):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
         graph = self._new_graph(call, has_gradients, args, kwargs)
-        return graph, self._run(graph, args, kwargs, keep_going=True)
+        return graph, self._run(graph, args, kwargs)
 
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-             keep_going: bool) -> Any:
-        """`keep_going`: where a part has run, one that is not the plan's does not end the step."""
-        graph.code.keep_going = keep_going
+             is_trial: bool = False) -> Any:
+        run = partial(attempt, graph.code) if is_trial else graph.code
         args, kwargs = with_distinct_tensors(
             args, {**dict(graph.plan.recipe.overrides), **kwargs})
         before = graph.code.compilations
         try:
-            return graph.code(self.__self__, self.inner, *args, **kwargs)
+            return run(self.__self__, self.inner, *args, **kwargs)
         finally:
             if graph.code.compilations != before:
                 gc.collect()  # as after planning
@@ -223,7 +225,9 @@ class PlanningForward(CountingForward):
         with self._planning():
             regions = settings.regions or regions_under_wrappers(module)
             planner = GraphPlanner(module, args, kwargs,
-                                   replace(settings.planning, regions=regions), settings.limit)
+                                   replace(settings.planning, regions=regions), settings.limit,
+                                   self._outgrown)
+            self._outgrown = None
             known = self._known(planner, None, has_gradients)
             if known is not None:
                 plan = planner.plan(known)

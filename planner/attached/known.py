@@ -36,14 +36,15 @@ from graph_capture.completed import (
     with_seen_loss,
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
+from graph_capture.errors import ValueAsked
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import wrapping_data_parallel
-from graph_capture.twins.asked_values import asked_values
+from graph_capture.twins.asked_values import asked_values, no_smaller
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
-from planner.errors import CaptureError, InfeasibleBudget
+from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.planning import Effort, plan_within
@@ -77,9 +78,13 @@ class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None) -> None:
-        """Capture the step; raises `CaptureError`."""
+                 planning: Planning, limit: Budget | None,
+                 outgrown: GraphPlanner | None = None) -> None:
+        """Capture the step; raises `CaptureError`.  `outgrown`: what planned it before values made
+        its tensors larger."""
         self._planning, self._limit = planning, limit
+        self._answers: tuple[Any, ...] = () if outgrown is None else outgrown._answers
+        """What the code asked of the values of tensors."""
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
         self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
@@ -91,11 +96,11 @@ class GraphPlanner:
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report)
-            except CaptureError:
-                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
-                if not answers:
-                    raise
-                self._step = capture_call(model, args, kwargs, planning, report, answers=answers)
+            except ValueAsked:
+                asked = asked_values(model, lambda: model.forward(*args, **kwargs))
+                self._answers = no_smaller(asked, self._answers)
+                self._step = capture_call(model, args, kwargs, planning, report,
+                                          answers=self._answers)
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
         self._step = with_held(self._step, _bucket_bytes(model))
