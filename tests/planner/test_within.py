@@ -195,7 +195,7 @@ def test_refusing_says_why():
     with pytest.raises(planner.PlanMismatch, match=r"`ids` is int64\[32, .*int64\[8, 32\]"):
         train(net, [batch(32)])
     next(net.parameters()).requires_grad_(False)
-    with pytest.raises(planner.PlanMismatch, match=r"parameter embedding\.weight is frozen"):
+    with pytest.raises(planner.PlanMismatch, match=r"`embedding\.weight` is frozen"):
         train(net, [batch(8)])
 
 
