@@ -31,6 +31,7 @@ from graph_capture.torch_compat.compilation import pass_absent_gradients as pass
 from graph_capture.torch_compat.compilation import primal_indices as primal_indices
 from graph_capture.torch_compat.compilation import pytree as pytree
 from graph_capture.torch_compat.compilation import quiet_fake_tensors as quiet_fake_tensors
+from graph_capture.torch_compat.compilation import sharded_module as sharded_module
 from graph_capture.torch_compat.compilation import sizes_as_they_are as sizes_as_they_are
 from graph_capture.torch_compat.compilation import split_joint_graph as split_joint_graph
 from graph_capture.torch_compat.compilation import wrapping_data_parallel as wrapping_data_parallel

@@ -7,8 +7,9 @@ AdamW with gradients of an earlier micro-step, a loss like the cross-entropy of 
 returns.
 
 The graph is captured once and planned again as more is known; only a loss that leaves out a
-differentiable output needs another capture.  Code that asks for values of tensors is called once
-without gradients to learn them (`graph_capture.twins.asked_values`).
+differentiable output, and one behind a step of several graphs, need another capture.  Code that
+asks for values of tensors is called once without gradients to learn them
+(`graph_capture.twins.asked_values`).
 
 Blind spots: what the loss takes is that of the first step; a loss that grows later is not seen.
 """
@@ -24,7 +25,6 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from apply.circumstances import circumstances_of, tensor_keys
@@ -85,7 +85,7 @@ class GraphPlanner:
         """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
-        self._partial: SeenLoss | None = None  # the loss that the graph was captured with
+        self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
         self.loss_is_outside = self._step.baseline.loss.is_missing
         """Whether the caller makes the loss, by means that are not known."""
 
@@ -104,17 +104,21 @@ class GraphPlanner:
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         self._circumstances = circumstances_of(model, args, kwargs)
 
-    def leaves_out_outputs(self, seen: SeenLoss) -> bool:
-        """Whether the loss reaches other outputs than the graph was captured for."""
+    def needs_capture_for(self, seen: SeenLoss) -> bool:
+        """Whether the account of a step with this loss takes another capture: it reaches other
+        outputs than the graph was captured for, or belongs to code between graphs, of which what
+        it takes is not told apart."""
+        if self._captured_with is None and len(self._step.graph.regions) > 1:
+            return True
         return [gradient.flows for gradient in seen.outputs] != [
             gradient.flows for gradient in self._step.baseline.loss.outputs]
 
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       seen: SeenLoss) -> None:
-        """Take the graph of a step with this loss, which leaves out some of the outputs."""
+        """Take the graph of a step with this loss."""
         self._capture(model, args, dict(kwargs),
                       replace(self._planning, loss_fn=ReplayedLoss(seen)))
-        self._partial, self._with_loss = seen, None
+        self._captured_with, self._with_loss = seen, None
 
     @property
     def assumed_loss(self) -> SeenLoss:
@@ -171,7 +175,7 @@ class GraphPlanner:
     def _prepared(self, optimizers: tuple[ref[Optimizer], ...] | str | None, accumulates: bool,
                   loss: SeenLoss | None) -> PreparedStep:
         planning, step = self._planning, self._step
-        if loss is not None and self._partial is not None:
+        if loss is not None and self._captured_with is not None:
             step = with_held(step, loss.held_bytes)
         elif loss is not None:
             if self._with_loss is None or self._with_loss[0] != loss:
@@ -194,8 +198,7 @@ def regions_under_wrappers(model: nn.Module) -> str:
     """What is best compiled as one piece: under data parallelism the repeated blocks, if there are
     any, since one graph would hand over all gradients at its end, with nothing left to do while
     they are sent."""
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if not sharded and wrapping_data_parallel() is None:
+    if wrapping_data_parallel() is None:
         return WHOLE_MODEL
     return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
 

@@ -192,10 +192,10 @@ def test_refusing_says_why():
     net = planner.within(model(), "80%", on_new="refuse", time_limit=1)
     train(net, [batch(8)] * 2)
     train(net, [batch(4)])
-    with pytest.raises(planner.PlanMismatch, match=r"argument 0 is int64\[32, .*int64\[8, 32\]"):
+    with pytest.raises(planner.PlanMismatch, match=r"`ids` is int64\[32, .*int64\[8, 32\]"):
         train(net, [batch(32)])
     next(net.parameters()).requires_grad_(False)
-    with pytest.raises(planner.PlanMismatch, match=r"parameter embedding\.weight is frozen"):
+    with pytest.raises(planner.PlanMismatch, match=r"`embedding\.weight` is frozen"):
         train(net, [batch(8)])
 
 
