@@ -1,113 +1,119 @@
-"""The applied model whose repeated blocks are compiled one by one.
+"""The code of a model whose repeated blocks are compiled one by one.
 
 Each block runs the plan's graphs for it; everything else runs as it is written.  Blocks with the
 same decisions share compiled code, so that compiling takes as long as there are different
-decisions, not as there are blocks.  Wrappers that want each block for itself (as fully sharded data
-parallel does) find them in place.
+decisions, not as there are blocks.  The blocks have their planned forwards while the model's
+forward runs, and only then: wrappers that want each block for itself (as fully sharded data
+parallel does), whenever they came, find them in place, and their hooks run around the plan.
 
-Blind spot: a copy of a block without its model is an ordinary module, and runs without the plan.
+Blind spot: a block that is called outside of its model runs without the plan.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import contextlib
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from apply.errors import PlanMismatch
+from apply.plan_backend import warn_of_unplanned_part
 from apply.planned_code import PlannedCode
-from apply.planned_forward import CountingForward
 from apply.recipe import OpKey, Recipe, RegionRecipe
-from apply.step_counts import reason_of_mode
-from graph_capture.module_forward import (
-    Forward,
-    StandIn,
-    own_forward,
-    set_forward,
-    standing_in,
-)
+from graph_capture.module_forward import Forward, in_place_of_forward, own_forward
 
 
-def attach_to_blocks(model: nn.Module, recipe: Recipe,
-                     block_of: Callable[[str], nn.Module | None]) -> None:
-    """Put planned forwards into `model` and its blocks, which `block_of` finds by name; raises
-    `PlanMismatch` where the model has no such blocks."""
-    for shared in shared_code(recipe):
-        blocks = []
-        for name in shared.blocks:
-            block = block_of(name)
-            if block is None:
-                raise PlanMismatch(f"the plan has a block {name}, this model has none; make a plan "
-                                   "for this model")
-            blocks.append(block)
-        code = PlannedCode(type(blocks[0]).__name__, model, recipe, shared.regions)
-        for block in blocks:
-            set_forward(block, BlockForward(block, own_forward(block), code))
-    set_forward(model, ModelForward(model, own_forward(model), recipe))
+class PlannedBlocks:
+    """Code of the blocks of a model under one recipe; see `PlannedCode`, which it stands beside."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.model, self.recipe = model, recipe
+        self.has_begun = False
+        """Whether the model's forward has begun: what stands before the first block runs as it is
+        written."""
+        self.keep_going = False
+        """Whether a block that is not the plan's, where others have run, runs as it is written,
+        with a warning."""
+        self._runs = 0
+        check_blocks(model, recipe)
+        self._code_of = {name: code for shared in shared_code(recipe)
+                         for code in [_code_of_blocks(model, recipe, shared)]
+                         for name in shared.blocks}
+        self._codes = list(dict.fromkeys(self._code_of.values()))
+
+    @property
+    def compilations(self) -> int:
+        """Graphs that were compiled so far."""
+        return sum(code.compilations for code in self._codes)
+
+    def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
+                 ) -> Any:
+        """`own`: the forward that the instance has, `None`: that of its class."""
+        self.has_begun, self._runs = True, 0
+        with self._installed():
+            if own is None:
+                return type(module).forward(module, *args, **kwargs)
+            return own(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name, code in self._code_of.items():
+                block = self.model.get_submodule(name)
+                stack.enter_context(in_place_of_forward(block, self._call_of(block, code)))
+            yield
+
+    def _call_of(self, block: nn.Module, code: PlannedCode) -> Forward:
+        own = own_forward(block)
+        as_written: Forward = own or types.MethodType(type(block).forward, block)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return as_written(*args, **kwargs)
+            try:
+                result = code(block, own, *args, **kwargs)
+            except PlanMismatch as mismatch:
+                if code.has_begun or not (self.keep_going and self._runs):
+                    raise
+                warn_of_unplanned_part(mismatch)
+                return as_written(*args, **kwargs)
+            self._runs += code.planned_runs
+            return result
+
+        return call
+
+    def why_unplanned(self) -> str | None:
+        """Why the last call, which went well, did not run under the plan; `None` where it did."""
+        return None if self._runs else _NO_BLOCK
 
 
-class BlockForward(StandIn):
-    """The planned forward of a block."""
-
-    def __init__(self, block: nn.Module, inner: Forward | None, code: PlannedCode | None) -> None:
-        """`code`: `None` runs the block as it is written."""
-        super().__init__(block, inner)
-        self.planned_runs = 0
-        """Regions of the plan that have run here."""
-        self._code = code
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = super().__deepcopy__(memo)
-        if self._code is not None:
-            is_copied_with_model = id(self._code.model) in memo
-            new._code = copy.deepcopy(self._code, memo) if is_copied_with_model else None
-        return new
-
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, code = self.without_self(args), self._code
-        if (code is None or not torch.is_grad_enabled()
-                or self.__self__.training != code.recipe.training):
-            return self.plain(*args, **kwargs)
-        result = code(self.__self__, self.inner, *args, **kwargs)
-        self.planned_runs += code.planned_runs
-        return result
+Code = PlannedCode | PlannedBlocks
 
 
-class ModelForward(CountingForward):
-    """The forward of a model with planned blocks: its own, with the arguments that capture forced.
-    """
+def code_of(model: nn.Module, recipe: Recipe) -> Code:
+    """The code of a model under a recipe, compiled when it is first called; raises `PlanMismatch`
+    where the model lacks blocks of the recipe."""
+    if recipe.blocks:
+        return PlannedBlocks(model, recipe)
+    return PlannedCode(type(model).__name__, model, recipe)
 
-    def __init__(self, model: nn.Module, inner: Forward | None, recipe: Recipe) -> None:
-        super().__init__(model, inner)
-        self.recipes = (recipe,)
-        self.recipe: Recipe | None = recipe
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args = self.without_self(args)
-        if not torch.is_grad_enabled():
-            return self.plain(*args, **kwargs)
-        recipe, = self.recipes
-        if self.__self__.training != recipe.training:
-            self.steps.count(reason_of_mode(recipe.training))
-            return self.plain(*args, **kwargs)
-        before = self._planned_runs()
-        try:
-            result = self.plain(*args, **{**dict(recipe.overrides), **kwargs})
-        except PlanMismatch as error:
-            raise self.explained(recipe, error, args, kwargs) from None
-        self.steps.count(None if self._planned_runs() > before else _NO_BLOCK)
-        return result
+def check_blocks(model: nn.Module, recipe: Recipe) -> None:
+    """Raises `PlanMismatch` where the model lacks a block of the recipe."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for name in recipe.blocks:
+        if name not in names:
+            raise PlanMismatch(f"the plan has a block {name}, this model has none; make a plan "
+                               "for this model")
 
-    def _planned_runs(self) -> int:
-        found = (standing_in(self.__self__.get_submodule(name))
-                 for recipe in self.recipes for name in recipe.blocks)
-        return sum(block.planned_runs for block in found if isinstance(block, BlockForward))
+
+def _code_of_blocks(model: nn.Module, recipe: Recipe, shared: SharedCode) -> PlannedCode:
+    first = model.get_submodule(shared.blocks[0])
+    return PlannedCode(type(first).__name__, model, recipe, shared.regions)
 
 
 _NO_BLOCK = ("no block of the plan ran in this step, which ran as it is written: something else "

@@ -100,9 +100,7 @@ class PlanBackend:
             except PlanMismatch as mismatch:
                 if not (self.keeps_going and self.has_begun):
                     raise
-                warnings.warn(
-                    "a part of this step is not the planned one, and runs without recomputation, "
-                    f"so that the step may take more than the budget: {mismatch}", stacklevel=2)
+                warn_of_unplanned_part(mismatch)
                 return split_joint_graph(joint, crossing(joint, num_fwd_outputs), num_fwd_outputs)
             region = match.region
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses)
@@ -178,6 +176,13 @@ class PlanBackend:
         raise PlanMismatch(
             f"the plan does not fit this model and these inputs; the first difference: "
             f"{first_difference}. Make a plan for them")
+
+
+def warn_of_unplanned_part(mismatch: PlanMismatch) -> None:
+    """Say that a part of a step, which goes on, has no plan."""
+    warnings.warn(
+        "a part of this step is not the planned one, and runs without recomputation, so that the "
+        f"step may take more than the budget: {mismatch}", stacklevel=2)
 
 
 def _why_not_served(planned: Outline, found: Outline, difference: str) -> str | None:

@@ -27,14 +27,9 @@ class PlannedCode:
                  regions: Sequence[int] | None = None) -> None:
         """`regions`: those of the recipe that may be met here, by default all."""
         self.model, self.recipe = model, recipe
-        self._name, self._regions = name, regions
         self._backend = _backend_of(model, recipe, regions)
         self._compiled = compile_forward(name, self._backend)
         self._donated_buffers = recipe.backend == "inductor"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy compiles anew, for the copy of the model.
-        return PlannedCode, (self._name, self.model, self.recipe, self._regions)
 
     @property
     def has_begun(self) -> bool:

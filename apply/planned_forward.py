@@ -5,10 +5,10 @@ they do around any forward.  It knows recipes, tries those that may be for the c
 another where none is.  A copy and a pickle of the module take the recipes along, and compile anew.
 An outer `torch.compile` does not trace it: its graph breaks there, and the plan is run.
 
-Blind spots: a step of several graphs keeps to the recipe of its first; where that has run and
-another does not fit, no other recipe is tried, since random state and buffers may have changed.
-Hooks of the model that change its arguments have run when a recipe is asked for, and run again
-where that captures the model.
+Blind spots: where a recipe has served calls of some kind before, and in another one does not fit
+when a part of that has run, no other recipe is tried, since random state and buffers may have
+changed.  Hooks of the model that change its arguments have run when a recipe is asked for, and run
+again where that captures the model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from apply.blocks import Code, code_of
 from apply.circumstances import autocast_state, circumstances_of, differences
 from apply.errors import PlanMismatch
-from apply.planned_code import PlannedCode
 from apply.recipe import Circumstances, Recipe
 from apply.step_counts import StepCounts, reason_of_mode
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
 from graph_capture.torch_compat import pytree
 
@@ -58,7 +59,7 @@ class CountingForward(StandIn):
 
 
 class PlannedForward(CountingForward):
-    """The planned forward of a model that is compiled as one piece."""
+    """The planned forward of a model, which is compiled as one piece or by blocks."""
 
     def __init__(self, module: nn.Module, inner: Forward | None, recipes: Sequence[Recipe],
                  replan: Replan | None) -> None:
@@ -68,7 +69,7 @@ class PlannedForward(CountingForward):
         self.recipe: Recipe | None = self.recipes[0] if self.recipes else None
         """The one that the last planned step ran under."""
         self._replan = replan
-        self._codes: dict[int, PlannedCode] = {}  # by number of the recipe
+        self._codes: dict[int, Code] = {}  # by number of the recipe
         self._served: dict[object, int] = {}  # calls of one kind -> the recipe that they ran under
         self._is_first_step = True
 
@@ -114,13 +115,18 @@ class PlannedForward(CountingForward):
                 differences(self.recipes[number], module, now)))
         refusals: list[tuple[int, PlanMismatch]] = []
         for number in known:
+            # What does not fit may show when a part has run; then another is tried from the start.
+            is_trial = number != served and (len(known) > 1 or self._replan is not None)
+            restore = remembered_state(module) if is_trial else None
             try:
                 return self._run(number, kind, args, kwargs)
             except PlanMismatch as error:
+                if restore is None:
+                    if self._codes[number].has_begun:
+                        raise self.explained(self.recipes[number], error, args, kwargs) from None
+                else:
+                    restore()
                 refusals.append((number, error))
-                # What has begun may have changed random state and buffers.
-                if self._codes[number].has_begun:
-                    raise self.explained(self.recipes[number], error, args, kwargs) from None
         if self._replan is None:
             if not refusals:
                 raise PlanMismatch("there is no plan for this model. Make one")
@@ -135,7 +141,7 @@ class PlannedForward(CountingForward):
              ) -> Any:
         module, recipe = self.__self__, self.recipes[number]
         if number not in self._codes:
-            self._codes[number] = PlannedCode(type(module).__name__, module, recipe)
+            self._codes[number] = code_of(module, recipe)
         code = self._codes[number]
         args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
         result = code(module, self.inner, *args, **kwargs)

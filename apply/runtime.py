@@ -9,11 +9,11 @@ given.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
-from apply.blocks import attach_to_blocks
+from apply.blocks import check_blocks
 from apply.circumstances import tensor_keys
 from apply.errors import PlanMismatch
 from apply.planned_forward import PlannedForward, Replan
@@ -47,8 +47,8 @@ def attach(model: nn.Module, recipes: Sequence[Recipe] = (), *, replan: Replan |
 
     In place, it is `model` itself, until `detach`.  Otherwise it is another module of the same
     class, which shares every submodule, parameter and buffer with `model` (which itself stays as it
-    was); of the submodules, blocks that are compiled one by one, and what holds them, are copies
-    too.  Both have the `state_dict` keys of `model`.  Without gradients it runs the plain forward,
+    was); blocks that are compiled one by one have their planned forwards while the model runs.
+    Both have the `state_dict` keys of `model`.  Without gradients it runs the plain forward,
     and, without `replan`, also in the other of train and eval mode than the recipes were made for.
 
     A step with inputs of another size runs a recipe where its graph is the same but for sizes and
@@ -59,22 +59,12 @@ def attach(model: nn.Module, recipes: Sequence[Recipe] = (), *, replan: Replan |
     Raises `PlanMismatch` where the model lacks the blocks of a recipe; a step raises it where no
     recipe serves it (and there is no `replan`).
     """
-    by_blocks = any(recipe.blocks for recipe in recipes)
-    if by_blocks and replan is not None:
-        raise ValueError("replan works with plans of the whole model, and this one is made of "
-                         "blocks; leave it out")
-    if by_blocks and len(recipes) > 1:
-        raise ValueError(f"one recipe of blocks can be attached at a time, got {len(recipes)}")
+    for recipe in recipes:
+        check_blocks(model, recipe)
     if in_place:
         take_down(model)
-        attached, block_of = model, _found(model)
-    else:
-        copies = _Copies(model)
-        attached, block_of = copies.root, copies.module
-    if by_blocks:
-        attach_to_blocks(attached, recipes[0], block_of)
-    else:
-        set_forward(attached, PlannedForward(attached, own_forward(attached), recipes, replan))
+    attached = model if in_place else _copy(model)
+    set_forward(attached, PlannedForward(attached, own_forward(attached), recipes, replan))
     return attached
 
 
@@ -83,34 +73,23 @@ def detach(model: nn.Module) -> None:
     take_down(model)
 
 
-def _found(model: nn.Module) -> Callable[[str], nn.Module | None]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return modules.get
+def _copy(model: nn.Module) -> nn.Module:
+    """A shallow copy of a model, which shares all but modules that have a stand-in, and what holds
+    them."""
+    copies = {"": _shallow(model)}
 
-
-class _Copies:
-    """Shallow copies of a model and of modules in it, which share all that is not copied; what
-    stands in for a forward is left out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.root = _shallow(model)
-        self._copies = {"": self.root}
-        for path, module in model.named_modules():
-            if isinstance(vars(module).get("forward"), StandIn):
-                self.module(path)
-
-    def module(self, path: str) -> nn.Module | None:
-        """The copy of the module at `path`, for which those around it are copied too; `None` where
-        there is none."""
-        if path not in self._copies:
+    def copy_of(path: str) -> nn.Module:
+        if path not in copies:
             outer, _, name = path.rpartition(".")
-            parent = self.module(outer)
-            own = None if parent is None else parent._modules.get(name)
-            if parent is None or own is None:
-                return None
-            self._copies[path] = _shallow(own)
-            parent.__dict__["_modules"] = {**parent._modules, name: self._copies[path]}
-        return self._copies[path]
+            parent = copy_of(outer)
+            copies[path] = _shallow(getattr(parent, name))
+            parent.__dict__["_modules"] = {**parent._modules, name: copies[path]}
+        return copies[path]
+
+    for path, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), StandIn):
+            copy_of(path)
+    return copies[""]
 
 
 def _shallow(module: nn.Module) -> nn.Module:

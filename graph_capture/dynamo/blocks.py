@@ -56,6 +56,11 @@ def find_blocks(model: nn.Module, regions: str | Sequence[str]) -> tuple[str, ..
     return tuple(chosen)
 
 
+def has_repeated_blocks(model: nn.Module) -> bool:
+    """Whether `find_blocks` finds any by itself."""
+    return next(_repeated(model, ""), None) is not None
+
+
 def _repeated(module: nn.Module, path: str) -> Iterator[str]:
     kinds = Counter(type(child) for child in module.children())
     for name, child in module.named_children():

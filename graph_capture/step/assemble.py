@@ -21,6 +21,7 @@ from graph_capture.joint_graph.outline import outline
 from graph_capture.op_costs.costs import OpCost
 from graph_capture.plain_step.loss import LossFootprint
 from graph_capture.step.regions import RegionUse
+from graph_capture.torch_compat import AUTOGRAD_HOLDS_COTANGENTS
 from graph_capture.training_graph import (
     LOSS_BACKWARD,
     Buffer,
@@ -211,9 +212,19 @@ class _Assembly:
         start = len(self.ops)
         for op in lowered.ops[lowered.num_forward:]:
             self._op(number, op)
+        if AUTOGRAD_HOLDS_COTANGENTS and len(self.ops) > start:
+            self._hold_to_last_op({self.index[number, storage] for storage
+                                   in lowered.cotangent_storages if storage is not None})
         for storage, primal in lowered.gradient_storages:
             self._hand_over_gradient(number, storage, primal)
         return range(start, len(self.ops))
+
+    def _hold_to_last_op(self, buffers: set[int]) -> None:
+        """Keep these buffers, which are not to be reused, until the last op so far has run."""
+        last = self.ops[-1]
+        self.ops[-1] = replace(
+            last, inputs=tuple(dict.fromkeys((*last.inputs, *sorted(buffers)))),
+            inplace=tuple(buffer for buffer in last.inplace if buffer not in buffers))
 
     def _receive_gradient(self, number: int, position: int, storage: int) -> None:
         """The gradient of an output that only later regions read: theirs, summed by autograd."""

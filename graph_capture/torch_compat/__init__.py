@@ -4,6 +4,9 @@ What is imported here is not covered by torch's compatibility promise.  Each ent
 for; nothing else in the product touches a private name of torch.
 """
 
+from graph_capture.torch_compat.compilation import (
+    AUTOGRAD_HOLDS_COTANGENTS as AUTOGRAD_HOLDS_COTANGENTS,
+)
 from graph_capture.torch_compat.compilation import BackendCompilerFailed as BackendCompilerFailed
 from graph_capture.torch_compat.compilation import BoxedCodeGen as BoxedCodeGen
 from graph_capture.torch_compat.compilation import HigherOrderOperator as HigherOrderOperator

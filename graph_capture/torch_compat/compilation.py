@@ -54,6 +54,11 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
                         inference_compiler=forward_compiler, partition_fn=partition)
 
 
+AUTOGRAD_HOLDS_COTANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
+"""Whether what flows into a compiled backward stays allocated until that ends (torch before 2.13),
+or only until its last use."""
+
+
 @contextlib.contextmanager
 def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     """Settings under which models are captured and applied; the user's own are restored after.
@@ -80,6 +85,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             enable_autograd_cache=False, debug_assert=False,
             donated_buffer=donated_buffers and functorch_config.donated_buffer,
         ),
+        _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot log a set of functions
     ):
         yield
 
@@ -95,7 +101,14 @@ _LOG_METHODS = frozenset({
 def quiet_fake_tensors() -> Iterator[None]:
     """Keep torch from logging a traceback where an op refuses fake tensors or the model asks for a
     tensor's value: the error that follows says the same, and reaches the user as one line."""
-    levels = {name: logging.getLogger(name).level for name in _TALKATIVE}
+    with _quiet("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor"):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Inside, these loggers say what is critical only."""
+    levels = {name: logging.getLogger(name).level for name in names}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -103,9 +116,6 @@ def quiet_fake_tensors() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-
-
-_TALKATIVE = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
 
 
 def wrapping_data_parallel() -> nn.Module | None:

@@ -4,8 +4,8 @@ Code that decides by a value (`if x.sum() > 0`), or logs one (`x.max().item()`),
 without data.  One call without gradients, which takes little memory, gives the values; random state
 and buffers are as before afterwards, so that a call which follows asks for the same ones.
 
-Blind spots: what else the model's code changes when it is called (a counter of its own) has changed
-once more; a value that is read behind the dispatcher's back (`tolist`) is not seen.
+Blind spots: those of `graph_capture.model_state`; a value that is read behind the dispatcher's back
+(`tolist`) is not seen.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_capture.model_state import remembered_state
 from graph_capture.torch_compat import TorchDispatchMode
 from graph_capture.twins.data_less import VALUE_OPS
 
 
 def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Any, ...]:
     """The values that `call`, which calls the model, asks for, in order."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    recorder = _ValueRecorder()
-    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices), torch.no_grad():
-        try:
-            with recorder:
-                call()
-        finally:
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    recorder, restore = _ValueRecorder(), remembered_state(model)
+    try:
+        with torch.no_grad(), recorder:
+            call()
+    finally:
+        restore()
     return tuple(recorder.values)
 
 

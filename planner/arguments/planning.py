@@ -149,16 +149,17 @@ class Planning:
         return cast(PlanArguments, chosen)
 
 
-def takes_planning(*, without: Collection[str] = ()) -> Callable[[F], F]:
+def takes_planning(*, without: Collection[str] = (), **defaults: Any) -> Callable[[F], F]:
     """Shows the fields of `Planning` in the signature of a function, but for some, in place of
-    `**arguments`."""
+    `**arguments`; with other `defaults` where the function has its own."""
 
     def complete(function: F) -> F:
         signature = inspect.signature(function)
         own = [parameter for parameter in signature.parameters.values()
                if parameter.kind is not parameter.VAR_KEYWORD]
         taken = [inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY,
-                                   default=each.default, annotation=each.type)
+                                   default=defaults.get(each.name, each.default),
+                                   annotation=each.type)
                  for each in fields(Planning) if each.name not in without]
         vars(function)["__signature__"] = signature.replace(parameters=own + taken)
         return function

@@ -20,7 +20,7 @@ import gc
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -30,10 +30,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from apply.blocks import code_of
 from apply.errors import PlanMismatch
-from apply.planned_code import PlannedCode
 from apply.planned_forward import CountingForward, can_be_pickled
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import output_tensors
 from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss
@@ -41,7 +42,7 @@ from graph_capture.torch_compat import active_modes, pytree
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
 from planner.attached.call import CallCircumstances
-from planner.attached.known import GraphPlanner, Known
+from planner.attached.known import GraphPlanner, Known, regions_under_wrappers
 from planner.attached.optimizers import observe
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
@@ -60,6 +61,8 @@ class Settings:
     on_new: OnNew = "replan"
     given: Plan | None = None
     """A saved plan."""
+    regions: str | Sequence[str] | None = None
+    """What is compiled as one piece; `None`: what suits the wrappers of the model."""
 
 
 class PlannedGraph:
@@ -80,8 +83,7 @@ class PlannedGraph:
     def adopt(self, module: nn.Module, plan: Plan) -> None:
         """Run under this plan from here on."""
         self.plan = plan
-        self.code = PlannedCode(type(module).__name__, module, plan.recipe)
-        self.code.keep_going = True
+        self.code = code_of(module, plan.recipe)
 
     def may_serve(self, call: CallCircumstances) -> bool:
         """Whether the plan may be for this call; its digests decide."""
@@ -177,10 +179,14 @@ class PlanningForward(CountingForward):
             if not graph.may_serve(call):
                 continue
             self._bring_up_to_date(graph, call, has_gradients, args, kwargs)
+            # What does not fit may show when a part has run; then another is tried from the start.
+            restore = None if graph is known else remembered_state(self.__self__)
             try:
-                return graph, self._run(graph, args, kwargs)
+                return graph, self._run(graph, args, kwargs, keep_going=graph is known)
             except PlanMismatch as error:
-                if graph.code.has_begun:  # random state and buffers may have changed
+                if restore is not None:
+                    restore()
+                elif graph.code.has_begun:  # random state and buffers may have changed
                     raise
                 refusal = str(self.explained(graph.plan.recipe, error, args, kwargs))
         if self.graphs and self.settings.on_new == "refuse":
@@ -189,9 +195,12 @@ class PlanningForward(CountingForward):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
         graph = self._new_graph(call, has_gradients, args, kwargs)
-        return graph, self._run(graph, args, kwargs)
+        return graph, self._run(graph, args, kwargs, keep_going=True)
 
-    def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+             keep_going: bool) -> Any:
+        """`keep_going`: where a part has run, one that is not the plan's does not end the step."""
+        graph.code.keep_going = keep_going
         args, kwargs = with_distinct_tensors(
             args, {**dict(graph.plan.recipe.overrides), **kwargs})
         before = graph.code.compilations
@@ -214,7 +223,9 @@ class PlanningForward(CountingForward):
         """Capture and plan a step that no plan serves."""
         settings, module = self.settings, self.__self__
         with self._planning():
-            planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit)
+            regions = settings.regions or regions_under_wrappers(module)
+            planner = GraphPlanner(module, args, kwargs,
+                                   replace(settings.planning, regions=regions), settings.limit)
             known = self._known(planner, None, has_gradients)
             if known is not None:
                 plan = planner.plan(known)

@@ -24,6 +24,7 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from apply.circumstances import circumstances_of, tensor_keys
@@ -34,6 +35,7 @@ from graph_capture.completed import (
     with_optimizer,
     with_seen_loss,
 )
+from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import wrapping_data_parallel
 from graph_capture.twins.asked_values import asked_values
@@ -184,6 +186,16 @@ class GraphPlanner:
                        circumstances=self._circumstances,
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1)
+
+
+def regions_under_wrappers(model: nn.Module) -> str:
+    """What is best compiled as one piece: under data parallelism the repeated blocks, if there are
+    any, since one graph would hand over all gradients at its end, with nothing left to do while
+    they are sent."""
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if not sharded and wrapping_data_parallel() is None:
+        return WHOLE_MODEL
+    return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
 
 
 def _bucket_bytes(model: nn.Module) -> int:

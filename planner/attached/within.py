@@ -25,7 +25,7 @@ from planner.plans.plan import Plan
 M = TypeVar("M", bound=nn.Module)
 
 
-@takes_planning(without=("autocast",))
+@takes_planning(without=("autocast",), regions=None)
 def within(model: M, budget: int | str | None = None, *, budget_gb: float | None = None,
            on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
            **arguments: Unpack[PlanArguments]) -> M:
@@ -45,6 +45,9 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
     Args:
         model: an `nn.Module`, or a wrapper of torch's or accelerate's around one.
         budget, budget_gb: as for `planner.plan`; a percentage is of the peak of the plain step.
+        regions: as for `planner.plan`; `None`: the whole model, or, where it is wrapped by
+            DistributedDataParallel or `fully_shard`, its repeated blocks, so that communication
+            overlaps with the backward.
         on_new: what a step that no plan serves does: `"replan"`: it is planned; `"refuse"`: it
             raises `PlanMismatch`.
         plan: a saved plan, or its path, which is taken instead of planning where it fits.
@@ -56,15 +59,13 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
     where nothing fits, and `CaptureError` where it cannot be captured, before it has run.
     """
     limit = parse_budget(budget_gb, budget)
+    regions = arguments.pop("regions", None)
     planning = Planning.of(within, arguments)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
                         "must be called first")
     if on_new not in ("replan", "refuse"):
         raise ValueError(f'on_new must be "replan" or "refuse", got {on_new!r}')
-    if planning.regions != "model":
-        raise ValueError(f"regions={planning.regions!r}: within plans the model as one piece so "
-                         "far; for blocks make a plan with planner.plan and apply it")
     given = load(plan) if isinstance(plan, str | PathLike) else plan
     if given is not None and not isinstance(given, Plan):
         raise TypeError("plan must be a planner.Plan or the path of a saved one, got "
@@ -73,7 +74,7 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
             given.peak_bytes > limit.size_bytes):
         raise ValueError(f"the plan that was given peaks at {given.peak_bytes:,} bytes, more than "
                          f"the budget of {limit.size_bytes:,} bytes; plan anew, or leave it out")
-    settings = Settings(planning, limit, on_new, given)
+    settings = Settings(planning, limit, on_new, given, regions)
     target = _unwrapped(model)
     standing = _standing(target)
     if standing is not None:

@@ -77,14 +77,13 @@ def test_equal_decisions_are_compiled_once(layers):
     assert matched.call_count == 1
 
 
-def test_the_applied_model_shares_everything_but_the_blocks_code():
+def test_the_applied_model_shares_everything_and_leaves_the_blocks_as_they_are():
     case = language_model(layers=3)
     fields = {name: set(vars(module)) for name, module in case.model.named_modules()}
     model = plan_within(prepared(case), None).apply(case.model)
     assert list(model.state_dict()) == list(case.model.state_dict())
     assert [id(p) for p in model.parameters()] == [id(p) for p in case.model.parameters()]
-    assert model.blocks[0] is not case.model.blocks[0]
-    assert model.blocks[0].qkv is case.model.blocks[0].qkv
+    assert model.blocks[0] is case.model.blocks[0]
     train(model, case)
     assert {name: set(vars(module)) for name, module in case.model.named_modules()} == fields
     with torch.no_grad():
@@ -148,8 +147,49 @@ def test_blocks_are_the_outermost_repeated_modules():
         find_blocks(Pairs(), "layer.*")
 
 
-def test_what_does_not_go_with_blocks_is_refused():
-    case = language_model(layers=2)
-    plan = plan_within(prepared(case), None)
-    with pytest.raises(ValueError, match="replan"):
-        plan.apply(case.model, replan=lambda model, inputs: plan)
+def test_other_inputs_are_planned_anew_by_blocks_too():
+    small, large = language_model(layers=2, batch=2), language_model(layers=2, batch=4)
+    large = large._replace(model=small.model)
+    sizes: list[int] = []
+
+    def replan(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> planner.Plan:
+        sizes.append(len(inputs[0]))
+        return plan_within(prepared(large), None)
+
+    model = plan_within(prepared(small), None).apply(small.model, replan=replan)
+    for case in (small, large, small, large):
+        assert train(model, case).distance(reference(case)) <= 1e-6
+    assert sizes == [4]
+    assert planner.steps_of(model).planned == 8
+
+
+class DropsFirst(nn.Module):
+    """What comes before the blocks draws random numbers and updates a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_step_that_a_plan_turns_out_not_to_serve_begins_anew():
+    torch.manual_seed(0)
+    model = DropsFirst()
+    plain = copy.deepcopy(model)
+    applied = planner.plan(model, torch.randn(4, 8), regions="blocks").apply(
+        model, replan=lambda model, inputs: planner.plan(model, inputs, regions="blocks"))
+    for size in (4, 6, 4, 6):
+        x = torch.randn(size, 8)
+        state = torch.get_rng_state()
+        expected = plain(x)
+        torch.set_rng_state(state)
+        assert torch.equal(applied(x), expected)
+    assert all(map(torch.equal, model.buffers(), plain.buffers()))
+    assert planner.steps_of(applied).planned == 4

@@ -338,6 +338,19 @@ def test_a_pickle_keeps_what_was_asked_for():
     assert planner.plan_of(loaded).recompute_flops > 0
 
 
+def test_by_blocks():
+    batches = [batch(size, seed=size) for size in (16, 8, 20, 16)]
+    plain, plain_peaks = train(model(), batches)
+    budget = budget_of(plain_peaks, 0.8)
+    net = planner.within(model(), budget, time_limit=1, regions="blocks")
+    found, peaks = train(net, batches)
+    assert found == plain
+    assert max(peaks) <= budget < max(plain_peaks)
+    plan = planner.plan_of(net)
+    assert len(plan.recipe.blocks) == 2 and plan.recompute_flops > 0
+    assert plans_of(net).steps.planned == 4
+
+
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     ({"budget": "8 apples"}, ValueError, "unknown unit"),
     ({"budget": 1, "budget_gb": 1}, ValueError, "not both"),
