@@ -12,6 +12,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.tracker import MemoryTracker, Workspace
-from graph_capture.torch_compat import pytree
+from graph_capture.torch_compat import pytree, storage_key
 from graph_capture.twins.fake import FakeTwin
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -38,6 +39,20 @@ class Objective:
         torch.autograd.backward(self.roots, self.seeds)
 
 
+class Until(StrEnum):
+    """How long a tensor of the output is there, if the caller lets the output go; the later comes
+    last."""
+
+    LOSS = "loss"
+    """Until the loss is made of it."""
+    LOSS_BACKWARD = "loss backward"
+    """Until the backward of the loss, which needs it."""
+    MODEL_BACKWARD = "model backward"
+    """Until the backward of the model, if that needs it; otherwise to the end of the step."""
+    END = "end"
+    """To the end of the step: it is the loss, or is held all the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputGradient:
     """Whether the loss reaches a tensor of the output."""
@@ -45,6 +60,7 @@ class OutputGradient:
     flows: bool
     size_bytes: int
     """Of the cotangent; 0 if none flows."""
+    until: Until = Until.END
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +143,29 @@ def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
     tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
                             resident=(*tensors, *twin.fake_of.values()))
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    saved: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.add(storage_key(tensor))
+        return tensor
+
     with twin.mode, tracker:
-        goal = objective(output, loss_fn)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            goal = objective(output, loss_fn)
         forward_peak, retained = tracker.peak_bytes, tracker.live_bytes
         tracker.restart_peak()
         tracker.start_of_backward()
         gradients = torch.autograd.grad(goal.roots, wanted, goal.seeds, allow_unused=True)
     tracker.close()
     gradient_of = dict(zip(map(id, wanted), gradients, strict=True))
+    losses = {storage_key(root) for root in goal.roots}
 
     def gradient(tensor: torch.Tensor) -> OutputGradient:
-        found = gradient_of.get(id(tensor))
-        return OutputGradient(found is not None, 0 if found is None else allocated_bytes(
-            found.untyped_storage().nbytes(), twin.device))
+        found, key = gradient_of.get(id(tensor)), storage_key(tensor)
+        return OutputGradient(
+            found is not None,
+            0 if found is None else allocated_bytes(found.untyped_storage().nbytes(), twin.device),
+            Until.END if key in losses else Until.LOSS_BACKWARD if key in saved else Until.LOSS)
 
     return LossFootprint(retained, forward_peak, tracker.peak_bytes,
                          tuple(gradient(tensor) for tensor in tensors),

@@ -33,9 +33,11 @@ from graph_capture.completed import (
     with_earlier_gradients,
     with_held,
     with_optimizer,
+    with_output_let_go,
     with_seen_loss,
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
+from graph_capture.plain_step.loss import Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import wrapping_data_parallel
 from graph_capture.twins.asked_values import asked_values
@@ -71,6 +73,9 @@ class Known:
     """Whether gradients are there before the step."""
     loss: SeenLoss | None
     """The loss outside of the model; `None`: it is inside, or the user gave it."""
+    lives: tuple[Until, ...] | None = None
+    """Where there is no such loss: how long each tensor of the output is there; `None`: it is taken
+    to be held."""
 
 
 class GraphPlanner:
@@ -102,6 +107,11 @@ class GraphPlanner:
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         self._circumstances = circumstances_of(model, args, kwargs)
 
+    @property
+    def output_tensors(self) -> int:
+        """How many tensors the model returns."""
+        return len(self._step.outputs)
+
     def leaves_out_outputs(self, seen: SeenLoss) -> bool:
         """Whether the loss reaches other outputs than the graph was captured for."""
         return [gradient.flows for gradient in seen.outputs] != [
@@ -120,14 +130,15 @@ class GraphPlanner:
         return self._guessed_loss(_LOSS_GUESSES[0])
 
     def _guessed_loss(self, multiple: int) -> SeenLoss:
-        outputs = self._step.baseline.loss.outputs
+        outputs = tuple(replace(each, until=Until.END)
+                        for each in self._step.baseline.loss.outputs)
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
         return SeenLoss(multiple * size_bytes + 8, 8, outputs)
 
     def plan(self, known: Known) -> Plan:
         """The plan for a step of which all is known; raises `InfeasibleBudget`."""
         started = time.monotonic()
-        prepared = self._prepared(known.optimizers, known.accumulates, known.loss)
+        prepared = self._prepared(known.optimizers, known.accumulates, known.loss, known.lives)
         left = self._planning.time_limit - (time.monotonic() - started)
         return self._within(prepared, max(left, self._planning.time_limit / 2))
 
@@ -167,7 +178,8 @@ class GraphPlanner:
                            Effort(solver=self._planning.solver, time_limit=seconds))
 
     def _prepared(self, optimizers: tuple[ref[Optimizer], ...] | str | None, accumulates: bool,
-                  loss: SeenLoss | None) -> PreparedStep:
+                  loss: SeenLoss | None, lives: tuple[Until, ...] | None = None
+                  ) -> PreparedStep:
         planning, step = self._planning, self._step
         if loss is not None and self._partial is not None:
             step = with_held(step, loss.held_bytes)
@@ -175,6 +187,12 @@ class GraphPlanner:
             if self._with_loss is None or self._with_loss[0] != loss:
                 self._with_loss = loss, with_seen_loss(step, loss)
             step = self._with_loss[1]
+        if loss is not None:
+            step = with_output_let_go(step, [each.until for each in loss.outputs])
+        elif lives is not None:
+            step = with_output_let_go(step, [
+                max(until, each.until, key=[*Until].index)
+                for until, each in zip(lives, step.outputs, strict=True)])
         if planning.optimizer is None:
             alive = optimizers if optimizers is None or isinstance(optimizers, str) else tuple(
                 found for each in optimizers if (found := each()) is not None)

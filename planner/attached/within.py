@@ -25,7 +25,7 @@ from planner.plans.plan import Plan
 M = TypeVar("M", bound=nn.Module)
 
 
-@takes_planning(without=("autocast",), regions=None)
+@takes_planning(without=("autocast", "output"), regions=None)
 def within(model: M, budget: int | str | None = None, *, budget_gb: float | None = None,
            on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
            **arguments: Unpack[PlanArguments]) -> M:
@@ -51,7 +51,7 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
         on_new: what a step that no plan serves does: `"replan"`: it is planned; `"refuse"`: it
             raises `PlanMismatch`.
         plan: a saved plan, or its path, which is taken instead of planning where it fits.
-        **arguments: as for `planner.plan`, but for `autocast`, which is that of each call.
+        **arguments: as for `planner.plan`, but for `autocast` and `output`, which are seen.
             `optimizer`, `loss_fn` and `accumulation` need not be given, and are counted from the
             first step on where they are.
 
