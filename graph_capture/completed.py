@@ -5,9 +5,9 @@ there before it, or on how much memory the caller's loss takes; the account of i
 are put in place afterwards, without capturing again; the plain step, with which a plan is compared,
 is traced anew.
 
-Blind spots: a loss that leaves out differentiable outputs gives another graph, and needs another
-capture (with `ReplayedLoss`).  Between regions of a broken graph the loss is part of what was
-recorded there, and what was seen comes on top.
+Blind spots: a loss that leaves out differentiable outputs gives another graph, and one that comes
+behind several graphs is part of what was recorded between them: both need another capture (with
+`ReplayedLoss`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def with_seen_loss(step: CapturedStep, seen: SeenLoss) -> CapturedStep:
     """The step, captured without a loss, with the memory of the one that was seen."""
     loss = ReplayedLoss(seen)
     baseline = _traced(step, loss, ()) or step.baseline
+    later = step.later and (_traced(step, loss, baseline.with_gradient) or step.later)
     return replace(
         step, forms=tuple(replace(form, graph=_with_loss(form.graph, seen))
                           for form in step.forms),
-        baseline=baseline, tracing=replace(step.tracing, loss_fn=loss))
+        baseline=baseline, later=later, tracing=replace(step.tracing, loss_fn=loss))
 
 
 def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedStep:

@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import torch
 
+from graph_capture.torch_compat import begin_stage as begin_stage
 from graph_capture.torch_compat import cpu_allocations, cpu_allocations_in_stages
 
 _CUDA_GRANULE_BYTES = 512
@@ -75,7 +76,8 @@ def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRec
     """Run functions one after the other on the CPU and measure each.
 
     Peaks and ends are those of each stage, above what was allocated when the first one began; so
-    what one stage leaves counts in the next.  Raises `RuntimeError` while a profiler is running.
+    what one stage leaves counts in the next.  Code that runs inside may begin further stages, by
+    `begin_stage()`.  Raises `RuntimeError` while a profiler is running.
     """
     gc.collect()
     level = 0

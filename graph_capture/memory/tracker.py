@@ -44,7 +44,10 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self._workspace, self._device, self._trace_device = workspace, device, trace_device
         self._module_of_op = module_of_op
-        self._resident = {storage_key(tensor) for tensor in resident}
+        # By key, as long as they live: later another storage may be where one was.
+        self._resident: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in resident:
+            self._leave_out(tensor)
         self._number_of: dict[int, int] = {}  # key of a live storage -> its number
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: list[int] = []  # by number; workspace has a number too
@@ -67,8 +70,13 @@ class MemoryTracker(TorchDispatchMode):
 
     def follow(self, tensor: torch.Tensor) -> None:
         """From here on a tensor that was made out of sight counts, too."""
-        self._resident.discard(storage_key(tensor))
+        self._resident.pop(storage_key(tensor), None)
         self._follow(tensor)
+
+    def _leave_out(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        self._resident[key] = weakref.ref(
+            tensor.untyped_storage(), lambda _: self._resident.pop(key, None))
 
     def restart_peak(self) -> None:
         """Forget the peak so far."""

@@ -3,7 +3,8 @@
 The model of the world: that depends on the op, the shapes, strides and dtypes of its tensors, its
 other arguments, the device, the torch version and the number of threads, and on nothing else.  So
 it is measured by running the op alone on throw-away tensors, once per such signature, and kept.
-Ops whose kernels are known to need nothing are not run.
+Ops whose kernels are known to need nothing are not run; those that may not bear made-up operands
+run in a process of their own (`graph_capture.op_costs.isolated`).
 
 Where an op cannot be run (no such device here, too large for the memory that is free, an error,
 an op that is not torch's own) a margin stands in, and the op's name is added to `assumed`:
@@ -31,6 +32,7 @@ from graph_capture.op_costs.cache import OpCache, cache_directory
 from graph_capture.op_costs.devices import device_model
 from graph_capture.op_costs.flops import op_flops
 from graph_capture.op_costs.free_memory import free_bytes
+from graph_capture.op_costs.isolated import IsolatedProbe, Layout, is_trusted
 from graph_capture.torch_compat import OpOverload, no_active_modes, pytree, storage_key
 
 _SAFE_FRACTION = 0.25
@@ -43,18 +45,15 @@ _CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "_convolution"
 _MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _FREE = frozenset({
     "clone", "copy", "copy_", "empty", "empty_like", "empty_strided", "new_empty",
-    "new_empty_strided", "full", "full_like", "zeros", "zeros_like", "ones_like", "new_zeros",
-    "new_full", "fill_", "zero_", "arange", "scalar_tensor", "lift_fresh_copy", "slice_backward",
-    "select_backward", "_unsafe_view", "view", "_local_scalar_dense", "_foreach_zero_"})
+    "new_empty_strided", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like",
+    "new_ones", "new_zeros", "new_full", "fill_", "zero_", "arange", "scalar_tensor",
+    "lift_fresh_copy", "slice_backward", "select_backward", "_unsafe_view", "view",
+    "_local_scalar_dense", "_foreach_zero_"})
 """Kernels that write their result, if any, and allocate nothing else, for every layout."""
 _FREE_IF_CONTIGUOUS = frozenset({
     "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
     "nll_loss_forward", "nll_loss_backward", "embedding"})
 """Such kernels, but for copies of operands that are not contiguous."""
-
-
-_Measurement = Callable[[Callable[[], Any], Callable[[], None]], float]
-"""Of what its first argument does; the second one puts the operands' numbers back."""
 
 
 class OpProbe:
@@ -70,6 +69,7 @@ class OpProbe:
         self.untimed: set[str] = set()
         """Names of the ops whose duration was asked for and could not be measured."""
         self._enabled = probe and _at_hand(self.device)
+        self._isolated = IsolatedProbe(self.device)
         self._cache = OpCache(_environment(self.device) if self._enabled else "",
                               (directory or cache_directory()) if self._enabled else None)
 
@@ -88,7 +88,7 @@ class OpProbe:
         known = self._cache.get(key)
         if known is not None:
             return int(known)
-        measured = self._measure(target, args, kwargs, inputs, outputs, self._workspace)
+        measured = self._measure(target, args, kwargs, inputs, outputs, "workspace")
         if measured is None:
             self.assumed.add(str(target))
             return self._margin(target, inputs, outputs)
@@ -103,7 +103,7 @@ class OpProbe:
         if known is not None:
             return known
         measured = self._measure(target, args, kwargs, strided_tensors((args, kwargs)),
-                                 strided_tensors(out), self._duration)
+                                 strided_tensors(out), "seconds")
         if measured is None:
             self.untimed.add(str(target))
             return None
@@ -123,28 +123,38 @@ class OpProbe:
         if known is not None or not self._enabled:
             return known
         measured = self._run_alone(function, args, kwargs, strided_tensors((args, kwargs)),
-                                   self._duration)
+                                   "seconds")
         if measured is not None:
             self._cache.put(_kernel_key(text, args, kwargs), measured)
         return measured
 
     def _measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  inputs: list[torch.Tensor], outputs: list[torch.Tensor],
-                 measurement: _Measurement) -> float | None:
-        """`measurement` of a run of the op on throw-away tensors; `None` if it cannot be run."""
+                 quantity: str) -> float | None:
+        """A quantity of a run of the op on throw-away tensors; `None` if it cannot be run."""
         if not self._enabled or target.namespace not in ("aten", "prims"):
             return None
         if self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS:
             return None
-        return self._run_alone(lambda: target, args, kwargs, [*inputs, *outputs], measurement)
+        if is_trusted(target) or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
+            return self._run_alone(lambda: target, args, kwargs, [*inputs, *outputs], quantity)
+        if not self._has_room([*inputs, *outputs]):
+            return None
+        return self._isolated.measure(target, args, kwargs, quantity)
+
+    def measure_here(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                     quantity: str) -> float | None:
+        """A quantity of an op whose tensors are given as layouts."""
+        return self._run_alone(lambda: target, args, kwargs, [], quantity)
 
     def _run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
-                   kwargs: Mapping[str, Any], tensors: list[torch.Tensor],
-                   measurement: _Measurement) -> float | None:
-        """`measurement` of a run of `function()` on throw-away tensors; `None` if that fails, or
-        takes too much memory: that of `tensors`."""
-        if sum(map(_extent_bytes, tensors)) > _SAFE_FRACTION * free_bytes(self.device):
+                   kwargs: Mapping[str, Any], tensors: list[torch.Tensor], quantity: str
+                   ) -> float | None:
+        """A quantity of a run of `function()` on throw-away tensors; `None` if that fails, or takes
+        too much memory: that of `tensors`."""
+        if not self._has_room(tensors):
             return None
+        measurement = {"workspace": self._workspace, "seconds": self._duration}[quantity]
         with no_active_modes(), torch.no_grad(), _random_state_kept(self.device):
             try:
                 real = _Materializer(self.device)
@@ -153,6 +163,10 @@ class OpProbe:
                 return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
             except Exception:  # an op may refuse made-up values in any way that it likes
                 return None
+
+    def _has_room(self, tensors: list[torch.Tensor]) -> bool:
+        return (sum(map(_extent_bytes, tensors))
+                <= _SAFE_FRACTION * free_bytes(self.device))
 
     def _estimated_seconds(self, target: OpOverload, args: tuple[Any, ...],
                            kwargs: Mapping[str, Any], outputs: list[torch.Tensor]) -> float:
@@ -237,10 +251,11 @@ class _Materializer:
         return pytree.tree_map(self._leaf, value)
 
     def _leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor | Layout):
             if id(leaf) not in self._made:
                 self._made[id(leaf)] = (
-                    self._sparse(leaf) if is_sparse(leaf) else self._real(leaf))
+                    self._sparse(leaf) if isinstance(leaf, torch.Tensor) and is_sparse(leaf)
+                    else self._real(leaf))
             return self._made[id(leaf)]
         if isinstance(leaf, torch.device):
             return self._device
@@ -254,7 +269,7 @@ class _Materializer:
                                        known.shape, check_invariants=False)
         return made._coalesced_(known.is_coalesced())
 
-    def _real(self, fake: torch.Tensor) -> torch.Tensor:
+    def _real(self, fake: torch.Tensor | Layout) -> torch.Tensor:
         count = _extent(fake)
         if fake.dtype.is_floating_point or fake.dtype.is_complex:
             # A small random pattern, repeated: random numbers cost more than most ops.
@@ -270,11 +285,11 @@ def _ints(sizes: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def _strides(tensor: torch.Tensor | Layout) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _extent(tensor: torch.Tensor | Layout) -> int:
     """Elements from the first to the last that the tensor reaches."""
     if any(size == 0 for size in tensor.shape):
         return 0

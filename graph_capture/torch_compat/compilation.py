@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -69,6 +70,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
       forbid `retain_graph=True`, only where asked for: as the user set them.
     - One code object may be compiled for many models and plans.
     - Under DistributedDataParallel the graph is not cut at the buckets.
+    - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
     """
     loggers = {method for name in _LOG_METHODS
                if callable(method := getattr(logging.Logger, name, None))}
@@ -78,6 +80,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             suppress_errors=False,
             recompile_limit=max(dynamo_config.recompile_limit, 256),
             accumulated_recompile_limit=max(dynamo_config.accumulated_recompile_limit, 4096),
+            allow_rnn=True,
             automatic_dynamic_shapes=False,
             optimize_ddp=False,
         ),
@@ -122,6 +125,14 @@ def wrapping_data_parallel() -> nn.Module | None:
     """The DistributedDataParallel whose forward is running, if any."""
     running: nn.Module | None = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     return running
+
+
+def sharded_module(model: nn.Module) -> str | None:
+    """The first of a model's modules to which `fully_shard` was applied, if any."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes a while to import
+    return None if fsdp is None else next(
+        (name or type(model).__name__ for name, module in model.named_modules()
+         if isinstance(module, fsdp.FSDPModule)), None)
 
 
 def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,12 +16,12 @@ require(__name__)
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomPassBase
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from graph_capture.torch_compat.compilation import OpOverload
 
-# Only a pass of the newer class lets Inductor cache; where torch has none, it is not looked for.
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomPassBase)
+# Only with a pass of this class does Inductor cache.
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 
 class KernelOrder(_SchedulerPass):
@@ -84,7 +84,7 @@ class KernelOrder(_SchedulerPass):
         mine = ("checkpoint-planner: order of kernels 3", self._strict)
         if self._of_user is None:
             return mine
-        if not isinstance(self._of_user, CustomPassBase):
+        if not isinstance(self._of_user, _SchedulerPass):
             return None
         return (*mine, self._of_user.uuid())
 

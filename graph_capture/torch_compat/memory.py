@@ -118,7 +118,8 @@ def cpu_allocations(fn: Callable[[], object]) -> list[int]:
 def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[list[int]]:
     """`cpu_allocations` of functions that run one after the other, for each of them.
 
-    What one of them allocates and a later one releases is seen, as in a single run.
+    What one of them allocates and a later one releases is seen, as in a single run.  Where one of
+    them calls `begin_stage`, another begins.
     """
     if torch.autograd._profiler_enabled():
         raise RuntimeError("cannot measure allocations while a profiler is running; stop it first")
@@ -132,8 +133,7 @@ def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[li
         try:
             for number, stage in enumerate(stages):
                 if number:
-                    with torch.autograd.profiler.record_function(_STAGE):
-                        pass
+                    begin_stage()
                 stage()
         finally:
             result = torch.autograd._disable_profiler()
@@ -151,6 +151,12 @@ def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[li
 
 
 _STAGE = "checkpoint-planner: next stage"
+
+
+def begin_stage() -> None:
+    """Mark, while allocations are recorded, that what follows is another stage."""
+    with torch.autograd.profiler.record_function(_STAGE):
+        pass
 
 
 @contextmanager

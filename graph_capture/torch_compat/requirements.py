@@ -29,9 +29,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "compilation": (
         "torch._dynamo.backends.common.aot_autograd("
         "fw_compiler=, bw_compiler=, inference_compiler=, partition_fn=)",
-        *_of("torch._dynamo.config", "accumulated_recompile_limit", "automatic_dynamic_shapes",
-             "ignore_logging_functions", "optimize_ddp", "patch", "recompile_limit",
-             "suppress_errors"),
+        *_of("torch._dynamo.config", "accumulated_recompile_limit", "allow_rnn",
+             "automatic_dynamic_shapes", "ignore_logging_functions", "optimize_ddp", "patch",
+             "recompile_limit", "suppress_errors"),
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.lookup_backend(name)",
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
@@ -47,6 +47,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch.utils._pytree", "tree_flatten(tree)", "tree_leaves(tree)",
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),
+    ),
+    "fake_kernels": (
+        "torch._meta_registrations._create_grouped_mm_output_tensor(a, b, offsets, dtype)",
+        "torch._subclasses.fake_impls.op_implementations_dict",
     ),
     "inductor": (
         *_of("torch._functorch.config", "activation_memory_budget", "patch"),
@@ -79,7 +83,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "kernel_order": (
         "torch._inductor.config._pre_fusion_custom_pass",
-        "torch._inductor.custom_graph_pass.CustomPassBase",
+        "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._inductor.dependencies.WeakDep(name, mutating_buf, is_fake=)",
         "torch._inductor.scheduler.Scheduler.compute_ancestors(self)",
         "torch._inductor.virtualized.V",

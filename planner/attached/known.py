@@ -7,8 +7,9 @@ AdamW with gradients of an earlier micro-step, a loss like the cross-entropy of 
 returns.
 
 The graph is captured once and planned again as more is known; only a loss that leaves out a
-differentiable output needs another capture.  Code that asks for values of tensors is called once
-without gradients to learn them (`graph_capture.twins.asked_values`).
+differentiable output, and one behind a step of several graphs, need another capture.  Code that
+asks for values of tensors is called once without gradients to learn them
+(`graph_capture.twins.asked_values`).
 
 Blind spots: what the loss takes is that of the first step; a loss that grows later is not seen.
 """
@@ -24,7 +25,6 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from apply.circumstances import circumstances_of, tensor_keys
@@ -37,15 +37,16 @@ from graph_capture.completed import (
     with_seen_loss,
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
+from graph_capture.errors import ValueAsked
 from graph_capture.plain_step.loss import Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import wrapping_data_parallel
-from graph_capture.twins.asked_values import asked_values
+from graph_capture.twins.asked_values import asked_values, no_smaller
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
-from planner.errors import CaptureError, InfeasibleBudget
+from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.planning import Effort, plan_within
@@ -82,12 +83,16 @@ class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None) -> None:
-        """Capture the step; raises `CaptureError`."""
+                 planning: Planning, limit: Budget | None,
+                 outgrown: GraphPlanner | None = None) -> None:
+        """Capture the step; raises `CaptureError`.  `outgrown`: what planned it before values made
+        its tensors larger."""
         self._planning, self._limit = planning, limit
+        self._answers: tuple[Any, ...] = () if outgrown is None else outgrown._answers
+        """What the code asked of the values of tensors."""
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
-        self._partial: SeenLoss | None = None  # the loss that the graph was captured with
+        self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
         self.loss_is_outside = self._step.baseline.loss.is_missing
         """Whether the caller makes the loss, by means that are not known."""
 
@@ -96,11 +101,11 @@ class GraphPlanner:
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report)
-            except CaptureError:
-                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
-                if not answers:
-                    raise
-                self._step = capture_call(model, args, kwargs, planning, report, answers=answers)
+            except ValueAsked:
+                asked = asked_values(model, lambda: model.forward(*args, **kwargs))
+                self._answers = no_smaller(asked, self._answers)
+                self._step = capture_call(model, args, kwargs, planning, report,
+                                          answers=self._answers)
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
         self._step = with_held(self._step, _bucket_bytes(model))
@@ -112,17 +117,21 @@ class GraphPlanner:
         """How many tensors the model returns."""
         return len(self._step.outputs)
 
-    def leaves_out_outputs(self, seen: SeenLoss) -> bool:
-        """Whether the loss reaches other outputs than the graph was captured for."""
+    def needs_capture_for(self, seen: SeenLoss) -> bool:
+        """Whether the account of a step with this loss takes another capture: it reaches other
+        outputs than the graph was captured for, or belongs to code between graphs, of which what
+        it takes is not told apart."""
+        if self._captured_with is None and len(self._step.graph.regions) > 1:
+            return True
         return [gradient.flows for gradient in seen.outputs] != [
             gradient.flows for gradient in self._step.baseline.loss.outputs]
 
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       seen: SeenLoss) -> None:
-        """Take the graph of a step with this loss, which leaves out some of the outputs."""
+        """Take the graph of a step with this loss."""
         self._capture(model, args, dict(kwargs),
                       replace(self._planning, loss_fn=ReplayedLoss(seen)))
-        self._partial, self._with_loss = seen, None
+        self._captured_with, self._with_loss = seen, None
 
     @property
     def assumed_loss(self) -> SeenLoss:
@@ -181,7 +190,7 @@ class GraphPlanner:
                   loss: SeenLoss | None, lives: tuple[Until, ...] | None = None
                   ) -> PreparedStep:
         planning, step = self._planning, self._step
-        if loss is not None and self._partial is not None:
+        if loss is not None and self._captured_with is not None:
             step = with_held(step, loss.held_bytes)
         elif loss is not None:
             if self._with_loss is None or self._with_loss[0] != loss:
@@ -210,8 +219,7 @@ def regions_under_wrappers(model: nn.Module) -> str:
     """What is best compiled as one piece: under data parallelism the repeated blocks, if there are
     any, since one graph would hand over all gradients at its end, with nothing left to do while
     they are sent."""
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if not sharded and wrapping_data_parallel() is None:
+    if wrapping_data_parallel() is None:
         return WHOLE_MODEL
     return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
 

@@ -32,7 +32,7 @@ def case() -> Case:
 
 def plan_of(case: Case, **options: object) -> planner.Plan:
     return planner.plan(case.model, case.inputs, **{
-        "loss_fn": case.loss_fn, "time_limit": 2, "budget": "90%", **options})
+        "loss_fn": case.loss_fn, "time_limit": 2, "budget": "95%", **options})
 
 
 @pytest.fixture(scope="module")

@@ -245,3 +245,36 @@ def test_a_kernel_that_writes_to_its_operands_sees_the_same_numbers_each_time(pr
     assert probe.seconds_of_function("shrink", lambda: shrink, (x,), {}) > 0
     assert len(seen) > 3
     assert all(torch.equal(numbers, seen[0]) for numbers in seen[1:])
+
+
+def lstm_backward():
+    """The call of the fused LSTM's backward as a trace without data makes it: with a reserve of no
+    bytes, which the kernel reads nevertheless."""
+    x, h = torch.randn(5, 2, 4), torch.randn(2, 3)
+    weights = torch.randn(12, 4), torch.randn(12, 3), torch.randn(12), torch.randn(12)
+    reserve = torch.empty(0, dtype=torch.uint8)
+    return aten.mkldnn_rnn_layer_backward.default, (
+        x, *weights, h, h, torch.randn(5, 2, 3), h, h, torch.randn(5, 2, 3), None, None, False, 2,
+        3, 1, True, True, False, [], False, reserve)
+
+
+def test_an_op_that_ends_its_process_is_assumed_and_others_are_still_measured(probe):
+    target, args = lstm_backward()
+    assert probed(probe, target, *args) == 0
+    assert probe.assumed == {"aten.mkldnn_rnn_layer_backward.default"}
+    values = torch.randn(64, 64)
+    assert probed(probe, aten.linalg_lu_factor_ex.default, values) == measured(
+        aten.linalg_lu_factor_ex.default, values)
+    assert probe.assumed == {"aten.mkldnn_rnn_layer_backward.default"}
+
+
+def test_what_runs_in_a_child_is_what_runs_here():
+    from graph_capture.op_costs.isolated import IsolatedProbe
+
+    child, here = IsolatedProbe(torch.device("cpu")), OpProbe("cpu", directory=None)
+    x, weight = torch.randn(4, 8, 12, 12), torch.randn(16, 8, 3, 3)
+    for target, args in [(aten.convolution.default, (x, weight, None, *CONV)),
+                         (aten.sort.default, (x,)), (aten.linalg_qr.default, (x,))]:
+        expected = here.measure_here(target, args, {}, "workspace")
+        assert child.measure(target, args, {}, "workspace") == expected is not None
+    assert child.measure(aten.sort.default, (x,), {}, "seconds") > 0

@@ -1,0 +1,121 @@
+"""Ops measured in a process of their own, which they may end.
+
+The model of the world: a kernel that checks its operands raises where made-up ones do not suit it.
+One that does not - the backward of a fused recurrent layer reads a reserve that its forward laid
+out - may read what is not there, and take the process along.  Such ops are run in a child, which
+is started when the first of them comes, and again after one that has ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graph_capture.torch_compat import OpOverload, pytree
+
+_CHILD = "graph_capture.op_costs.probe_child"
+_TRUSTED = frozenset({
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax_backward_data",
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_safe_softmax",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward", "_softmax_backward_data",
+    "bernoulli", "bernoulli_", "binary_cross_entropy", "binary_cross_entropy_backward", "dot",
+    "fill", "index_add", "index_add_", "index_put_", "linear", "masked_fill_", "mse_loss",
+    "mse_loss_backward", "mv", "native_batch_norm", "native_batch_norm_backward",
+    "nll_loss2d_backward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward",
+    "normal_", "roll", "smooth_l1_loss", "smooth_l1_loss_backward", "stack", "tril", "triu",
+    "uniform_", "upsample_bilinear2d_backward", "upsample_nearest2d",
+    "upsample_nearest2d_backward"})
+"""Ops without a tag that says so which check their operands; zero is an index for all of them."""
+_TRUSTED_TAGS = frozenset({torch.Tag.core, torch.Tag.pointwise, torch.Tag.reduction})
+_TRUSTED_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd")
+
+
+def is_trusted(target: OpOverload) -> bool:
+    """Whether an op checks its operands, and may be run in this process with made-up ones."""
+    name = target._schema.name.removeprefix("aten::")
+    return (not _TRUSTED_TAGS.isdisjoint(target.tags) or name in _TRUSTED
+            or name.startswith(_TRUSTED_PREFIXES))
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What is told of a strided tensor; the same object for the same tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    layout: torch.layout = torch.strided
+
+    def stride(self) -> tuple[int, ...]:
+        """As a tensor has it."""
+        return self.strides
+
+
+class IsolatedProbe:
+    """Runs ops in a child process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._child: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                quantity: str) -> float | None:
+        """A quantity of the op, by the name of the probe's measurement; `None` if it fails, or ends
+        the child."""
+        layouts: dict[int, Layout] = {}
+
+        def described(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return layouts.setdefault(id(leaf), Layout(
+                    tuple(map(int, leaf.shape)), tuple(map(int, leaf.stride())), leaf.dtype))
+            if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+                return leaf.node.hint
+            return leaf
+
+        try:
+            told = pytree.tree_map(described, (args, dict(kwargs)))
+            return self._ask((str(target), *told, quantity))
+        except Exception:  # a sparse tensor, an argument that cannot be sent, an op that kills
+            self._end()
+            self._child = None
+            return None
+
+    def _ask(self, question: tuple[Any, ...]) -> float | None:
+        if self._child is None:
+            self._child = self._start()
+        assert self._child.stdin is not None and self._child.stdout is not None
+        pickle.dump(question, self._child.stdin)
+        self._child.stdin.flush()
+        answer: float | None = pickle.load(self._child.stdout)
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(
+            [sys.executable, "-m", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        self._end = weakref.finalize(self, _end, child)
+        assert child.stdin is not None
+        pickle.dump((self._device, torch.get_num_threads(), torch.backends.mkldnn.enabled,
+                     torch.are_deterministic_algorithms_enabled()), child.stdin)
+        return child
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):  # of a pipe whose reader is gone
+        child.communicate()

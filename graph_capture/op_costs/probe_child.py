@@ -1,0 +1,37 @@
+"""The child process of `graph_capture.op_costs.isolated`: measures what it is told to."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from typing import Any
+
+import torch
+
+from graph_capture.op_costs.probe import OpProbe
+
+
+def answer_questions() -> None:
+    """Until there are no more."""
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a library that prints does not answer
+    device, threads, mkldnn, deterministic = pickle.load(questions)
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.enabled = mkldnn
+    torch.use_deterministic_algorithms(deterministic)
+    probe = OpProbe(device, directory=None)
+    while True:
+        try:
+            name, args, kwargs, quantity = pickle.load(questions)
+        except EOFError:
+            return
+        target: Any = torch.ops
+        for part in name.split("."):
+            target = getattr(target, part)
+        pickle.dump(probe.measure_here(target, args, kwargs, quantity), answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    answer_questions()

@@ -1,0 +1,1 @@
+"""`planner.within` for trainers that call back: one module for each, which imports its library."""

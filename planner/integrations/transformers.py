@@ -1,0 +1,49 @@
+"""`planner.within` for the Trainer of transformers, and those made from it, as TRL's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.integrations.training import BudgetedTraining
+
+try:
+    from transformers import (
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+except ImportError as error:
+    raise ImportError("planner.integrations.transformers needs transformers and accelerate: "
+                      "pip install transformers accelerate") from error
+
+
+class MemoryBudgetCallback(BudgetedTraining, TrainerCallback):
+    """Keeps the training steps of a Trainer within a budget.
+
+        trainer = Trainer(model, args, callbacks=[MemoryBudgetCallback("8GB")], ...)
+
+    The optimizer and the number of micro-steps are those of the Trainer; its precision and what it
+    passes to the model are met in the first step, as `planner.within` does.  Clipping changes
+    gradients where they are.  At the end, the log `planner` has how many steps ran under a plan.
+
+    Args:
+        budget, budget_gb: as for `planner.within`.
+        **arguments: as for `planner.within`.
+
+    Raises `ValueError` when training begins, where the model checkpoints its activations already
+    (`gradient_checkpointing=True`).
+    """
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState,
+                       control: TrainerControl, **kwargs: Any) -> None:
+        """Plan from the next step on."""
+        optimizer = kwargs["optimizer"]
+        self._begin(kwargs["model"], getattr(optimizer, "optimizer", optimizer),  # accelerate's own
+                    args.gradient_accumulation_steps,
+                    "set gradient_checkpointing=False in the TrainingArguments")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState,
+                     control: TrainerControl, **kwargs: Any) -> None:
+        """Say how many steps ran under the plan."""
+        self._end(kwargs["model"])

@@ -1,0 +1,142 @@
+"""Budgets in the Trainer of transformers: the same losses, and every step within the budget."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.measured_loops import MeasuredLoop, Trial
+from tests.support.models import gpt2
+
+pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
+transformers = pytest.importorskip("transformers")
+
+from planner.integrations.transformers import MemoryBudgetCallback  # noqa: E402
+
+make = partial(gpt2, layers=1, width=32, vocab=128, dropout=0.1)
+
+
+def dataset(count: int) -> list[dict[str, torch.Tensor]]:
+    """Examples of 24 or 32 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [24 if number % 7 else 32 for number in range(count)]
+    return [{"input_ids": torch.randint(128, (length,), generator=generator)}
+            for length in lengths]
+
+
+def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Padded to the longest."""
+    ids = [example["input_ids"] for example in examples]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return {"input_ids": pad(ids), "labels": pad(ids, padding_value=-100),
+            "attention_mask": pad([torch.ones_like(each) for each in ids])}
+
+
+class Measured(transformers.Trainer):
+    """A Trainer that begins a stage of the measurement with each step."""
+
+    loop: MeasuredLoop
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.loop.begin_step()
+        loss = super().training_step(*args, **kwargs)
+        self.loop.note_loss(loss)
+        return loss
+
+
+class EndOfStep(transformers.TrainerCallback):
+    """What comes after the optimizer's step is no part of it: logs, evaluation, checkpoints."""
+
+    def __init__(self, loop: MeasuredLoop) -> None:
+        self.loop = loop
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        self.loop.end_step()
+
+    on_step_end = on_substep_end
+
+
+def train(loop: MeasuredLoop, budget: int | None, *, folder: Path, resume: bool = False,
+          **settings: Any) -> None:
+    """An epoch of 22 examples in batches of 4, in 6 micro-steps and 3 steps of the optimizer."""
+    settings = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "save_strategy": "no",
+                "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "eval_strategy": "steps",
+                "eval_steps": 1, "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
+                "use_cpu": True, **settings}
+    trainer = Measured(
+        loop.model, transformers.TrainingArguments(str(folder), **settings),
+        train_dataset=dataset(22), eval_dataset=dataset(9), data_collator=collate,
+        callbacks=[EndOfStep(loop), *(
+            [] if budget is None else [MemoryBudgetCallback(budget, time_limit=1)])])
+    trainer.loop = loop
+    loop.run(partial(trainer.train, resume_from_checkpoint=resume or None))
+
+
+def model() -> nn.Module:
+    return make().model
+
+
+def test_dropout_accumulation_clipping_evaluation_and_uneven_batches(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "planner"):
+        trial = Trial.of(model, partial(train, folder=tmp_path))
+    trial.check(steps=6)
+    trial.check_equal()
+    said = [record.getMessage() for record in caplog.records if record.name == "planner"]
+    assert len(said) == 2  # one plan, and the end
+    assert said[1].startswith("GPT2LMHeadModel: 6 of 6 steps ran under a plan; planned for eager")
+
+
+@pytest.mark.slow
+def test_bfloat16(tmp_path):
+    run = partial(train, folder=tmp_path, bf16=True, eval_strategy="no")
+    trial = Trial.of(model, run)
+    trial.check(steps=6)
+    trial.check_near(model, run)
+
+
+@pytest.mark.slow
+def test_label_smoothing_is_a_loss_outside_of_the_model(tmp_path):
+    trial = Trial.of(model, partial(train, folder=tmp_path, label_smoothing_factor=0.1))
+    trial.check(steps=6)
+    trial.check_equal()
+
+
+@pytest.mark.slow
+def test_save_and_resume(tmp_path):
+    first = MeasuredLoop(model())
+    train(first, 10**9, folder=tmp_path, save_strategy="steps", save_steps=1, max_steps=2)
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-2")
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], value)
+    trial = Trial.of(model, partial(train, folder=tmp_path, resume=True))
+    trial.check(steps=2)
+    trial.check_equal()
+
+
+def test_checkpointing_beside_the_budget_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"set gradient_checkpointing=False in the Training"):
+        train(MeasuredLoop(model()), 10**9, folder=tmp_path, activation_checkpointing=True)
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ({"budget": "8 apples"}, ValueError, "unknown unit"),
+    ({"budget": 1, "budget_gb": 1}, ValueError, "not both"),
+    ({"wat": 3}, TypeError, "wat"),
+])
+def test_arguments_are_checked_at_once(arguments, error, words):
+    with pytest.raises(error, match=words):
+        MemoryBudgetCallback(**arguments)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "planner.integrations.transformers")
+    with pytest.raises(ImportError, match="pip install transformers accelerate"):
+        import planner.integrations.transformers  # noqa: F401

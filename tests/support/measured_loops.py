@@ -1,0 +1,100 @@
+"""Training loops of others, with and without a budget: losses, and the peak of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+import planner
+from graph_capture.memory.allocator import begin_stage, record_stages
+
+
+@dataclass
+class MeasuredLoop:
+    """What happened while a loop trained a model."""
+
+    model: nn.Module
+    losses: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    """Of each step; parameters and buffers included."""
+    _is_step: list[bool] = field(default_factory=lambda: [False])
+
+    def begin_step(self) -> None:
+        """A step of the loop begins; that before it ends, if it did not yet."""
+        self._begin(is_step=True)
+
+    def end_step(self) -> None:
+        """What comes now, such as an evaluation, is no part of the step."""
+        self._begin(is_step=False)
+
+    def _begin(self, is_step: bool) -> None:
+        self._is_step.append(is_step)
+        begin_stage()
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """The loss of the step."""
+        self.losses.append(loss.item())
+
+    def run(self, train: Callable[[], object]) -> None:
+        """Train, with the same random numbers each time."""
+        torch.manual_seed(7)
+        records = record_stages([train])
+        tensors = {tensor.data_ptr(): tensor.nbytes
+                   for tensor in (*self.model.parameters(), *self.model.buffers())}
+        self.peaks = [sum(tensors.values()) + record.peak_bytes for record, is_step
+                      in zip(records, self._is_step, strict=True) if is_step]
+
+    def distance_from(self, other: MeasuredLoop) -> float:
+        """Between the trained models, in parts of the other."""
+        mine, theirs = (torch.cat([p.detach().double().flatten() for p in loop.model.parameters()])
+                        for loop in (self, other))
+        return float((mine - theirs).norm() / theirs.norm())
+
+
+Train = Callable[[MeasuredLoop, int | None], object]
+"""Runs a loop on its model, within a budget if there is one."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The same training as it is, and within a budget."""
+
+    plain: MeasuredLoop
+    budgeted: MeasuredLoop
+    budget: int
+
+    @classmethod
+    def of(cls, make: Callable[[], nn.Module], train: Train, share: float = 0.7) -> Trial:
+        """`share`: the budget, as a part of the plain peak."""
+        plain, budgeted = MeasuredLoop(make()), MeasuredLoop(make())
+        train(plain, None)
+        budget = int(share * max(plain.peaks))
+        train(budgeted, budget)
+        return cls(plain, budgeted, budget)
+
+    def check(self, steps: int) -> None:
+        """Every one of so many steps ran under a plan, and was within the budget."""
+        assert len(self.budgeted.peaks) == steps
+        assert max(self.budgeted.peaks) <= self.budget
+        counts = planner.steps_of(self.budgeted.model)
+        assert (counts.planned, counts.unplanned) == (steps, 0)
+        assert planner.plan_of(self.budgeted.model).recompute_flops > 0
+
+    def check_equal(self) -> None:
+        """Losses and trained models are the same, bit for bit."""
+        assert self.budgeted.losses == self.plain.losses
+        trained = self.budgeted.model.state_dict()
+        for name, value in self.plain.model.state_dict().items():
+            assert torch.equal(trained[name], value), name
+
+    def check_near(self, make: Callable[[], nn.Module], train: Train) -> None:
+        """The trained model is no farther from the plain one than torch's own graph capture is."""
+        captured = MeasuredLoop(make())
+        torch.compiler.reset()
+        captured.model.compile(backend="aot_eager")
+        train(captured, None)
+        allowed = 2 * captured.distance_from(self.plain)
+        assert self.budgeted.distance_from(self.plain) <= allowed
