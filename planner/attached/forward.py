@@ -63,6 +63,8 @@ class Settings:
     """A saved plan."""
     regions: str | Sequence[str] | None = None
     """What is compiled as one piece; `None`: what suits the wrappers of the model."""
+    batches_ahead: int = 0
+    """How many batches the caller holds beside the one in use."""
 
 
 class PlannedGraph:
@@ -225,7 +227,8 @@ class PlanningForward(CountingForward):
         with self._planning():
             regions = settings.regions or regions_under_wrappers(module)
             planner = GraphPlanner(module, args, kwargs,
-                                   replace(settings.planning, regions=regions), settings.limit)
+                                   replace(settings.planning, regions=regions), settings.limit,
+                                   settings.batches_ahead)
             known = self._known(planner, None, has_gradients)
             if known is not None:
                 plan = planner.plan(known)

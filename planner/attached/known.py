@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -36,8 +37,9 @@ from graph_capture.completed import (
     with_seen_loss,
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
+from graph_capture.plain_step.loss import OpenLoss
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
-from graph_capture.torch_compat import wrapping_data_parallel
+from graph_capture.torch_compat import pytree, wrapping_data_parallel
 from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
@@ -77,9 +79,9 @@ class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None) -> None:
-        """Capture the step; raises `CaptureError`."""
-        self._planning, self._limit = planning, limit
+                 planning: Planning, limit: Budget | None, batches_ahead: int = 0) -> None:
+        """Capture the step, whose caller holds so many further batches; raises `CaptureError`."""
+        self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
         self._partial: SeenLoss | None = None  # the loss that the graph was captured with
@@ -88,6 +90,10 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
+        self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
+                                if isinstance(tensor, torch.Tensor))
+        if planning.loss_fn is None:
+            planning = replace(planning, loss_fn=OpenLoss(self._input_bytes))
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report)
@@ -98,14 +104,18 @@ class GraphPlanner:
                 self._step = capture_call(model, args, kwargs, planning, report, answers=answers)
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
-        self._step = with_held(self._step, _bucket_bytes(model))
+        self._step = with_held(
+            self._step, _bucket_bytes(model) + self._batches_ahead * self._input_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         self._circumstances = circumstances_of(model, args, kwargs)
 
     def leaves_out_outputs(self, seen: SeenLoss) -> bool:
-        """Whether the loss reaches other outputs than the graph was captured for."""
-        return [gradient.flows for gradient in seen.outputs] != [
-            gradient.flows for gradient in self._step.baseline.loss.outputs]
+        """Whether the loss leaves out outputs that the graph was captured for; zeros take the place
+        of small gradients."""
+        return any(
+            planned.flows and not gradient.flows and planned.size_bytes > self._input_bytes
+            for planned, gradient in zip(self._step.baseline.loss.outputs, seen.outputs,
+                                         strict=True))
 
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       seen: SeenLoss) -> None:

@@ -40,7 +40,7 @@ class MemoryBudgetCallback(BudgetedTraining, TrainerCallback):
         """Plan from the next step on."""
         optimizer = kwargs["optimizer"]
         self._begin(kwargs["model"], getattr(optimizer, "optimizer", optimizer),  # accelerate's own
-                    args.gradient_accumulation_steps,
+                    args.gradient_accumulation_steps, args.gradient_accumulation_steps,
                     "set gradient_checkpointing=False in the TrainingArguments")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState,
