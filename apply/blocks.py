@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,10 @@ import torch
 from torch import nn
 
 from apply.errors import PlanMismatch
-from apply.plan_backend import warn_of_unplanned_part
+from apply.plan_backend import Fallback
 from apply.planned_code import PlannedCode
 from apply.recipe import OpKey, Recipe, RegionRecipe
+from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, in_place_of_forward, own_forward
 
 
@@ -35,15 +37,27 @@ class PlannedBlocks:
         self.has_begun = False
         """Whether the model's forward has begun: what stands before the first block runs as it is
         written."""
-        self.keep_going = False
-        """Whether a block that is not the plan's, where others have run, runs as it is written,
-        with a warning."""
+        self.is_trial = False
+        """Whether a block that is not the plan's ends the call though others have run."""
+        self._falls_back = False
         self._runs = 0
         check_blocks(model, recipe)
         self._code_of = {name: code for shared in shared_code(recipe)
                          for code in [_code_of_blocks(model, recipe, shared)]
                          for name in shared.blocks}
         self._codes = list(dict.fromkeys(self._code_of.values()))
+
+    def fall_back(self, fallback: Fallback) -> None:
+        """As `PlannedCode.fall_back`; a block that is not the plan's, where others have run, runs
+        as it is written."""
+        self._falls_back = True
+        for code in self._codes:
+            code.fall_back(fallback)
+
+    @property
+    def outgrown(self) -> bool:
+        """As `PlannedCode.outgrown`, of any block."""
+        return any(code.outgrown for code in self._codes)
 
     @property
     def compilations(self) -> int:
@@ -77,9 +91,11 @@ class PlannedBlocks:
             try:
                 result = code(block, own, *args, **kwargs)
             except PlanMismatch as mismatch:
-                if code.has_begun or not (self.keep_going and self._runs):
+                if code.has_begun or self.is_trial or not (self._falls_back and self._runs):
                     raise
-                warn_of_unplanned_part(mismatch)
+                warnings.warn("a block of this step is not the planned one; it runs as it is "
+                              "written, and the step may take more than the budget: "
+                              f"{mismatch}", stacklevel=2)
                 return as_written(*args, **kwargs)
             self._runs += code.planned_runs
             return result
@@ -100,6 +116,23 @@ def code_of(model: nn.Module, recipe: Recipe) -> Code:
     if recipe.blocks:
         return PlannedBlocks(model, recipe)
     return PlannedCode(type(model).__name__, model, recipe)
+
+
+def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
+            ) -> Any:
+    """The call `code(module, own, ...)`, which leaves random state and buffers as they were where
+    it raises `PlanMismatch`, though a part may have run."""
+    restore = remembered_state(module)
+    if isinstance(code, PlannedBlocks):
+        code.is_trial = True
+    try:
+        return code(module, own, *args, **kwargs)
+    except PlanMismatch:
+        restore()
+        raise
+    finally:
+        if isinstance(code, PlannedBlocks):
+            code.is_trial = False
 
 
 def check_blocks(model: nn.Module, recipe: Recipe) -> None:

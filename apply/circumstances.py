@@ -10,8 +10,10 @@ no argument of the call.  Where nothing here differs, the graphs are all that th
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +37,38 @@ def circumstances_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         attention=attention if isinstance(attention, str) else None)
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """All that is known of a call, before it is made, that decides which graphs it runs."""
+
+    circumstances: Circumstances
+    training: bool
+    trainable: tuple[bool, ...]
+    """Of each parameter, in the order of `parameters()`."""
+
+    @classmethod
+    def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The call `model(*args, **kwargs)` here and now."""
+        return cls(circumstances_of(model, args, kwargs), model.training,
+                   tuple(p.requires_grad for p in model.parameters()))
+
+    def may_be_served_as(self, planned: Call) -> bool:
+        """Whether this may be the same graph with no tensor larger."""
+        mine, theirs = self.circumstances, planned.circumstances
+        return ((self.training, self.trainable, mine.autocast)
+                == (planned.training, planned.trainable, theirs.autocast)
+                and [key.name for key in mine.inputs] == [key.name for key in theirs.inputs]
+                and all(map(_is_no_larger, mine.inputs, theirs.inputs)))
+
+    def __str__(self) -> str:
+        """Its first inputs, and what is unusual, for a log."""
+        found = self.circumstances
+        words = [f"{key.name} {key.kind}" for key in found.inputs[:3]]
+        words += ["..."] * (len(found.inputs) > 3)
+        words += [f"autocast {found.autocast}"] * bool(found.autocast)
+        return ", ".join([*words, *([] if self.training else ["eval mode"])])
+
+
 def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:
     """Every parameter and buffer of a model, as a recipe lists them."""
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -47,6 +81,10 @@ def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:
 def differences(recipe: Recipe, model: nn.Module, now: Circumstances) -> list[str]:
     """How the circumstances of a step differ from those that a recipe was made in, in words."""
     words = list(_tensor_differences(recipe.tensors, tensor_keys(model)))
+    if model.training != recipe.training:
+        now_in, planned_in = ("train", "eval") if model.training else ("eval", "train")
+        words.append(f"the model is in {now_in} mode, and was in {planned_in} mode when the plan "
+                     "was made")
     then = recipe.circumstances
     if then is None:
         return words
@@ -141,6 +179,22 @@ def autocast_as_planned(recipe: Recipe) -> Iterator[None]:
             kind, name = each.split()
             stack.enter_context(torch.autocast(kind, getattr(torch, name)))
         yield
+
+
+def _is_no_larger(mine: InputKey, planned: InputKey) -> bool:
+    """Whether an input is the planned one, or a tensor like it with no more elements."""
+    dtype, sizes = _dtype_and_sizes(mine.kind)
+    planned_dtype, planned_sizes = _dtype_and_sizes(planned.kind)
+    return (mine.requires_grad == planned.requires_grad and dtype == planned_dtype
+            and len(sizes) == len(planned_sizes) and math.prod(sizes) <= math.prod(planned_sizes))
+
+
+def _dtype_and_sizes(kind: str) -> tuple[str, list[int]]:
+    """Of the kind of a tensor; another kind is returned as it is, without sizes."""
+    dtype, bracket, sizes = kind.rstrip("]").partition("[")
+    if not bracket or not hasattr(torch, dtype):
+        return kind, []
+    return dtype, [int(size) for size in sizes.split(", ") if size]
 
 
 def _input_differences(then: InputKey, now: InputKey) -> Iterator[str]:

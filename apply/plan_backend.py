@@ -7,6 +7,7 @@ They run op by op, boxed, so that memory is what the simulator says.
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,22 +19,26 @@ from torch import fx, nn
 from apply.errors import PlanMismatch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
-from graph_capture.dynamo.record import crossing
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
 from graph_capture.joint_graph.lower import LoweredRegion
 from graph_capture.joint_graph.naming import name_modules
 from graph_capture.joint_graph.outline import outline
 from graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
+from graph_capture.joint_graph.replay import is_random
 from graph_capture.torch_compat import (
     BoxedCodeGen,
+    OpOverload,
     PartitionFunction,
     aot_backend,
     boxed,
+    mutated_inputs,
     pass_absent_gradients,
     primal_indices,
-    split_joint_graph,
 )
 from graph_capture.training_graph import Outline
+
+Fallback = Callable[[fx.GraphModule], Callable[..., Any]]
+"""Makes of a captured graph a function of its inputs that trains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +67,19 @@ class PlanBackend:
         self.running: nn.Module | None = None
         """The module whose forward is being called: the model or a block; `None`: not known, and
         modules keep the names that the graph has."""
-        self.keeps_going = False
-        """Whether a region that is none of the plan's runs as it is, where others have run."""
+        self.fallback: Fallback | None = None
+        """Makes what runs in the place of a graph that is none of the plan's, where others have
+        run; `None`: that is an error."""
         self.compilations = 0
         """Graphs that were compiled so far."""
-        self.has_begun = False
+        self.has_run = False
         """Whether anything captured has run in this call."""
+        self.has_begun = False
+        """Whether what has run may have changed random state or buffers, so that the call cannot
+        begin anew."""
+        self.outgrown = False
+        """Whether a step that had begun has run with larger tensors than planned."""
+        self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
         """Regions of the plan that have run in this call."""
 
@@ -95,22 +107,28 @@ class PlanBackend:
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal match
-            try:
-                match = self._matching_region(module, joint, num_fwd_outputs, given)
-            except PlanMismatch as mismatch:
-                if not (self.keeps_going and self.has_begun):
-                    raise
-                warn_of_unplanned_part(mismatch)
-                return split_joint_graph(joint, crossing(joint, num_fwd_outputs), num_fwd_outputs)
+            match = self._matching_region(module, joint, num_fwd_outputs, given)
             region = match.region
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses)
             self._annotate(rewritten)
             return rewritten.forward, rewritten.backward
 
-        compiled = self._compile(module, inputs, partition, lambda: match)
+        self._leaves_no_trace = False
+        try:
+            compiled = self._compile(module, inputs, partition, lambda: match)
+        except Exception as error:
+            mismatch = getattr(error, "inner_exception", error)
+            if not (isinstance(mismatch, PlanMismatch) and self.fallback and self.has_begun):
+                raise
+            warnings.warn("a part of this step is not the planned one; it runs under the schedule "
+                          "that takes least, and the step may take more than the budget: "
+                          f"{mismatch}", stacklevel=2)
+            compiled = self.fallback(module)
+        leaves_no_trace = self._leaves_no_trace
 
         def call(*args: Any) -> Any:
-            self.has_begun = True
+            self.has_run = True
+            self.has_begun |= not leaves_no_trace
             self.planned_runs += match is not None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
@@ -126,6 +144,7 @@ class PlanBackend:
         it found."""
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            self._leaves_no_trace = match() is None and _leaves_no_trace(graph.graph)
             return boxed_callable(graph)
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -168,7 +187,8 @@ class PlanBackend:
             difference = _first_difference(region, lowered)
             is_resized = difference is not None
             if difference is not None and region.outline is not None:
-                difference = _why_not_served(region.outline, outline(lowered), difference)
+                # In a step that may fall back, code may size tensors by values, with equal inputs.
+                difference = self._why_not_served(region.outline, outline(lowered), difference)
             if difference is None:
                 self._compiled_regions += 1
                 return Match(index, region, lowered, is_resized)
@@ -177,24 +197,32 @@ class PlanBackend:
             f"the plan does not fit this model and these inputs; the first difference: "
             f"{first_difference}. Make a plan for them")
 
+    def _why_not_served(self, planned: Outline, found: Outline, difference: str) -> str | None:
+        """Why a region that differs from the planned one cannot run its schedule within its memory;
+        `None` if it can, being the same ops on smaller tensors."""
+        # In a step that may fall back, values may decide sizes, so that equal inputs prove nothing.
+        steered = self.fallback is not None and planned.structure == found.structure
+        if not (planned.serves(found) or steered):
+            return difference
+        larger = planned.first_larger(found)
+        if larger is None:
+            return None
+        if steered and self.has_begun:
+            self.outgrown = True
+            warnings.warn(f"values have made a tensor of {larger[1]:,} bytes where the plan has "
+                          f"{larger[0]:,}: this step may take more than the budget, and the next "
+                          "one is planned anew", stacklevel=2)
+            return None
+        return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
+                f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
 
-def warn_of_unplanned_part(mismatch: PlanMismatch) -> None:
-    """Say that a part of a step, which goes on, has no plan."""
-    warnings.warn(
-        "a part of this step is not the planned one, and runs without recomputation, so that the "
-        f"step may take more than the budget: {mismatch}", stacklevel=2)
 
-
-def _why_not_served(planned: Outline, found: Outline, difference: str) -> str | None:
-    """Why a region that differs from the planned one cannot run its schedule within its memory;
-    `None` if it can, being the same ops on smaller tensors."""
-    if not planned.serves(found):
-        return difference
-    larger = planned.first_larger(found)
-    if larger is None:
-        return None
-    return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
-            f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
+def _leaves_no_trace(graph: fx.Graph) -> bool:
+    """Whether a graph only makes its outputs: it draws no random numbers and writes no input."""
+    return not mutated_inputs(graph.output_node()) and all(
+        isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
+        and not is_random(node) for node in graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem)
 
 
 def _first_difference(region: RegionRecipe, lowered: LoweredRegion) -> str | None:

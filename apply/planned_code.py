@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from apply.errors import PlanMismatch
-from apply.plan_backend import PlanBackend
+from apply.plan_backend import Fallback, PlanBackend
 from apply.recipe import Recipe
 from graph_capture.module_forward import Forward
 from graph_capture.torch_compat import (
@@ -33,18 +33,18 @@ class PlannedCode:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a part of the model has run in the last call."""
+        """Whether the last call has got so far that it cannot begin anew under another recipe."""
         return self._backend.has_begun
 
-    @property
-    def keep_going(self) -> bool:
-        """Whether a region that is not the plan's, in a step of which a part has run, runs without
-        recomputation and with a warning; otherwise it ends the step with `PlanMismatch`."""
-        return self._backend.keeps_going
+    def fall_back(self, fallback: Fallback) -> None:
+        """In a step that has begun, a region that is not the plan's is from now on run by what
+        `fallback` makes of it, with a warning, instead of ending the step with `PlanMismatch`."""
+        self._backend.fallback = fallback
 
-    @keep_going.setter
-    def keep_going(self, value: bool) -> None:
-        self._backend.keeps_going = value
+    @property
+    def outgrown(self) -> bool:
+        """Whether values have made tensors larger than planned in a step that had begun."""
+        return self._backend.outgrown
 
     @property
     def compilations(self) -> int:
@@ -60,7 +60,8 @@ class PlannedCode:
                  ) -> Any:
         """`own`: the forward that the instance has, `None`: that of its class."""
         backend = self._backend
-        backend.has_begun, backend.planned_runs, backend.running = False, 0, module
+        backend.has_run = backend.has_begun = False
+        backend.planned_runs, backend.running = 0, module
         with (compile_settings(donated_buffers=self._donated_buffers),
               sizes_as_they_are((args, kwargs))):
             try:
@@ -72,7 +73,7 @@ class PlannedCode:
 
     def why_unplanned(self) -> str | None:
         """Why the last call, which went well, did not run under the plan; `None` where it did."""
-        if not self.has_begun:
+        if not self._backend.has_run:
             return ("torch.compile ran this step as it is written, without the plan: it gave up on "
                     "the model's code, or a dispatch mode is active. If the model sets something "
                     "up in its first call, call it once before the plan is applied")

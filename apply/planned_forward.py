@@ -17,20 +17,19 @@ import copyreg
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from apply.blocks import Code, code_of
-from apply.circumstances import autocast_state, circumstances_of, differences
+from apply.blocks import Code, attempt, code_of
+from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
-from apply.recipe import Circumstances, Recipe
+from apply.recipe import Recipe
 from apply.step_counts import StepCounts, reason_of_mode
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
-from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
-from graph_capture.torch_compat import pytree
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
 """Makes a recipe for a model called with these positional and keyword arguments."""
@@ -46,15 +45,14 @@ class CountingForward(StandIn):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "steps": StepCounts()}
 
-    def circumstances(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Circumstances:
-        """Those of a call of the forward beneath this one."""
+    def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A call of the forward beneath this one."""
         with in_place_of_forward(self.__self__, self.inner):
-            return circumstances_of(self.__self__, args, kwargs)
+            return Call.of(self.__self__, args, kwargs)
 
-    def explained(self, recipe: Recipe, error: PlanMismatch, args: tuple[Any, ...],
-                  kwargs: dict[str, Any]) -> PlanMismatch:
+    def explained(self, recipe: Recipe, error: PlanMismatch, call: Call) -> PlanMismatch:
         """The error with what differs from the recipe's circumstances in front."""
-        words = differences(recipe, self.__self__, self.circumstances(args, kwargs))
+        words = differences(recipe, self.__self__, call.circumstances)
         return PlanMismatch(f"{'; '.join(words)}: {error}") if words else error
 
 
@@ -70,7 +68,7 @@ class PlannedForward(CountingForward):
         """The one that the last planned step ran under."""
         self._replan = replan
         self._codes: dict[int, Code] = {}  # by number of the recipe
-        self._served: dict[object, int] = {}  # calls of one kind -> the recipe that they ran under
+        self._served: dict[Call, int] = {}  # the recipe that such calls ran under
         self._is_first_step = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,47 +103,43 @@ class PlannedForward(CountingForward):
         return result
 
     def _step(self, known: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module, kind = self.__self__, _kind_of_call(self.__self__, args, kwargs)
-        served = self._served.get(kind)
+        module, call = self.__self__, self.call_of(args, kwargs)
+        served = self._served.get(call)
         if served is not None:
             known = [served, *(number for number in known if number != served)]
         elif len(known) > 1:
-            now = self.circumstances(args, kwargs)
             known = sorted(known, key=lambda number: len(
-                differences(self.recipes[number], module, now)))
+                differences(self.recipes[number], module, call.circumstances)))
         refusals: list[tuple[int, PlanMismatch]] = []
         for number in known:
             # What does not fit may show when a part has run; then another is tried from the start.
             is_trial = number != served and (len(known) > 1 or self._replan is not None)
-            restore = remembered_state(module) if is_trial else None
             try:
-                return self._run(number, kind, args, kwargs)
+                return self._run(number, call, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:
-                if restore is None:
-                    if self._codes[number].has_begun:
-                        raise self.explained(self.recipes[number], error, args, kwargs) from None
-                else:
-                    restore()
+                if self._codes[number].has_begun and not is_trial:
+                    raise self.explained(self.recipes[number], error, call) from None
                 refusals.append((number, error))
         if self._replan is None:
             if not refusals:
                 raise PlanMismatch("there is no plan for this model. Make one")
             number, refusal = refusals[0]
-            raise self.explained(self.recipes[number], refusal, args, kwargs) from None
+            raise self.explained(self.recipes[number], refusal, call) from None
         # What is planned is the forward beneath this one, called as it is called here.
         with in_place_of_forward(module, self.inner):
             self.recipes += (self._replan(module, args, kwargs),)
-        return self._run(len(self.recipes) - 1, kind, args, kwargs)
+        return self._run(len(self.recipes) - 1, call, args, kwargs)
 
-    def _run(self, number: int, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-             ) -> Any:
+    def _run(self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+             is_trial: bool = False) -> Any:
         module, recipe = self.__self__, self.recipes[number]
         if number not in self._codes:
             self._codes[number] = code_of(module, recipe)
         code = self._codes[number]
         args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
-        result = code(module, self.inner, *args, **kwargs)
-        self._served[kind], self.recipe = number, recipe
+        run = partial(attempt, code) if is_trial else code
+        result = run(module, self.inner, *args, **kwargs)
+        self._served[call], self.recipe = number, recipe
         self.steps.count(code.why_unplanned())
         return result
 
@@ -163,10 +157,3 @@ def can_be_pickled(value: object) -> bool:
 _FIRST_CALL_HINT = ("; or, if the model sets something up in its first call, call it once before "
                     "the plan is applied")
 
-
-def _kind_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Equal for calls that most likely run the same graphs."""
-    leaves = pytree.tree_leaves((args, dict(sorted(kwargs.items()))))
-    return (module.training, tuple(sorted(kwargs)), autocast_state(), tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor)
-        else type(leaf) for leaf in leaves))

@@ -5,9 +5,9 @@ there before it, or on how much memory the caller's loss takes; the account of i
 are put in place afterwards, without capturing again; the plain step, with which a plan is compared,
 is traced anew.
 
-Blind spots: a loss that leaves out differentiable outputs gives another graph, and needs another
-capture (with `ReplayedLoss`).  Between regions of a broken graph the loss is part of what was
-recorded there, and what was seen comes on top.
+Blind spots: a loss that leaves out differentiable outputs gives another graph, and one that comes
+behind several graphs is part of what was recorded between them: both need another capture (with
+`ReplayedLoss`).
 """
 
 from __future__ import annotations

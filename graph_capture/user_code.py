@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import PurePath
 
 _HERE = PurePath(__file__).parent
@@ -11,3 +12,14 @@ def is_user_code(path: str) -> bool:
     """Whether a source file is outside of torch and of this package."""
     file = PurePath(path)
     return "torch" not in file.parts and not file.is_relative_to(_HERE)
+
+
+def place_of(error: BaseException) -> str:
+    """Where in the user's code an error was raised, to follow what was done there: ` at
+    model.py:12 (`x.item()`)`; empty if nowhere."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if is_user_code(frame.filename)]
+    if not frames:
+        return ""
+    line = f" (`{frames[-1].line}`)" if frames[-1].line else ""
+    return f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}{line}"

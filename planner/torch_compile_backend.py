@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 _SAID_BY_THE_GRAPH = frozenset({"loss_fn", "backend", "device", "accumulation", "regions",
                                 "autocast"})
 """Arguments of `planner.plan` that are no options: Dynamo's graph has one loss, device and region,
-knows of no other micro-step, and is captured under the caller's autocast."""
+and knows of no other micro-step, and is captured under the caller's autocast."""
+_SECONDS_FOR_LEAST = 5.0
+"""Time limit of a plan that takes least: it is made within a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Options:
     budget: int | str | None = None
     inductor: bool = True
     """Compile with Inductor; otherwise the planned graphs run op by op."""
+    takes_least: bool = False
+    """Whatever the budget: run under the schedule that takes least, without a warning."""
     arguments: PlanArguments = field(default_factory=PlanArguments)
     """The others, but for what the captured graph says itself."""
 
@@ -70,9 +74,18 @@ def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
     return planned
 
 
+def with_least_memory(module: fx.GraphModule) -> Callable[..., Any]:
+    """What Dynamo captured, as a function that runs it op by op under the schedule that takes
+    least."""
+    planned: Callable[..., Any] = torch.compiler.disable(_PlannedGraph(module, Options(
+        budget=1, inductor=False, takes_least=True, arguments={"time_limit": _SECONDS_FOR_LEAST})))
+    return planned
+
+
 def read_options(options: Mapping[str, Any]) -> Options:
     """The options by name; raises `TypeError` for one that there is not."""
-    own = [field.name for field in fields(Options) if field.name != "arguments"]
+    own = [field.name for field in fields(Options)
+           if field.name not in ("arguments", "takes_least")]
     known = own + [field.name for field in fields(Planning)
                    if field.name not in _SAID_BY_THE_GRAPH]
     for name in options:
@@ -144,7 +157,8 @@ class _PlannedGraph:
     def _plan(self, region: Any, inputs: tuple[Any, ...], earlier: Sequence[Plan]) -> Plan:
         options = self._options
         limit: dict[str, Any] = {"budget_gb": options.budget_gb, "budget": options.budget}
-        if earlier and options.budget is not None:  # a percentage is of the first step planned
+        # A percentage is of the first step planned.
+        if earlier and options.budget is not None and not options.takes_least:
             limit["budget"] = earlier[0].budget_bytes
         arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
                                     "backend": "inductor" if options.inductor else "eager"}
@@ -152,10 +166,11 @@ class _PlannedGraph:
         try:
             made = plan(region, inputs, **limit, **arguments)
         except InfeasibleBudget as refusal:
-            if not earlier:
+            if not (earlier or options.takes_least):
                 raise
-            log.warning("a step with inputs of other shapes does not fit in the budget, and runs "
-                        "under the schedule that takes least: %s", refusal)
+            if not options.takes_least:
+                log.warning("a step with inputs of other shapes does not fit in the budget, and "
+                            "runs under the schedule that takes least: %s", refusal)
             made = plan(region, inputs, budget=refusal.minimum_bytes, **arguments)
         log.info("%s", summarize(made))
         return made

@@ -9,20 +9,18 @@ shapes.
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from graph_capture.dynamo.block_calls import BlockCalls
 from graph_capture.dynamo.captured_graphs import CapturedGraphs
 from graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
-from graph_capture.errors import CaptureError
+from graph_capture.errors import CaptureError, ValueAsked
 from graph_capture.joint_graph.joint import count_cotangents, is_cotangent, primals_of
 from graph_capture.joint_graph.naming import name_modules
 from graph_capture.joint_graph.walks import ancestors, descendants
@@ -30,6 +28,7 @@ from graph_capture.memory.tracker import Workspace
 from graph_capture.module_forward import in_place_of_forward
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
+    NoStaticShape,
     TorchDynamoException,
     aot_backend,
     boxed,
@@ -41,9 +40,10 @@ from graph_capture.torch_compat import (
     pytree,
     split_joint_graph,
 )
+from graph_capture.twins.asked_values import value_asked
 from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 from graph_capture.twins.fake import FakeTwin
-from graph_capture.user_code import is_user_code
+from graph_capture.user_code import place_of
 
 
 @dataclass
@@ -120,12 +120,14 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     """
     recording = Recording()
     recorder = _Recorder(twin, recording, make_backend)
-    compiled, installed = _compiled(twin.model, blocks, recorder, keep_graphs)
+    compiled, installed = _compiled(twin, blocks, recorder, keep_graphs)
     with compile_settings(), twin.mode, installed:
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)
             recording.uncaptured = _follow_uncaptured(twin, run_step, compiled, recorder, workspace)
+        except ValueAsked as error:
+            raise value_asked(error) from error
         except CaptureError:
             raise
         except BackendCompilerFailed as error:
@@ -137,21 +139,22 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
             raise CaptureError(
                 f"torch.compile cannot capture the model: {_summary(error)}") from error
         except Exception as error:  # whatever the user's code raises
-            raise CaptureError(_failure(error)) from error
+            raise _failure(error) from error
         finally:
             _drop_gradients(twin)
     return recording
 
 
-def _compiled(model: nn.Module, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
+def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
               ) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
     """The model that `recorder` sees running, inside of the context."""
+    model = twin.model
     if keep_graphs:
         graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
         recorder.running_block = lambda: graphs.running
         return graphs.call, graphs.installed()
     if not blocks:
-        return model, in_place_of_forward(model, compile_module(model, recorder))
+        return twin.callee, in_place_of_forward(model, compile_module(model, recorder))
     calls = BlockCalls(model, blocks, recorder)
     recorder.running_block = lambda: calls.running
     return model, calls.installed()
@@ -192,17 +195,12 @@ def _summary(error: BaseException) -> str:
     return f"{quoted[1]}: {quoted[3]}" if quoted else text.splitlines()[0]
 
 
-def _failure(error: Exception) -> str:
+def _failure(error: Exception) -> CaptureError:
     """What is said of an error in code that was run as it is."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if is_user_code(frame.filename)]
-    place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    kind = type(error).__name__
-    if kind == "DataDependentOutputException":
-        return (f"the model asks for the value of a tensor{place}, and a step that is captured "
-                "without being run has none; expected control flow and sizes that do not depend "
-                "on data: use torch.where or torch.cond, or leave that part out of the model")
-    return f"the training step fails on fake tensors{place}: {kind}: {error}"
+    if isinstance(error, NoStaticShape):
+        return value_asked(error)
+    return CaptureError(f"the training step fails on fake tensors{place_of(error)}: "
+                        f"{type(error).__name__}: {error}")
 
 
 class _Recorder:

@@ -21,13 +21,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from graph_capture.errors import CaptureError
+from graph_capture.errors import ValueAsked
 from graph_capture.memory.module_location import ModuleLocator
 from graph_capture.memory.sparse import is_sparse
 from graph_capture.memory.trace import Category, MicroStep
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.plain_step.loss import LossFn, Objective, objective
 from graph_capture.torch_compat import NoStaticShape
+from graph_capture.twins.asked_values import value_asked
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin
 
@@ -63,10 +64,8 @@ def run_without_data(twin: FakeTwin, loss_fn: LossFn | None,
             pass
     try:
         return run(twin, loss_fn, False)
-    except NoStaticShape as error:
-        raise CaptureError(
-            f"the model's code depends on a value of a tensor (it asked for {error}), and a plan "
-            "is made without values; decide by shapes or by arguments instead") from error
+    except (*NoStaticShape, ValueAsked) as error:
+        raise value_asked(error) from error
 
 
 def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,

@@ -4,6 +4,7 @@ What is imported here is not covered by torch's compatibility promise.  Each ent
 for; nothing else in the product touches a private name of torch.
 """
 
+import graph_capture.torch_compat.fake_kernels  # noqa: F401  puts fake kernels right
 from graph_capture.torch_compat.compilation import (
     AUTOGRAD_HOLDS_COTANGENTS as AUTOGRAD_HOLDS_COTANGENTS,
 )
@@ -30,6 +31,7 @@ from graph_capture.torch_compat.compilation import pass_absent_gradients as pass
 from graph_capture.torch_compat.compilation import primal_indices as primal_indices
 from graph_capture.torch_compat.compilation import pytree as pytree
 from graph_capture.torch_compat.compilation import quiet_fake_tensors as quiet_fake_tensors
+from graph_capture.torch_compat.compilation import sharded_module as sharded_module
 from graph_capture.torch_compat.compilation import sizes_as_they_are as sizes_as_they_are
 from graph_capture.torch_compat.compilation import split_joint_graph as split_joint_graph
 from graph_capture.torch_compat.compilation import wrapping_data_parallel as wrapping_data_parallel

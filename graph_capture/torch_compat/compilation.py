@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -124,6 +125,14 @@ def wrapping_data_parallel() -> nn.Module | None:
     """The DistributedDataParallel whose forward is running, if any."""
     running: nn.Module | None = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     return running
+
+
+def sharded_module(model: nn.Module) -> str | None:
+    """The first of a model's modules to which `fully_shard` was applied, if any."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes a while to import
+    return None if fsdp is None else next(
+        (name or type(model).__name__ for name, module in model.named_modules()
+         if isinstance(module, fsdp.FSDPModule)), None)
 
 
 def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

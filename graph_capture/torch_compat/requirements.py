@@ -48,6 +48,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),
     ),
+    "fake_kernels": (
+        "torch._meta_registrations._create_grouped_mm_output_tensor(a, b, offsets, dtype)",
+        "torch._subclasses.fake_impls.op_implementations_dict",
+    ),
     "inductor": (
         *_of("torch._functorch.config", "activation_memory_budget", "patch"),
         "torch._functorch.partitioners.min_cut_rematerialization_partition("

@@ -1,11 +1,12 @@
-"""The values of tensors that a model's code asks for, learned by calling it.
+"""What a model's code asks of the values of tensors, learned by calling it.
 
-Code that decides by a value (`if x.sum() > 0`), or logs one (`x.max().item()`), cannot be followed
-without data.  One call without gradients, which takes little memory, gives the values; random state
-and buffers are as before afterwards, so that a call which follows asks for the same ones.
+Code that decides by a value (`if x.sum() > 0`), logs one (`x.max().item()`), or selects by values
+(`x[x > 0]`, `nonzero`) cannot be followed without data.  One call without gradients, which takes
+little memory, gives the values, and the sizes of what is selected; random state and buffers are as
+before afterwards, so that a call which follows asks for the same ones.
 
 Blind spots: those of `graph_capture.model_state`; a value that is read behind the dispatcher's back
-(`tolist`) is not seen.
+(`tolist`) is not seen, and is 0 in the capture unless the tensor is an input of integers.
 """
 
 from __future__ import annotations
@@ -16,13 +17,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_capture.errors import ValueAsked
 from graph_capture.model_state import remembered_state
-from graph_capture.torch_compat import TorchDispatchMode
-from graph_capture.twins.data_less import VALUE_OPS
+from graph_capture.torch_compat import NoStaticShape, TorchDispatchMode, pytree
+from graph_capture.twins.data_less import VALUE_OPS, makes_size_by_values
+from graph_capture.user_code import place_of
+
+
+def value_asked(error: BaseException) -> ValueAsked:
+    """The error for code that asks for what is not known in a capture; `error` was raised there."""
+    what = (f"makes a tensor whose size depends on values ({error})"
+            if isinstance(error, NoStaticShape[:1]) else "asks for the value of a tensor")
+    return ValueAsked(
+        f"the model's code {what}{place_of(error)}, and a step that is captured without being run "
+        "has no values. Either train with planner.within(model, budget), which plans the pieces "
+        "that lie between; or give each piece a budget of its own with torch.compile(model, "
+        'backend="checkpoint_planner"); or decide by shapes and arguments, or with torch.where, '
+        "and take logged values from what the model returns")
 
 
 def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Any, ...]:
-    """The values that `call`, which calls the model, asks for, in order."""
+    """What `call`, which calls the model, asks for, in order: values, and as meta tensors results
+    whose size depends on values."""
     recorder, restore = _ValueRecorder(), remembered_state(model)
     try:
         with torch.no_grad(), recorder:
@@ -30,6 +46,20 @@ def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Any, ...
     finally:
         restore()
     return tuple(recorder.values)
+
+
+def no_smaller(asked: tuple[Any, ...], before: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with each result as large as that of another call, where the calls asked alike."""
+    def larger(mine: Any, other: Any) -> Any:
+        if not (isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
+                and mine.dim() == other.dim() and mine.is_contiguous()):
+            return mine
+        return torch.empty([max(pair) for pair in zip(mine.shape, other.shape, strict=True)],
+                           dtype=mine.dtype, device="meta")
+
+    if list(map(type, asked)) != list(map(type, before)):
+        return asked
+    return tuple(map(larger, asked, before))
 
 
 class _ValueRecorder(TorchDispatchMode):
@@ -42,4 +72,8 @@ class _ValueRecorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in VALUE_OPS:
             self.values.append(out)
+        elif makes_size_by_values(func, args):
+            self.values.append(pytree.tree_map_only(
+                torch.Tensor, lambda made: torch.empty_strided(
+                    made.shape, made.stride(), dtype=made.dtype, device="meta"), out))
         return out

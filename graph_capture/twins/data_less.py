@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graph_capture.errors import CaptureError
+from graph_capture.errors import CaptureError, ValueAsked
 from graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
 from graph_capture.torch_compat import (
     FakeTensor,
@@ -48,7 +48,15 @@ VALUE_OPS = frozenset({
 """Ops that give code the value of a tensor."""
 
 
-class UnknownValue(CaptureError):
+def makes_size_by_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether values of operands decide the size of what an op makes."""
+    if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
+        return False
+    return func is not torch.ops.aten.index.Tensor or any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+class UnknownValue(ValueAsked):
     """Code asked for a value that depends on values which a trace without memory lacks."""
 
 
@@ -87,7 +95,8 @@ class DataLessMode(TorchDispatchMode):
         return True
 
     def answer_with(self, answers: Iterator[Any]) -> None:
-        """From here on, each value that code asks for, known or not, is the next of these.
+        """From here on, each value that code asks for, known or not, is the next of these, and so
+        is what an op makes whose size depends on values, as meta tensors.
 
         Where they run out, asking raises `UnknownValue`.
         """
@@ -122,6 +131,8 @@ class DataLessMode(TorchDispatchMode):
                 raise UnknownValue("the model's code looks at the value of a tensor that depends "
                                    "on the weights or on values that are not given")
             return func(*args, **kwargs)
+        if self._answers is not None and makes_size_by_values(func, args):
+            return pytree.tree_map(_without_data, self._next_answer())
         if known and torch.Tag.nondeterministic_seeded not in func.tags:
             return self._run_if_small(func, args, kwargs)
         self._note_overwritten(func, args, kwargs)

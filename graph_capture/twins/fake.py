@@ -67,7 +67,8 @@ class FakeTwin:
     """Each tensor of the original to its fake copy, by identity; the originals are held weakly."""
     answers: tuple[Any, ...] | None = None
     """The values that the model's code asks for in a call, in order, as a real call gave them;
-    `None`: those that are known.  Only a data-less twin gives them."""
+    `None`: those that are known.  Only a data-less twin gives them.  That call was one of the
+    forward, beneath the model's own hooks."""
     autocast: torch.dtype | None = None
     """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
 
@@ -76,11 +77,18 @@ class FakeTwin:
         return (nullcontext() if self.autocast is None
                 else torch.autocast(self.trace_device.type, self.autocast))
 
+    @property
+    def callee(self) -> Callable[..., Any]:
+        """The model, as it is called in a step."""
+        if self.answers is None:
+            return self.model
+        return lambda *args, **kwargs: self.model.forward(*args, **kwargs)
+
     def call(self, model: Callable[..., Any] | None = None) -> Any:
         """The output of the model, or of what stands for it, in one call."""
         if self.answers is not None and hasattr(self.mode, "answer_with"):
             self.mode.answer_with(iter(self.answers))
-        return (model or self.model)(*self.args, **self.kwargs)
+        return (model or self.callee)(*self.args, **self.kwargs)
 
 
 def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,

@@ -1,7 +1,7 @@
 """The forward of a model that is trained within a budget: it plans what it meets.
 
 The model of the world: a call with gradients is the forward of a training step.  Its circumstances
-(`planner.attached.call`) tell which plans may serve it, the plan's own digests which one does; a
+(`apply.circumstances`) tell which plans may serve it, the plan's own digests which one does; a
 step that none serves is captured as it is called, planned, and run under its plan, the first one
 too.  What is not known then - optimizer, earlier gradients, the caller's loss - is seen while steps
 run, and the plan is made again with it before the next step; see `planner.attached.known`.
@@ -30,22 +30,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apply.blocks import code_of
+from apply.blocks import attempt, code_of
+from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
 from apply.planned_forward import CountingForward, can_be_pickled
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
-from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import output_tensors
 from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss
 from graph_capture.torch_compat import active_modes, pytree
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
-from planner.attached.call import CallCircumstances
 from planner.attached.known import GraphPlanner, Known, regions_under_wrappers
 from planner.attached.optimizers import observe
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
+from planner.torch_compile_backend import with_least_memory
 
 log = logging.getLogger("planner")
 
@@ -71,11 +71,10 @@ class PlannedGraph:
     """One graph of the model, and the plan that it runs under now."""
 
     def __init__(self, module: nn.Module, plan: Plan,
-                 circumstances: CallCircumstances | None = None,
+                 call: Call | None = None,
                  planner: GraphPlanner | None = None) -> None:
-        """`circumstances`, `planner`: of the call that it was captured from; `None`: the plan was
-        given."""
-        self.circumstances, self.planner = circumstances, planner
+        """`call`, `planner`: what it was captured from; `None`: the plan was given."""
+        self.call, self.planner = call, planner
         self.known: Known | None = None
         """What the plan counts; `None`: it is for the first step alone, or was given."""
         self.loss: SeenLoss | None = None
@@ -86,10 +85,11 @@ class PlannedGraph:
         """Run under this plan from here on."""
         self.plan = plan
         self.code = code_of(module, plan.recipe)
+        self.code.fall_back(with_least_memory)
 
-    def may_serve(self, call: CallCircumstances) -> bool:
+    def may_serve(self, call: Call) -> bool:
         """Whether the plan may be for this call; its digests decide."""
-        return self.circumstances is None or call.may_be_served_by(self.circumstances)
+        return self.call is None or call.may_be_served_as(self.call)
 
 
 class PlanningForward(CountingForward):
@@ -107,7 +107,8 @@ class PlanningForward(CountingForward):
         """In the order in which they were met."""
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
-        self._served: dict[CallCircumstances, PlannedGraph] = {}
+        self._served: dict[Call, PlannedGraph] = {}
+        self._outgrown: GraphPlanner | None = None  # of a graph that values have outgrown
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
         self._accumulates = self.settings.planning.accumulation > 1
@@ -163,16 +164,20 @@ class PlanningForward(CountingForward):
         if any(not isinstance(mode, LossWatch) for mode in active_modes()):
             self.steps.count("a dispatch mode of torch is active, so the step runs without a plan")
             return self.plain(*args, **kwargs)
-        call = CallCircumstances.of(self.__self__, args, kwargs)
+        call = self.call_of(args, kwargs)
         has_gradients = any(p.grad is not None for p in self.__self__.parameters())
         self._accumulates |= has_gradients
         graph, output = self._step(call, has_gradients, args, kwargs)
         self._served[call] = self.running = graph
         self.steps.count(graph.code.why_unplanned())
         self._observe(graph, output)
+        if graph.code.outgrown:
+            self._outgrown = graph.planner
+            self.graphs.remove(graph)
+            self._served = {key: value for key, value in self._served.items() if value is not graph}
         return output
 
-    def _step(self, call: CallCircumstances, has_gradients: bool, args: tuple[Any, ...],
+    def _step(self, call: Call, has_gradients: bool, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
         """Run the step under a plan that serves it; returns that graph, and the output."""
         refusal = ""
@@ -181,46 +186,41 @@ class PlanningForward(CountingForward):
             if not graph.may_serve(call):
                 continue
             self._bring_up_to_date(graph, call, has_gradients, args, kwargs)
-            # What does not fit may show when a part has run; then another is tried from the start.
-            restore = None if graph is known else remembered_state(self.__self__)
+            is_trial = graph is not known and bool(graph.plan.recipe.blocks)
             try:
-                return graph, self._run(graph, args, kwargs, keep_going=graph is known)
+                return graph, self._run(graph, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:
-                if restore is not None:
-                    restore()
-                elif graph.code.has_begun:  # random state and buffers may have changed
+                if graph.code.has_begun and not is_trial:
                     raise
-                refusal = str(self.explained(graph.plan.recipe, error, args, kwargs))
+                refusal = str(self.explained(graph.plan.recipe, error, call))
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
         if refusal and any(graph.planner is None for graph in self.graphs):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
         graph = self._new_graph(call, has_gradients, args, kwargs)
-        return graph, self._run(graph, args, kwargs, keep_going=True)
+        return graph, self._run(graph, args, kwargs)
 
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-             keep_going: bool) -> Any:
-        """`keep_going`: where a part has run, one that is not the plan's does not end the step."""
-        graph.code.keep_going = keep_going
+             is_trial: bool = False) -> Any:
+        run = partial(attempt, graph.code) if is_trial else graph.code
         args, kwargs = with_distinct_tensors(
             args, {**dict(graph.plan.recipe.overrides), **kwargs})
         before = graph.code.compilations
         try:
-            return graph.code(self.__self__, self.inner, *args, **kwargs)
+            return run(self.__self__, self.inner, *args, **kwargs)
         finally:
             if graph.code.compilations != before:
                 gc.collect()  # as after planning
 
-    def _refusal(self, call: CallCircumstances, refusal: str) -> PlanMismatch:
-        planned = next((graph.circumstances for graph in reversed(self.graphs)
-                        if graph.circumstances is not None), None)
-        reason = refusal if planned is None else call.difference_from(planned, self.__self__)
+    def _refusal(self, call: Call, refusal: str) -> PlanMismatch:
+        words = differences(self.graphs[0].plan.recipe, self.__self__, call.circumstances)
+        reason = "; ".join(words) or refusal or "the model's code takes another path"
         return PlanMismatch(
             f'no plan serves this step of {self._name}, and on_new="refuse" allows no other: '
             f'{reason}. Begin with the largest step, or use on_new="replan"')
 
-    def _new_graph(self, call: CallCircumstances, has_gradients: bool, args: tuple[Any, ...],
+    def _new_graph(self, call: Call, has_gradients: bool, args: tuple[Any, ...],
                    kwargs: dict[str, Any]) -> PlannedGraph:
         """Capture and plan a step that no plan serves."""
         settings, module = self.settings, self.__self__
@@ -228,7 +228,8 @@ class PlanningForward(CountingForward):
             regions = settings.regions or regions_under_wrappers(module)
             planner = GraphPlanner(module, args, kwargs,
                                    replace(settings.planning, regions=regions), settings.limit,
-                                   settings.batches_ahead)
+                                   settings.batches_ahead, self._outgrown)
+            self._outgrown = None
             known = self._known(planner, None, has_gradients)
             if known is not None:
                 plan = planner.plan(known)
@@ -242,7 +243,7 @@ class PlanningForward(CountingForward):
         self.graphs.insert(0, graph)
         return graph
 
-    def _bring_up_to_date(self, graph: PlannedGraph, call: CallCircumstances, has_gradients: bool,
+    def _bring_up_to_date(self, graph: PlannedGraph, call: Call, has_gradients: bool,
                           args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a graph again where more is known than its plan counts."""
         if graph.planner is None:
@@ -251,8 +252,8 @@ class PlanningForward(CountingForward):
         if known is None or known == graph.known:
             return
         with self._planning():
-            if known.loss is not None and graph.planner.leaves_out_outputs(known.loss):
-                if call != graph.circumstances:
+            if known.loss is not None and graph.planner.needs_capture_for(known.loss):
+                if call != graph.call:
                     return
                 graph.planner.capture_again(self.__self__, args, kwargs, known.loss)
             graph.adopt(self.__self__, graph.planner.plan(known))
@@ -350,7 +351,7 @@ class PlanningForward(CountingForward):
             " and gradients of earlier micro-steps" if known.accumulates else "")
 
     def _say(self, graph: PlannedGraph, more: str) -> None:
-        log.info("%s (%s) %s%s", self._name, graph.circumstances, summarize(graph.plan), more)
+        log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)
 
 
 def _note_backward(forward: ref[PlanningForward], gradients: object) -> None:

@@ -7,8 +7,9 @@ AdamW with gradients of an earlier micro-step, a loss like the cross-entropy of 
 returns.
 
 The graph is captured once and planned again as more is known; only a loss that leaves out a
-differentiable output needs another capture.  Code that asks for values of tensors is called once
-without gradients to learn them (`graph_capture.twins.asked_values`).
+differentiable output, and one behind a step of several graphs, need another capture.  Code that
+asks for values of tensors is called once without gradients to learn them
+(`graph_capture.twins.asked_values`).
 
 Blind spots: what the loss takes is that of the first step; a loss that grows later is not seen.
 """
@@ -25,7 +26,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from apply.circumstances import circumstances_of, tensor_keys
@@ -37,15 +37,16 @@ from graph_capture.completed import (
     with_seen_loss,
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
+from graph_capture.errors import ValueAsked
 from graph_capture.plain_step.loss import OpenLoss
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
-from graph_capture.twins.asked_values import asked_values
+from graph_capture.twins.asked_values import asked_values, no_smaller
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
-from planner.errors import CaptureError, InfeasibleBudget
+from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.planning import Effort, plan_within
@@ -79,12 +80,16 @@ class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None, batches_ahead: int = 0) -> None:
-        """Capture the step, whose caller holds so many further batches; raises `CaptureError`."""
+                 planning: Planning, limit: Budget | None, batches_ahead: int = 0,
+                 outgrown: GraphPlanner | None = None) -> None:
+        """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
+        holds beside this one; `outgrown`: what planned it before values made its tensors larger."""
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
+        self._answers: tuple[Any, ...] = () if outgrown is None else outgrown._answers
+        """What the code asked of the values of tensors."""
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
-        self._partial: SeenLoss | None = None  # the loss that the graph was captured with
+        self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
         self.loss_is_outside = self._step.baseline.loss.is_missing
         """Whether the caller makes the loss, by means that are not known."""
 
@@ -92,16 +97,16 @@ class GraphPlanner:
                  planning: Planning) -> None:
         self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
                                 if isinstance(tensor, torch.Tensor))
-        if planning.loss_fn is None:
-            planning = replace(planning, loss_fn=OpenLoss(self._input_bytes))
+        unknown = OpenLoss(self._input_bytes)
         with watched(None) as report:
             try:
-                self._step = capture_call(model, args, kwargs, planning, report)
-            except CaptureError:
-                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
-                if not answers:
-                    raise
-                self._step = capture_call(model, args, kwargs, planning, report, answers=answers)
+                self._step = capture_call(model, args, kwargs, planning, report,
+                                          unknown_loss=unknown)
+            except ValueAsked:
+                asked = asked_values(model, lambda: model.forward(*args, **kwargs))
+                self._answers = no_smaller(asked, self._answers)
+                self._step = capture_call(model, args, kwargs, planning, report,
+                                          answers=self._answers, unknown_loss=unknown)
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
         self._step = with_held(
@@ -109,9 +114,12 @@ class GraphPlanner:
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         self._circumstances = circumstances_of(model, args, kwargs)
 
-    def leaves_out_outputs(self, seen: SeenLoss) -> bool:
-        """Whether the loss leaves out outputs that the graph was captured for; zeros take the place
-        of small gradients."""
+    def needs_capture_for(self, seen: SeenLoss) -> bool:
+        """Whether the account of a step with this loss takes another capture: it leaves out outputs
+        that the graph was captured for, unless zeros in place of their gradients are small; or it
+        belongs to code between graphs, of which what it takes is not told apart."""
+        if self._captured_with is None and len(self._step.graph.regions) > 1:
+            return True
         return any(
             planned.flows and not gradient.flows and planned.size_bytes > self._input_bytes
             for planned, gradient in zip(self._step.baseline.loss.outputs, seen.outputs,
@@ -119,10 +127,10 @@ class GraphPlanner:
 
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       seen: SeenLoss) -> None:
-        """Take the graph of a step with this loss, which leaves out some of the outputs."""
+        """Take the graph of a step with this loss."""
         self._capture(model, args, dict(kwargs),
                       replace(self._planning, loss_fn=ReplayedLoss(seen)))
-        self._partial, self._with_loss = seen, None
+        self._captured_with, self._with_loss = seen, None
 
     @property
     def assumed_loss(self) -> SeenLoss:
@@ -179,7 +187,7 @@ class GraphPlanner:
     def _prepared(self, optimizers: tuple[ref[Optimizer], ...] | str | None, accumulates: bool,
                   loss: SeenLoss | None) -> PreparedStep:
         planning, step = self._planning, self._step
-        if loss is not None and self._partial is not None:
+        if loss is not None and self._captured_with is not None:
             step = with_held(step, loss.held_bytes)
         elif loss is not None:
             if self._with_loss is None or self._with_loss[0] != loss:
@@ -202,8 +210,7 @@ def regions_under_wrappers(model: nn.Module) -> str:
     """What is best compiled as one piece: under data parallelism the repeated blocks, if there are
     any, since one graph would hand over all gradients at its end, with nothing left to do while
     they are sent."""
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if not sharded and wrapping_data_parallel() is None:
+    if wrapping_data_parallel() is None:
         return WHOLE_MODEL
     return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
 

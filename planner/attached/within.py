@@ -46,8 +46,8 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
         model: an `nn.Module`, or a wrapper of torch's or accelerate's around one.
         budget, budget_gb: as for `planner.plan`; a percentage is of the peak of the plain step.
         regions: as for `planner.plan`; `None`: the whole model, or, where it is wrapped by
-            DistributedDataParallel or `fully_shard`, its repeated blocks, so that communication
-            overlaps with the backward.
+            DistributedDataParallel, its repeated blocks, so that communication overlaps with the
+            backward.
         on_new: what a step that no plan serves does: `"replan"`: it is planned; `"refuse"`: it
             raises `PlanMismatch`.
         plan: a saved plan, or its path, which is taken instead of planning where it fits.

@@ -168,7 +168,7 @@ class Gate(nn.Module):
 
 def test_control_flow_on_unknown_values_is_an_error(probe):
     twin = make_twin(Gate(), (torch.ones(2, 4),))
-    with pytest.raises(CaptureError, match="the model's code depends on a value"):
+    with pytest.raises(CaptureError, match="the model's code asks for the value"):
         trace_eager_step(twin, workspace=probe.workspace_bytes)
 
 

@@ -192,7 +192,7 @@ def test_refusing_says_why():
     net = planner.within(model(), "80%", on_new="refuse", time_limit=1)
     train(net, [batch(8)] * 2)
     train(net, [batch(4)])
-    with pytest.raises(planner.PlanMismatch, match=r"argument 0 is int64\[32, .*int64\[8, 32\]"):
+    with pytest.raises(planner.PlanMismatch, match=r"`ids` is int64\[32, .*int64\[8, 32\]"):
         train(net, [batch(32)])
     next(net.parameters()).requires_grad_(False)
     with pytest.raises(planner.PlanMismatch, match=r"parameter embedding\.weight is frozen"):
@@ -311,6 +311,88 @@ def test_code_that_asks_for_values_is_planned_in_pieces():
     assert max(measured) <= budget
     assert plans_of(net).steps.planned == 3
     assert len(planner.plan_of(net).recipe.regions) == 2
+
+
+class Sized(nn.Module):
+    """Values decide the sizes of tensors."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.first, self.second = (nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+                                   for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "maximum":
+            steps = int(x.abs().max()) + 1
+            return self.second(self.first(x)) + torch.zeros(steps, 1, 32).sum()
+        if self.kind == "mask of the inputs":
+            return self.second(self.first(x[x[..., 0] > 0]))
+        chosen = self.first(x)
+        if self.kind == "nonzero":
+            return self.second(chosen[(x[:, 0, 0] > -1).nonzero().squeeze(1)])
+        return self.second(chosen[chosen[..., 0] > 0])
+
+
+@pytest.mark.filterwarnings("ignore:values have made a tensor")
+@pytest.mark.parametrize("kind", [
+    "maximum", "mask", *(pytest.param(kind, marks=pytest.mark.slow)
+                         for kind in ("mask of the inputs", "nonzero"))])
+def test_sizes_that_values_decide(kind):
+    torch.manual_seed(5)
+    batches = [torch.randn(16, 32, 32) * scale for scale in (2, 3, 3, 1, 2.5)]
+
+    def run(net: nn.Module) -> tuple[list[float], list[int]]:
+        losses, opt = [], torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            loss = net(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+
+        records = record_stages([lambda x=x: step(x) for x in batches])
+        resident = sum(p.numel() * 4 for p in net.parameters()) + batches[0].numel() * 4
+        return losses, [resident + record.peak_bytes for record in records]
+
+    losses, peaks = run(Sized(kind))
+    budget = budget_of(peaks, 0.8)
+    net = planner.within(Sized(kind), budget, time_limit=1)
+    found, measured = run(net)
+    assert found == losses
+    assert plans_of(net).steps.planned == len(batches)
+    # Sizes come to be known before the first piece that draws or trains, or while that step runs.
+    assert max(measured if kind in ("maximum", "mask of the inputs") else measured[-1:]) <= budget
+
+
+class Branching(nn.Module):
+    """Takes another branch, and draws random numbers in it, where the first token is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.extra = model(dropout=0.1), nn.Linear(VOCAB, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.body(ids)
+        if ids[0, 0].item() % 2 == 0:
+            return x + F.dropout(torch.tanh(self.extra(torch.tanh(x))), 0.2)
+        return torch.tanh(x)
+
+
+@pytest.mark.slow
+def test_a_branch_that_was_not_planned_runs_under_the_schedule_that_takes_least():
+    batches = [batch(seed=seed) for seed in (1, 1, 2, 2)]
+    batches[0][0][0, 0] = batches[1][0][0, 0] = 1
+    batches[2][0][0, 0] = batches[3][0][0, 0] = 2
+    losses, peaks = train(Branching(), batches)
+    net = planner.within(Branching(), budget_of(peaks, 0.8), time_limit=1)
+    with pytest.warns(UserWarning, match="runs under the schedule that takes least"):
+        found, measured = train(net, batches)
+    assert found == losses
+    assert max(measured[:2]) <= budget_of(peaks, 0.8)
+    assert max(measured) < max(peaks)
 
 
 def test_a_wrapper_that_rebinds_forward_as_accelerate_does():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.measured_loops import MeasuredLoop, Trial
-from tests.support.models import llama
+from tests.support.models import gpt2
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -64,13 +64,13 @@ def train(loop: MeasuredLoop, budget: int | None, *, folder: Path, **settings: A
 def test_a_loss_of_what_is_beside_the_loss(tmp_path, monkeypatch):
     # Tiles as narrow as the vocabulary is small: the default is wider than the whole model.
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
-    trial = Trial.of(lambda: llama(layers=2, width=32, vocab=VOCAB).model,
+    trial = Trial.of(lambda: gpt2(layers=2, width=32, vocab=VOCAB).model,
                      partial(train, folder=tmp_path))
     trial.check(steps=3)
     trial.check_equal()
 
 
 def test_its_default_checkpointing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="gradient_checkpointing=False"):
-        train(MeasuredLoop(llama(layers=1, width=32, vocab=VOCAB).model), 10**9,
+    with pytest.raises(ValueError, match="set activation_checkpointing=False"):
+        train(MeasuredLoop(gpt2(layers=1, width=32, vocab=VOCAB).model), 10**9,
               folder=tmp_path, activation_checkpointing=True)

@@ -1,0 +1,56 @@
+"""Ops whose fake kernels say less than the real ones do, put right when this is imported.
+
+A fake kernel tells the shapes of an op's results.  Torch's own refuses the grouped matrix product
+in all dtypes but bfloat16, and gives the fused LSTM of CPUs a reserve of no bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
+import torch
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._subclasses.fake_impls import op_implementations_dict
+
+from graph_capture.torch_compat.memory import no_active_modes
+
+
+def _grouped_product(mode: Any, func: Any, mat_a: torch.Tensor, mat_b: torch.Tensor,
+                     offs: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+                     out_dtype: torch.dtype | None = None) -> Any:
+    if mat_a.dtype is torch.bfloat16 or mat_a.dtype is not mat_b.dtype or bias is not None:
+        return NotImplemented  # torch's own knows, or refuses
+    with mode:
+        return _create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
+
+
+def _fused_lstm(mode: Any, func: Any, *args: Any) -> Any:
+    x, *weights = args[:7]
+    shapes = tuple((tuple(map(int, t.shape)), t.dtype) for t in (x, *weights))
+    with mode:
+        output, hidden, cell = (like.new_empty(shape) for like, shape in (
+            (x, (*x.shape[:-1], args[10])), (weights[4], weights[4].shape),
+            (weights[5], weights[5].shape)))
+        size = 0
+        if torch.is_grad_enabled():
+            size = _reserve_bytes(shapes, *(tuple(value) if isinstance(value, list) else value
+                                            for value in args[7:]))
+        return output, hidden, cell, torch.empty(size, dtype=torch.uint8, device=x.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _reserve_bytes(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], *settings: Any) -> int:
+    """Bytes that the library keeps for the backward; only it knows them, so it is run for that."""
+    with no_active_modes(), torch.enable_grad():
+        made = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+        *_, reserve = torch.ops.aten.mkldnn_rnn_layer.default(*made, *settings)
+    return int(reserve.numel())
+
+
+op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, _grouped_product)
+op_implementations_dict.setdefault(torch.ops.aten.mkldnn_rnn_layer.default, _fused_lstm)

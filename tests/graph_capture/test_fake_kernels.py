@@ -1,0 +1,50 @@
+"""The fake kernels that are put right, against the real ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+import graph_capture.torch_compat  # noqa: F401  puts them right
+
+pytestmark = pytest.mark.compat
+aten = torch.ops.aten
+
+
+def layouts(results):
+    return [(t.shape, t.stride(), t.dtype, t.untyped_storage().nbytes())
+            for t in pytree.tree_leaves(results)]
+
+
+def compare(target, *args):
+    with FakeTensorMode() as mode:
+        fakes = pytree.tree_map_only(
+            torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), args)
+        fake = layouts(target(*fakes))
+    assert fake == layouts(target(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_matrix_product(dtype):
+    rows, weight = torch.randn(12, 16).to(dtype), torch.randn(3, 16, 8).to(dtype)
+    offsets = torch.tensor([3, 7, 12], dtype=torch.int32)
+    compare(aten._grouped_mm.default, rows, weight, offsets)
+    compare(aten._grouped_mm.default, torch.randn(16, 16).to(dtype)[:, :12], rows, offsets[:1])
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+@pytest.mark.parametrize("grad", [True, False])
+def test_fused_lstm(steps, grad):
+    x, state = torch.randn(steps, 4, 8), torch.zeros(4, 16)
+    weights = torch.randn(64, 8), torch.randn(64, 16), torch.randn(64), torch.randn(64)
+    with torch.set_grad_enabled(grad):
+        if grad:
+            compare(aten.mkldnn_rnn_layer.default, x, *weights, state, state, False, [], 2, 16, 1,
+                    True, False, False, True)
+        else:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                *_, reserve = aten.mkldnn_rnn_layer.default(
+                    x, *weights, state, state, False, [], 2, 16, 1, True, False, False, True)
+            assert reserve.numel() == 0
