@@ -63,6 +63,8 @@ class Settings:
     """A saved plan."""
     regions: str | Sequence[str] | None = None
     """What is compiled as one piece; `None`: what suits the wrappers of the model."""
+    batches_ahead: int = 0
+    """How many batches the caller holds beside the one in use."""
 
 
 class PlannedGraph:
@@ -228,7 +230,7 @@ class PlanningForward(CountingForward):
             regions = settings.regions or regions_under_wrappers(module)
             planner = GraphPlanner(module, args, kwargs,
                                    replace(settings.planning, regions=regions), settings.limit,
-                                   self._outgrown)
+                                   settings.batches_ahead, self._outgrown)
             self._outgrown = None
             known = self._known(planner, None, has_gradients, self._expected_output(planner))
             if known is not None:
