@@ -42,7 +42,7 @@ from graph_capture.errors import ValueAsked
 from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
-from graph_capture.twins.asked_values import asked_values, no_smaller
+from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
@@ -84,13 +84,12 @@ class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None, batches_ahead: int = 0,
-                 outgrown: GraphPlanner | None = None) -> None:
+                 planning: Planning, limit: Budget | None, batches_ahead: int = 0) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
-        holds beside this one; `outgrown`: what planned it before values made its tensors larger."""
+        holds beside this one."""
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
-        self._answers: tuple[Any, ...] = () if outgrown is None else outgrown._answers
-        """What the code asked of the values of tensors."""
+        self.is_steered = False
+        """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
         self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
@@ -107,10 +106,10 @@ class GraphPlanner:
                 self._step = capture_call(model, args, kwargs, planning, report,
                                           unknown_loss=unknown)
             except ValueAsked:
-                asked = asked_values(model, lambda: model.forward(*args, **kwargs))
-                self._answers = no_smaller(asked, self._answers)
-                self._step = capture_call(model, args, kwargs, planning, report,
-                                          answers=self._answers, unknown_loss=unknown)
+                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
+                self._step = capture_call(model, args, kwargs, planning, report, answers=answers,
+                                          unknown_loss=unknown)
+                self.is_steered = True
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
         self._step = with_held(
