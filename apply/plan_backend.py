@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from apply.errors import PlanMismatch
+from apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
@@ -82,6 +83,7 @@ class PlanBackend:
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
         """Regions of the plan that have run in this call."""
+        self._warned_of_output = False
 
     def with_recipe(self, recipe: Recipe, regions: Sequence[int]) -> Self:
         """The backend of these regions of another recipe for the same captured graphs, the very
@@ -94,6 +96,7 @@ class PlanBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         match: Match | None = None
+        watched: list[int] = []
         self.compilations += 1
         if self.running is not None:
             name_modules(module, self.running)
@@ -109,7 +112,9 @@ class PlanBackend:
             nonlocal match
             match = self._matching_region(module, joint, num_fwd_outputs, given)
             region = match.region
-            rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses)
+            rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses,
+                                region.released)
+            watched.extend(places_to_watch(region, match.lowered, rewritten))
             self._annotate(rewritten)
             return rewritten.forward, rewritten.backward
 
@@ -133,9 +138,15 @@ class PlanBackend:
             self.planned_runs += match is not None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
+            watch(outputs, watched, self._output_is_held)
             return outputs
 
         return torch.compiler.disable(call)
+
+    def _output_is_held(self, size_bytes: int) -> None:
+        if not self._warned_of_output:
+            self._warned_of_output = True
+            warnings.warn(OUTPUT_IS_HELD.format(bytes=size_bytes), stacklevel=2)
 
     def _compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,

@@ -76,6 +76,9 @@ class RegionRecipe:
     """Positions, in the clean joint graph, of backward ops that belong to the forward here."""
     code: tuple[CodeMemory, ...] = ()
     """What the forward and the backward code that Inductor generated take; empty: not known."""
+    released: tuple[int, ...] = ()
+    """Which outputs of its forward the caller lets go before the backward, mutated inputs not
+    counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,11 @@ class Recipe:
     stores what is read behind them (`apply.realized`)."""
     circumstances: Circumstances | None = None
     """For errors, not for choosing; `None`: not known."""
+
+    @property
+    def holds_output(self) -> bool:
+        """Whether the caller is taken to hold the model's output until the backward ends."""
+        return not any(region.released for region in self.regions)
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -39,9 +39,11 @@ def rewrite(
     region: LoweredRegion,
     insertions: Sequence[Insertion] = (),
     inplace_reuses: Sequence[InplaceReuse] = (),
+    released: Sequence[int] = (),
 ) -> RewrittenRegion:
-    """Forward and backward of `region` with these insertions and in-place runs."""
-    return _Rewriter(region, insertions, inplace_reuses).run()
+    """Forward and backward of `region` with these insertions and in-place runs; `released`: outputs
+    of its forward that are not held, so that a run of their op in the forward replaces them."""
+    return _Rewriter(region, insertions, inplace_reuses, released).run()
 
 
 @dataclass
@@ -57,7 +59,7 @@ class _Rewriter:
 
     def __init__(
         self, region: LoweredRegion, insertions: Sequence[Insertion],
-        inplace_reuses: Sequence[InplaceReuse],
+        inplace_reuses: Sequence[InplaceReuse], released: Sequence[int],
     ) -> None:
         self.region = region
         self.index_of = {op.name: index for index, op in enumerate(region.ops)}
@@ -68,7 +70,9 @@ class _Rewriter:
             (self.index_of[t.op], t.run): t.candidate for t in inplace_reuses}
         self.replayed = {self.index_of[action.op] for insertion in insertions
                          for action in insertion.actions if isinstance(action, RunAgain)}
-        self.kept = set(region.held_outputs) | {s for s, _ in region.gradient_storages}
+        self.kept = (set(region.held_outputs) | {s for s, _ in region.gradient_storages}) - {
+            region.storage_of[node] for place, node in enumerate(region.returned)
+            if place in released and node is not None}
         self.nodes_of: dict[int, list[fx.Node]] = {}
         for node, storage in region.storage_of.items():
             self.nodes_of.setdefault(storage, []).append(node)

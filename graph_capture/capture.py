@@ -6,7 +6,7 @@ Everything happens on a fake twin: the model is neither executed nor changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +26,13 @@ from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
 from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
+from graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
 from graph_capture.progress import Progress
 from graph_capture.specification import check
 from graph_capture.step.assemble import LossMemory, assemble
 from graph_capture.step.kept import Keeper
 from graph_capture.step.regions import RegionUse, count_runs, region_uses
+from graph_capture.step.released_output import with_output_released
 from graph_capture.torch_compat import quiet_fake_tensors, sharded_module
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
@@ -43,9 +45,11 @@ class Tracing:
 
     twin: FakeTwin
     """As the user calls it, without the arguments that capture forced."""
-    loss_fn: Callable[[Any], torch.Tensor] | None
+    loss_fn: LossFn | None
     """That of the twin; `None`: the step was captured without one."""
     workspace: Workspace
+    holds_output: bool = True
+    """Whether the caller holds the output until the backward ends."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class CapturedStep:
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
     compiled: CompiledTracer | None
     """Follows the step as Inductor compiles it; `None` for the eager backend."""
+    outputs: tuple[OutputGradient, ...]
+    """What the loss makes of each tensor of the model's output."""
     tracing: Tracing
     """What traces it again, for what comes to be known later."""
 
@@ -79,11 +85,11 @@ class CapturedStep:
 @quiet_fake_tensors()
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
+    loss_fn: LossFn | None = None, optimizer: object = None,
     device: torch.device | str | None = None, gpu: str | None = None, keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None = None, holds_output: bool = True,
     answers: tuple[Any, ...] | None = None, progress: Progress | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
@@ -96,7 +102,8 @@ def capture_step(
     `regions`: what is captured as one piece, see `graph_capture.dynamo.blocks.find_blocks`.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
-    captured in pieces.
+    captured in pieces.  `holds_output`: the caller holds the model's output until the backward
+    ends, not only until the loss is made.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -129,10 +136,12 @@ def capture_step(
     say("tracing the plain step")
     try:
         unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
-        baseline = trace_eager_step(unforced, twin_loss, workspace=costs.workspace_bytes)
+        baseline = trace_eager_step(unforced, twin_loss, workspace=costs.workspace_bytes,
+                                    holds_output=holds_output)
+        outputs = trace_loss(traced_loss, output, traced, costs.workspace_bytes).outputs
         later = None if not accumulated else trace_eager_step(
             unforced, twin_loss, workspace=costs.workspace_bytes,
-            with_gradient=baseline.with_gradient)
+            with_gradient=baseline.with_gradient, holds_output=holds_output)
     except CaptureError:
         raise
     except Exception as error:
@@ -147,9 +156,12 @@ def capture_step(
     def form(uses: Sequence[RegionUse], low_peak: bool = False) -> StepForm:
         graph = assemble(
             uses, cost_of=fused or costs, pinned_by_user=keeper, resident=twin.resident,
-            loss=(LossMemory(cotangents_held=True) if loss_fn is None
+            loss=(LossMemory(cotangents_held=True)
+                  if loss_fn is None or isinstance(loss_fn, OpenLoss)
                   else LossMemory.of(baseline.loss)),
             device=twin.device, uncaptured=recording.uncaptured)
+        if not holds_output:
+            graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
         graph = replace(graph, notes=_notes(forced, recording, costs))
         return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
@@ -167,8 +179,9 @@ def capture_step(
             workspace=costs.workspace_bytes),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
-            traced, traced_loss, costs, recording.graphs, twin),
-        tracing=Tracing(unforced, twin_loss, costs.workspace_bytes))
+            traced, traced_loss, costs, recording.graphs, twin, holds_output),
+        outputs=outputs,
+        tracing=Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output))
 
 
 def _without(twin: FakeTwin, names: Set[str]) -> FakeTwin:

@@ -12,15 +12,16 @@ behind several graphs is part of what was recorded between them: both need anoth
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from graph_capture.capture import CapturedStep
 from graph_capture.errors import CaptureError
 from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
-from graph_capture.plain_step.loss import LossFn
+from graph_capture.plain_step.loss import LossFn, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
+from graph_capture.step.released_output import with_output_released
 from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.training_graph import LOSS_BACKWARD, TrainingGraph
 
@@ -47,6 +48,18 @@ def with_seen_loss(step: CapturedStep, seen: SeenLoss) -> CapturedStep:
         baseline=baseline, later=later, tracing=replace(step.tracing, loss_fn=loss))
 
 
+def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedStep:
+    """The step, captured with its output held, in which each tensor of it lives so long."""
+    if all(until is Until.END for until in lives):
+        return step
+    step = replace(step, tracing=replace(step.tracing, holds_output=False), later=None)
+    return replace(
+        step, forms=tuple(replace(form, graph=with_output_released(form.graph, lives))
+                          for form in step.forms),
+        baseline=_traced(step, step.tracing.loss_fn, ()) or step.baseline,
+        compiled=step.compiled and replace(step.compiled, holds_output=False))
+
+
 def with_held(step: CapturedStep, held_bytes: int) -> CapturedStep:
     """The step with so much more that the caller holds throughout."""
     return replace(step, forms=tuple(replace(form, graph=replace(
@@ -70,7 +83,8 @@ def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Collectio
     """The plain step; `None` where it depends on inputs that are gone since."""
     try:
         return trace_eager_step(step.tracing.twin, loss_fn, workspace=step.tracing.workspace,
-                                with_gradient=with_gradient)
+                                with_gradient=with_gradient,
+                                holds_output=step.tracing.holds_output)
     except CaptureError:
         return None
 

@@ -161,6 +161,22 @@ class Region:
     """The submodule that was captured by itself; empty where the whole model was."""
     hoisted: tuple[int, ...] = ()
     """Positions, in the clean joint graph, of backward ops that were moved to the forward."""
+    released: tuple[int, ...] = ()
+    """Which outputs of its forward the caller lets go before the backward, mutated inputs not
+    counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """A buffer that the model returns."""
+
+    buffer: int
+    tensors: tuple[int, ...]
+    """Which tensors of the model's output lie in it, counted through containers."""
+    region: int
+    """The region that makes it."""
+    places: tuple[int, ...]
+    """Which outputs of that region's forward lie in it, mutated inputs not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +221,8 @@ class TrainingGraph:
     """The device planned for, e.g. `cpu` or `cuda:0`."""
     notes: tuple[str, ...] = ()
     """What the user should know about this capture, e.g. that a cache was switched off."""
+    outputs: tuple[ModelOutput, ...] = ()
+    """What the model returns."""
 
     @property
     def gradient_bytes(self) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graph_capture.capture import CapturedStep
+    from graph_capture.plain_step.loss import LossFn
 
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
@@ -28,7 +29,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          cost_model: str = "roofline", device: torch.device | str | None = None,
          gpu: str | None = None, probe: bool = True, time_limit: float = 60.0,
          keep: Sequence[str] = (), accumulation: int = 1, regions: str | Sequence[str] = "model",
-         autocast: torch.dtype | str | None = None,
+         autocast: torch.dtype | str | None = None, output: str = "held",
          progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
@@ -72,6 +73,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
             the backward outside; the applied model is to be called so, too.  An autocast that is
             active at the time of the call counts as well.
+        output: whether the caller holds the model's output (logits) until the backward ends
+            (`"held"`), or lets it go when the loss is made (`"dropped"`), as trainers do and
+            `loss = model(**batch).loss` does.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -85,7 +89,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
         cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
         probe=probe, accumulation=accumulation, regions=regions,
-        autocast=autocast)
+        autocast=autocast, output=output)
     started = time.monotonic()
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)
@@ -129,17 +133,19 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, progress: Progress | None, *,
-                 answers: tuple[Any, ...] | None = None) -> CapturedStep:
+                 answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None
+                 ) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
-    code asks for."""
+    code asks for; `unknown_loss`: what stands for a loss that was not given."""
     from graph_capture.capture import capture_step
 
     return capture_step(
-        model, args, kwargs, loss_fn=planning.loss_fn, device=planning.device, gpu=planning.gpu,
-        keep=tuple(planning.keep), backend=planning.backend, cost_model=planning.cost_model,
-        probe=planning.probe, optimizer=planning.optimizer,
+        model, args, kwargs, loss_fn=planning.loss_fn or unknown_loss, device=planning.device,
+        gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
+        cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
         accumulated=planning.accumulation > 1, regions=planning.regions, answers=answers,
-        autocast=planning.autocast_dtype, progress=progress)
+        autocast=planning.autocast_dtype, holds_output=planning.output == "held",
+        progress=progress)
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

@@ -13,7 +13,7 @@ C++ heap, which torch's allocator does not see either).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import torch
 
 from graph_capture.errors import CaptureError
 from graph_capture.inductor.generated_code import CodeTracker
+from graph_capture.memory.trace import Category
 from graph_capture.plain_step.loss import LossFn, objective
 from graph_capture.torch_compat import OpOverload, TorchDispatchMode, compile_settings
 from graph_capture.training_graph import BufferKind
@@ -40,6 +41,10 @@ class CompiledStep:
     peak_bytes: int
     by_category: Mapping[BufferKind, int]
     """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
+    course: Mapping[BufferKind, Sequence[int]]
+    """The same after each allocation and release."""
+    backward_begins: int
+    """How many of these there are before the backward."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class CompiledTracer:
     """Of the twin's model."""
     origin: FakeTwin
     """What `twin` was made of; as long as it is alive, `twin` knows its tensors."""
+    holds_output: bool = True
+    """Whether the caller holds the model's output until the backward ends."""
 
     def trace(self, code_of: Callable[[str], GraphCode]) -> CompiledStep:
         """Compile the step, kernels aside, and follow its memory.
@@ -106,13 +113,17 @@ class CompiledTracer:
                     output = compiled(*twin.args, **twin.kwargs)
                     goal = objective(output, self.loss_fn)
                 goal.backward()
-                return CompiledStep(0, {})
+                return CompiledStep(0, {}, {}, 0)
             with tracker:
                 with twin.forward_context():
                     output = compiled(*twin.args, **twin.kwargs)
                     goal = objective(output, self.loss_fn)
+                if not self.holds_output:
+                    output = None
                 first_of_backward = tracker.start_of_backward()
+                backward_begins = tracker.event_count
                 goal.backward()
+                end = tracker.event_count
             seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
             gradients = {tracker.number_of(tensor.grad) for tensor in leaves
                          if tensor.grad is not None}
@@ -121,15 +132,17 @@ class CompiledTracer:
                 tracker.close()
             for tensor in leaves:
                 tensor.grad = None
-        alive, transient = tracker.alive_at_peak()
-        by_category = dict.fromkeys(BufferKind, 0)
-        by_category[BufferKind.TEMPORARY] = transient
-        for number, size in alive.items():
-            kind = (BufferKind.GRADIENT if number in gradients
-                    else BufferKind.TEMPORARY if number >= first_of_backward or number in seeds
-                    else BufferKind.ACTIVATION)
-            by_category[kind] += size
-        return CompiledStep(tracker.peak_bytes, by_category)
+
+        def category_of(number: int) -> Category:
+            return (Category.GRADIENTS if number in gradients
+                    else Category.TEMPORARIES if number >= first_of_backward or number in seeds
+                    else Category.ACTIVATIONS)
+
+        trace = tracker.trace(category_of).until(end)
+        at_peak = trace.by_category(trace.alive_at_peak())
+        return CompiledStep(
+            trace.peak_bytes, {kind: at_peak[Category(kind.value)] for kind in BufferKind},
+            {kind: trace.levels_of(Category(kind.value)) for kind in BufferKind}, backward_begins)
 
 
 class _OpLog(TorchDispatchMode):

@@ -101,6 +101,12 @@ class LoweredRegion:
     saved_by_default: frozenset[str] = frozenset()
     """Names of the nodes that Inductor's own partitioner saves, where what to hoist was chosen."""
 
+    @property
+    def returned(self) -> tuple[fx.Node | None, ...]:
+        """The outputs of the forward, mutated inputs not counted."""
+        return tuple(node for place, node in enumerate(self.joint.forward_outputs)
+                     if place not in self.joint.mutations)
+
     def primals_read_by(self, node: fx.Node) -> list[int]:
         """Indices of the region's inputs that an op reads, itself or through a view."""
         bases = {self.base_of[source] for source in node.all_input_nodes}

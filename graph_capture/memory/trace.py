@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 
@@ -75,6 +75,18 @@ class MemoryTrace:
     def levels(self) -> list[int]:
         """Bytes before the first event and after each, above what was held before."""
         return list(accumulate(self.changes(), initial=0))
+
+    def levels_of(self, category: Category) -> list[int]:
+        """Bytes of one category after each event."""
+        return list(accumulate(
+            change if self.blocks[event if event >= 0 else ~event].category is category else 0
+            for event, change in zip(self.events, self.changes(), strict=True)))
+
+    def levels_by_run(self) -> list[int]:
+        """The most bytes from each op's run to the next one."""
+        levels = self.levels()
+        starts = [*(run.event for run in self.runs), len(self.events)]
+        return [max(levels[start:end + 1]) for start, end in pairwise(starts)]
 
     @property
     def peak_bytes(self) -> int:

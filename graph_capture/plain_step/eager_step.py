@@ -1,13 +1,13 @@
 """The memory of the training step as plain PyTorch runs it: what the user has today.
 
 The figures of one traced forward, loss and backward (`graph_capture.plain_step.micro_step`) from
-gradients that are `None`, as after `zero_grad()`, with the output held to the end.
+gradients that are `None`, as after `zero_grad()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graph_capture.memory.trace import Category
@@ -35,10 +35,15 @@ class EagerStep:
     data_less: bool
     """Whether the code ran on data-less tensors, which it takes for ordinary ones; else on fake
     ones, which some libraries treat in another way."""
+    course: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """The most bytes from each op's run to the next one."""
+    backward_begins: int = field(default=0, compare=False)
+    """Number of runs before the backward."""
 
 
 def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
-                     with_gradient: Collection[str] = ()) -> EagerStep:
+                     with_gradient: Collection[str] = (),
+                     holds_output: bool = True) -> EagerStep:
     """Trace forward, loss and backward of the twin; it has no gradients before and after, but for
     the parameters named in `with_gradient`, whose gradients are resident.
 
@@ -50,7 +55,7 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         footprint[:] = [trace_loss(loss, output, running, workspace)]
 
     step = trace_micro_step(twin, loss_fn, workspace=workspace,
-                            with_gradient=with_gradient, look=look)
+                            with_gradient=with_gradient, holds_output=holds_output, look=look)
     trace = step.trace
     at_peak = trace.by_category(trace.alive_at_peak())
     return EagerStep(
@@ -60,4 +65,5 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         end_bytes=sum(trace.blocks[block].size_bytes
                       for block in (*step.gradients, *step.left_blocks)),
         with_gradient=frozenset(step.gradients.values()), loss=footprint[0],
-        data_less=step.data_less)
+        data_less=step.data_less, course=tuple(trace.levels_by_run()),
+        backward_begins=sum(run.event < step.backward_begins for run in trace.runs))

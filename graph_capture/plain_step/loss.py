@@ -12,6 +12,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -19,10 +20,8 @@ import torch
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.tracker import MemoryTracker, Workspace
-from graph_capture.torch_compat import pytree
+from graph_capture.torch_compat import pytree, storage_key
 from graph_capture.twins.fake import FakeTwin
-
-LossFn = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,45 @@ class Objective:
         torch.autograd.backward(self.roots, self.seeds)
 
 
+class Until(StrEnum):
+    """How long a tensor of the output is there, if the caller lets the output go; the later comes
+    last."""
+
+    LOSS = "loss"
+    """Until the loss is made of it."""
+    LOSS_BACKWARD = "loss backward"
+    """Until the backward of the loss, which needs it."""
+    MODEL_BACKWARD = "model backward"
+    """Until the backward of the model, if that needs it; otherwise to the end of the step."""
+    END = "end"
+    """To the end of the step: it is the loss, or is held all the same."""
+
+
+LossFn = Callable[[Any], torch.Tensor | Objective]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoss:
+    """The loss of a caller of whom it is not known whether he differentiates the `loss` of the
+    output, or one of his own that he makes of what is beside it."""
+
+    largest_bytes: int
+    """What is larger, such as logits, is taken to be there to be looked at."""
+
+    def __call__(self, output: Any) -> Objective:
+        """All of it that he may differentiate."""
+        goal = objective(output, None)
+        if len(goal.roots) > 1 or goal.seeds != (None,):
+            return goal
+        beside = tuple(tensor for tensor in output_tensors(output)
+                       if tensor.requires_grad and tensor is not goal.roots[0]
+                       and tensor.nbytes <= self.largest_bytes)
+        if not beside:
+            return goal
+        roots = (*goal.roots, *beside)
+        return Objective(roots, tuple(torch.ones_like(root) for root in roots))
+
+
 @dataclass(frozen=True, slots=True)
 class OutputGradient:
     """Whether the loss reaches a tensor of the output."""
@@ -45,6 +83,7 @@ class OutputGradient:
     flows: bool
     size_bytes: int
     """Of the cotangent; 0 if none flows."""
+    until: Until = Until.END
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +108,9 @@ def objective(output: Any, loss_fn: LossFn | None) -> Objective:
     Raises `CaptureError` where nothing can be differentiated, or a given loss is no scalar.
     """
     if loss_fn is not None:
-        return _of_scalar(loss_fn(output), "the loss that `loss_fn` returned")
+        loss = loss_fn(output)
+        return loss if isinstance(loss, Objective) else _of_scalar(
+            loss, "the loss that `loss_fn` returned")
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return _of_scalar(named, "the output's `loss`")
@@ -127,19 +168,29 @@ def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
     tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
                             resident=(*tensors, *twin.fake_of.values()))
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    saved: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.add(storage_key(tensor))
+        return tensor
+
     with twin.mode, tracker:
-        goal = objective(output, loss_fn)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            goal = objective(output, loss_fn)
         forward_peak, retained = tracker.peak_bytes, tracker.live_bytes
         tracker.restart_peak()
         tracker.start_of_backward()
         gradients = torch.autograd.grad(goal.roots, wanted, goal.seeds, allow_unused=True)
     tracker.close()
     gradient_of = dict(zip(map(id, wanted), gradients, strict=True))
+    losses = {storage_key(root) for root in goal.roots}
 
     def gradient(tensor: torch.Tensor) -> OutputGradient:
-        found = gradient_of.get(id(tensor))
-        return OutputGradient(found is not None, 0 if found is None else allocated_bytes(
-            found.untyped_storage().nbytes(), twin.device))
+        found, key = gradient_of.get(id(tensor)), storage_key(tensor)
+        return OutputGradient(
+            found is not None,
+            0 if found is None else allocated_bytes(found.untyped_storage().nbytes(), twin.device),
+            Until.END if key in losses else Until.LOSS_BACKWARD if key in saved else Until.LOSS)
 
     return LossFootprint(retained, forward_peak, tracker.peak_bytes,
                          tuple(gradient(tensor) for tensor in tensors),

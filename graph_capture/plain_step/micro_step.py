@@ -37,19 +37,21 @@ _Made = TypeVar("_Made")
 
 def trace_micro_step(
     twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
-    with_gradient: Collection[str] = (), scaled: bool = False,
+    with_gradient: Collection[str] = (), scaled: bool = False, holds_output: bool = True,
     look: Callable[[FakeTwin, Any, LossFn | None], None] | None = None,
 ) -> MicroStep:
     """Trace forward, loss and backward of the twin, whose tensors are as before afterwards.
 
     `with_gradient`: names of the parameters that have a gradient before.  `scaled`: the loss is
-    scaled by a `GradScaler`.  `look` sees the twin that runs, the output of its model and its loss
-    before the loss is made.
+    scaled by a `GradScaler`.  `holds_output`: the caller holds the output to the end of the
+    backward, not only until the loss is made.  `look` sees the twin that runs, the output of its
+    model and its loss before the loss is made.
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
     return run_without_data(twin, loss_fn, lambda running, loss, data_less: _trace(
-        running, loss, workspace, with_gradient, scaled, look, data_less=data_less))
+        running, loss, workspace, with_gradient, scaled, holds_output, look,
+        data_less=data_less))
 
 
 def run_without_data(twin: FakeTwin, loss_fn: LossFn | None,
@@ -69,7 +71,7 @@ def run_without_data(twin: FakeTwin, loss_fn: LossFn | None,
 
 
 def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
-           with_gradient: Collection[str], scaled: bool,
+           with_gradient: Collection[str], scaled: bool, holds_output: bool,
            look: Callable[[FakeTwin, Any, LossFn | None], None] | None, *,
            data_less: bool) -> MicroStep:
     copies = list(twin.fake_of.values())
@@ -95,6 +97,8 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
                     goal = _scaled(goal, twin, tracker)
             # What leaving a user's outermost autocast does: casts of parameters are not kept.
             torch.clear_autocast_cache()
+            if not holds_output:
+                output = None
             backward_begins = tracker.event_count
             first_of_backward = tracker.start_of_backward()
             with twin.mode, _no_autocast(twin.trace_device), tracker:

@@ -14,6 +14,7 @@ in a dispatch mode of its own, or the output is of a subclass of tensors, nothin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,14 @@ import torch
 
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.tracker import MemoryTracker
-from graph_capture.plain_step.loss import OutputGradient, output_tensors
-from graph_capture.torch_compat import active_modes
+from graph_capture.plain_step.loss import OutputGradient, Until, output_tensors
+from graph_capture.torch_compat import active_modes, storage_key
 
 
 @dataclass(frozen=True, slots=True)
 class SeenLoss:
-    """What a loss outside of the model took in one step, above the model's output."""
+    """What a loss outside of the model took in one step, above what of the model's output the
+    caller holds; what it lets go counts as long as it is there."""
 
     peak_bytes: int
     """The most from when the model returns to when the gradients of its output are there; these,
@@ -36,7 +38,8 @@ class SeenLoss:
     held_bytes: int
     """Still held then: the loss, and what else the caller keeps."""
     outputs: tuple[OutputGradient, ...]
-    """For each tensor of the output."""
+    """For each tensor of the output; what is still there when the gradients are lives to the end.
+    """
 
     @property
     def gradient_bytes(self) -> int:
@@ -63,7 +66,12 @@ class LossWatch(MemoryTracker):
                         for tensor in tensors]
         device = next((tensor.device for tensor in tensors if tensor.requires_grad),
                       torch.device("cpu"))
-        super().__init__(lambda *call: 0, device=device, trace_device=device, resident=tensors)
+        super().__init__(lambda *call: 0, device=device, trace_device=device, resident=())
+        for tensor in tensors:
+            self.follow(tensor)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._numbers = [self.number_of(tensor) for tensor in tensors]
+        self.restart_peak()
         self._done: Callable[[SeenLoss], None] | None = done
         self._is_plain = all(type(tensor) is torch.Tensor for tensor in tensors)
         self._hooks: list[Any] = []
@@ -106,21 +114,27 @@ class LossWatch(MemoryTracker):
                 return
             done, device = self._done, self._device
 
-            def gradient(place: tuple[int, int] | None) -> OutputGradient:
+            there = self.live_numbers()
+
+            def gradient(place: tuple[int, int] | None, number: int | None,
+                         tensor: weakref.ref[torch.Tensor]) -> OutputGradient:
+                until = _life(tensor() is not None, number is None or number in there)
                 if place is None:
-                    return OutputGradient(False, 0)
+                    return OutputGradient(False, 0, until)
                 # Those of other nodes arrive later, and are taken to.
                 found = gradients[place[1]] if place[0] == node else None
                 if place[0] == node and found is None:
-                    return OutputGradient(False, 0)
+                    return OutputGradient(False, 0, until)
                 return OutputGradient(True, 0 if found is None else allocated_bytes(
-                    found.untyped_storage().nbytes(), device))
+                    found.untyped_storage().nbytes(), device), until)
 
-            outputs = tuple(map(gradient, self._places))
+            outputs = tuple(map(gradient, self._places, self._numbers, self._tensors))
+            output_bytes = sum(self._sizes[number] for number in {*self._numbers} & there
+                               if number is not None)
             made = {number for found in gradients if found is not None
-                    for number in self.numbers_of(found)}
-            held = self.live_bytes - sum(self._sizes[number] for number in made)
-            peak = self.peak_bytes
+                    for number in self.numbers_of(found)} - {*self._numbers}
+            held = self.live_bytes - output_bytes - sum(self._sizes[number] for number in made)
+            peak = self.peak_bytes - output_bytes
             self._stop()
             done(SeenLoss(peak, held, outputs))
 
@@ -133,6 +147,28 @@ class LossWatch(MemoryTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def _life(is_held: bool, is_there: bool) -> Until:
+    """How long a tensor lives; `is_held`: when gradients arrive it is still there for Python,
+    `is_there`: its storage is."""
+    return Until.END if is_held else Until.MODEL_BACKWARD if is_there else Until.LOSS
+
+
+def watch_output(output: Any, begun: Callable[[tuple[Until, ...]], None]) -> None:
+    """Call `begun` when the backward reaches the model's output, with how long each tensor of it
+    lives; perhaps several times, of which the first counts."""
+    tensors = output_tensors(output)
+    references = [(weakref.ref(tensor), weakref.ref(tensor.untyped_storage()))
+                  for tensor in tensors]
+
+    def look(_: object) -> None:
+        begun(tuple(_life(tensor() is not None, storage() is not None)
+                    for tensor, storage in references))
+
+    for node in {tensor.grad_fn for tensor in tensors}:
+        if node is not None:
+            node.register_prehook(look)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayedLoss:
     """A loss of a traced step that takes what was seen of a real one."""
@@ -143,11 +179,15 @@ class ReplayedLoss:
         """The loss; its value says nothing."""
         tensors = output_tensors(output)
         seen = self.seen
+        # What is let go is still there while the loss is made.
+        there_bytes = sum({storage_key(tensor): tensor.untyped_storage().nbytes()
+                           for tensor, gradient in zip(tensors, seen.outputs, strict=True)
+                           if gradient.until is not Until.END}.values())
         reached = [tensor for tensor, gradient in zip(tensors, seen.outputs, strict=True)
                    if gradient.flows]
         sizes = [gradient.size_bytes for gradient in seen.outputs if gradient.flows]
         loss: torch.Tensor = _Replay.apply(
-            seen.peak_bytes, sizes, *reached)
+            seen.peak_bytes, there_bytes, sizes, *reached)
         return loss
 
 
@@ -157,14 +197,14 @@ _SCALAR_BYTES = 4
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, peak_bytes: int, sizes: list[int], *outputs: torch.Tensor
-                ) -> torch.Tensor:
+    def forward(ctx: Any, peak_bytes: int, there_bytes: int, sizes: list[int],
+                *outputs: torch.Tensor) -> torch.Tensor:
         """A scalar, and the memory that goes with it."""
         ctx.peak_bytes, ctx.sizes = peak_bytes, sizes
         ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in outputs]
         # Made of tensors without data, these have none.
         loss = outputs[0].new_empty((), dtype=torch.float32)
-        outputs[0].new_empty(max(0, peak_bytes - _SCALAR_BYTES), dtype=torch.uint8)
+        outputs[0].new_empty(max(0, peak_bytes - there_bytes - _SCALAR_BYTES), dtype=torch.uint8)
         return loss
 
     @staticmethod
@@ -178,4 +218,4 @@ class _Replay(torch.autograd.Function):
                 else seeds[0].new_empty((), dtype=dtype).expand(shape))
         left = ctx.peak_bytes - sum(ctx.sizes) - 2 * _SCALAR_BYTES
         seeds[0].new_empty(max(0, left), dtype=torch.uint8)
-        return (None, None, *gradients)
+        return (None, None, None, *gradients)

@@ -26,6 +26,7 @@ from graph_capture.training_graph import (
     LOSS_BACKWARD,
     Buffer,
     BufferKind,
+    ModelOutput,
     Phase,
     Region,
     ResidentMemory,
@@ -111,8 +112,12 @@ class _Assembly:
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
                                outline(use.lowered), use.block, use.lowered.hoisted)
                         for number, use in enumerate(self.uses))
+        outputs = tuple(
+            ModelOutput(self.index[number, storage], tuple(tensors), number, tuple(places))
+            for number, use in enumerate(self.uses)
+            for storage, (tensors, places) in use.returned.items())
         return TrainingGraph(tuple(self.ops), tuple(self.buffers), regions, resident,
-                             str(self.device))
+                             str(self.device), outputs=outputs)
 
     def _forward(self, number: int) -> range:
         use = self.uses[number]

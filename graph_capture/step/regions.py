@@ -28,8 +28,9 @@ class RegionUse:
     """Index of a primal -> name, for those whose gradient the user gets."""
     linked_inputs: Mapping[int, tuple[int, int]]
     """Index of a primal -> (region, storage of that region) that it is."""
-    returned: frozenset[int]
-    """Storages of its outputs that the user holds to the end of the step."""
+    returned: Mapping[int, tuple[list[int], list[int]]]
+    """Storages of its outputs that the model returns -> which tensors of the model's output lie in
+    it, and which outputs of the region."""
     released: Mapping[int, int]
     """Storage of an output -> the last gap in which uncaptured code holds it."""
     block: str = ""
@@ -44,7 +45,9 @@ def region_uses(twin: FakeTwin, recording: Recording, output: object, form: Join
     recording.check_any()
     trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
     names = trainable | {id(tensor): name for name, tensor in twin.model.named_buffers()}
-    held = {storage_key(tensor) for tensor in output_tensors(output)}
+    held: dict[int, list[int]] = {}  # storage -> the tensors of the model's output in it
+    for place, returned_tensor in enumerate(output_tensors(output)):
+        held.setdefault(storage_key(returned_tensor), []).append(place)
     runs_by_code = count_runs(recording)
     made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
     runs: Counter[int] = Counter()
@@ -59,11 +62,10 @@ def region_uses(twin: FakeTwin, recording: Recording, output: object, form: Join
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}
-        returned: set[int] = set()
+        returned: dict[int, tuple[list[int], list[int]]] = {}
         released: dict[int, int] = {}
-        outputs = [node for position, node in enumerate(lowered.joint.forward_outputs)
-                   if position not in lowered.joint.mutations]
-        for position, (node, tensor) in enumerate(zip(outputs, call.outputs, strict=False)):
+        for position, (node, tensor) in enumerate(
+                zip(lowered.returned, call.outputs, strict=False)):
             storage = None if node is None else lowered.storage_of.get(node)
             if storage is None or storage == RESIDENT or not isinstance(tensor, torch.Tensor):
                 continue
@@ -71,14 +73,14 @@ def region_uses(twin: FakeTwin, recording: Recording, output: object, form: Join
             last = None if recording.uncaptured is None else (
                 recording.uncaptured.outputs_released.get((number, position)))
             if storage_key(tensor) in held:
-                returned.add(storage)
+                returned.setdefault(storage, (held[storage_key(tensor)], []))[1].append(position)
             elif last is not None:
                 released[storage] = max(last, released.get(storage, 0))
         uses.append(RegionUse(
             lowered=lowered, cotangents=cotangents,
             parameter_names={index: trainable.get(id(tensor), f"input {index}")
                              for index, tensor in enumerate(call.inputs)},
-            linked_inputs=linked, returned=frozenset(returned), released=released,
+            linked_inputs=linked, returned=returned, released=released,
             block=call.module, repeated=runs_by_code[id(call.region), call.module] > 1))
     return uses
 

@@ -29,6 +29,9 @@ BACKENDS = ("eager", "inductor")
 COST_MODELS = ("roofline", "measured", "flops")
 """Ways to estimate the seconds of an op."""
 
+OUTPUTS = ("held", "dropped")
+"""What the caller may do with the model's output."""
+
 _AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 
 
@@ -48,6 +51,7 @@ class PlanArguments(TypedDict, total=False):
     accumulation: int
     regions: str | Sequence[str]
     autocast: torch.dtype | str | None
+    output: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Flag:
     metavar: str | None = None
     min: int | None = None
     positional: bool = False
+    value: Any = None
+    """What the option, written alone, stands for; `None`: it takes a value."""
 
 
 def flag(help: str, **details: Any) -> dict[str, Flag]:
@@ -96,6 +102,9 @@ class Planning:
         "Compiled as one piece: model, blocks, or names of modules."))
     autocast: torch.dtype | str | None = field(default=None, metadata=flag(
         "Forward and loss run within torch.autocast: bf16 or fp16."))
+    output: str = field(default="held", metadata=flag(
+        "The model's output is let go when the loss is made.", name="--output-dropped",
+        value="dropped"))
 
     def __post_init__(self) -> None:
         from solvers.solve import ALGORITHMS
@@ -103,6 +112,7 @@ class Planning:
         _check_known("solver", self.solver, tuple(ALGORITHMS))
         _check_known("backend", self.backend, BACKENDS)
         _check_known("cost_model", self.cost_model, COST_MODELS)
+        _check_known("output", self.output, OUTPUTS)
         _check_seconds(self.time_limit)
         check_count("accumulation", self.accumulation, of="micro-steps")
         if self.loss_fn is not None and not callable(self.loss_fn):

@@ -36,8 +36,8 @@ from apply.errors import PlanMismatch
 from apply.planned_forward import CountingForward, can_be_pickled
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.module_forward import Forward, in_place_of_forward
-from graph_capture.plain_step.loss import output_tensors
-from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss
+from graph_capture.plain_step.loss import Until
+from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss, watch_output
 from graph_capture.torch_compat import active_modes, pytree
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
@@ -63,6 +63,8 @@ class Settings:
     """A saved plan."""
     regions: str | Sequence[str] | None = None
     """What is compiled as one piece; `None`: what suits the wrappers of the model."""
+    batches_ahead: int = 0
+    """How many batches the caller holds beside the one in use."""
 
 
 class PlannedGraph:
@@ -77,6 +79,8 @@ class PlannedGraph:
         """What the plan counts; `None`: it is for the first step alone, or was given."""
         self.loss: SeenLoss | None = None
         """The loss that the caller made of this graph's output."""
+        self.lives: tuple[Until, ...] | None = None
+        """How long each tensor of the output is there."""
         self.adopt(module, plan)
 
     def adopt(self, module: nn.Module, plan: Plan) -> None:
@@ -228,8 +232,9 @@ class PlanningForward(CountingForward):
         with self._planning():
             regions = settings.regions or regions_under_wrappers(module)
             planner = GraphPlanner(module, args, kwargs,
-                                   replace(settings.planning, regions=regions), settings.limit)
-            known = self._known(planner, None, has_gradients)
+                                   replace(settings.planning, regions=regions), settings.limit,
+                                   settings.batches_ahead)
+            known = self._known(planner, None, has_gradients, self._expected_output(planner))
             if known is not None:
                 plan = planner.plan(known)
             else:
@@ -247,7 +252,7 @@ class PlanningForward(CountingForward):
         """Plan a graph again where more is known than its plan counts."""
         if graph.planner is None:
             return
-        known = self._known(graph.planner, graph.loss, has_gradients)
+        known = self._known(graph.planner, graph.loss, has_gradients, graph.lives)
         if known is None or known == graph.known:
             return
         with self._planning():
@@ -267,8 +272,8 @@ class PlanningForward(CountingForward):
         alive = tuple(each for each in self._optimizers if each() is not None)
         return alive or None
 
-    def _known(self, planner: GraphPlanner, loss: SeenLoss | None, has_gradients: bool
-               ) -> Known | None:
+    def _known(self, planner: GraphPlanner, loss: SeenLoss | None, has_gradients: bool,
+               lives: tuple[Until, ...] | None) -> Known | None:
         """What there is to know of a step; `None` as long as a part of it is not known."""
         if planner.loss_is_outside and loss is None:
             return None
@@ -277,7 +282,13 @@ class PlanningForward(CountingForward):
             if has_gradients or not self._backward_seen:
                 return None
             optimizers = ()  # gradients were made and are gone: what took them is none of torch's
-        return Known(optimizers, self._accumulates, loss)
+        lets_go = not planner.loss_is_outside and lives and {*lives} != {Until.END}
+        return Known(optimizers, self._accumulates, loss, lives if lets_go else None)
+
+    def _expected_output(self, planner: GraphPlanner) -> tuple[Until, ...] | None:
+        """What the caller did with the output of another graph like this one's."""
+        return next((graph.lives for graph in self.graphs if graph.lives is not None
+                     and len(graph.lives) == planner.output_tensors), None)
 
     def _expected_loss(self, planner: GraphPlanner) -> SeenLoss | None:
         """The loss of another graph, scaled to the size of this one's output."""
@@ -288,7 +299,10 @@ class PlanningForward(CountingForward):
         if [each.flows for each in assumed.outputs] != [each.flows for each in seen.loss.outputs]:
             return None
         scale = assumed.gradient_bytes / max(seen.loss.gradient_bytes, 1)
-        return replace(assumed, peak_bytes=math.ceil(scale * seen.loss.peak_bytes),
+        outputs = tuple(replace(each, until=other.until) for each, other
+                        in zip(assumed.outputs, seen.loss.outputs, strict=True))
+        return replace(assumed, outputs=outputs,
+                       peak_bytes=math.ceil(scale * seen.loss.peak_bytes),
                        held_bytes=math.ceil(scale * seen.loss.held_bytes))
 
     def stepping(self, optimizer: Optimizer) -> None:
@@ -303,16 +317,14 @@ class PlanningForward(CountingForward):
     def _observe(self, graph: PlannedGraph, output: Any) -> None:
         """See what comes after the forward, as long as it is not known."""
         planner = graph.planner
-        if planner is None or (self._backward_seen and not planner.loss_is_outside):
+        if planner is None:
             return
         if planner.loss_is_outside and graph.loss is None:
             self._watch = LossWatch(output, partial(self._loss_seen, graph))
             if not self._watch.begin():
                 self._watch, graph.loss = None, planner.assumed_loss
-        if not self._backward_seen:
-            for node in {tensor.grad_fn for tensor in output_tensors(output)}:
-                if node is not None:
-                    node.register_prehook(partial(_note_backward, ref(self)))
+        if not self._backward_seen or graph.lives is None:
+            watch_output(output, partial(_note_backward, ref(self), graph))
 
     def _loss_seen(self, graph: PlannedGraph, seen: SeenLoss) -> None:
         graph.loss = seen
@@ -353,7 +365,10 @@ class PlanningForward(CountingForward):
         log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)
 
 
-def _note_backward(forward: ref[PlanningForward], gradients: object) -> None:
+def _note_backward(forward: ref[PlanningForward], graph: PlannedGraph, lives: tuple[Until, ...]
+                   ) -> None:
+    if graph.lives is None:
+        graph.lives = lives
     found = forward()
     if found is not None:
         found.note_backward()

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,12 +34,14 @@ from graph_capture.completed import (
     with_earlier_gradients,
     with_held,
     with_optimizer,
+    with_output_let_go,
     with_seen_loss,
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from graph_capture.errors import CaptureError, ValueAsked
+from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
-from graph_capture.torch_compat import wrapping_data_parallel
+from graph_capture.torch_compat import pytree, wrapping_data_parallel
 from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
@@ -77,15 +80,19 @@ class Known:
     """Whether gradients are there before the step."""
     loss: SeenLoss | None
     """The loss outside of the model; `None`: it is inside, or the user gave it."""
+    lives: tuple[Until, ...] | None = None
+    """Where there is no such loss: how long each tensor of the output is there; `None`: it is taken
+    to be held."""
 
 
 class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None) -> None:
-        """Capture the step; raises `CaptureError`."""
-        self._planning, self._limit = planning, limit
+                 planning: Planning, limit: Budget | None, batches_ahead: int = 0) -> None:
+        """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
+        holds beside this one."""
+        self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self.is_steered = False
         """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
@@ -96,31 +103,43 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
+        self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
+                                if isinstance(tensor, torch.Tensor))
+        unknown = OpenLoss(self._input_bytes)
         with watched(None) as report:
             try:
-                self._step = capture_call(model, args, kwargs, planning, report)
+                self._step = capture_call(model, args, kwargs, planning, report,
+                                          unknown_loss=unknown)
             except ValueAsked:
                 answers = asked_values(model, lambda: model.forward(*args, **kwargs))
                 try:
                     self._step = capture_call(model, args, kwargs, planning, report,
-                                              answers=answers)
+                                              answers=answers, unknown_loss=unknown)
                 except ValueAsked as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.is_steered = True
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
-        self._step = with_held(self._step, _bucket_bytes(model))
+        self._step = with_held(
+            self._step, _bucket_bytes(model) + self._batches_ahead * self._input_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         self._circumstances = circumstances_of(model, args, kwargs)
 
+    @property
+    def output_tensors(self) -> int:
+        """How many tensors the model returns."""
+        return len(self._step.outputs)
+
     def needs_capture_for(self, seen: SeenLoss) -> bool:
-        """Whether the account of a step with this loss takes another capture: it reaches other
-        outputs than the graph was captured for, or belongs to code between graphs, of which what
-        it takes is not told apart."""
+        """Whether the account of a step with this loss takes another capture: it leaves out outputs
+        that the graph was captured for, unless zeros in place of their gradients are small; or it
+        belongs to code between graphs, of which what it takes is not told apart."""
         if self._captured_with is None and len(self._step.graph.regions) > 1:
             return True
-        return [gradient.flows for gradient in seen.outputs] != [
-            gradient.flows for gradient in self._step.baseline.loss.outputs]
+        return any(
+            planned.flows and not gradient.flows and planned.size_bytes > self._input_bytes
+            for planned, gradient in zip(self._step.baseline.loss.outputs, seen.outputs,
+                                         strict=True))
 
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       seen: SeenLoss) -> None:
@@ -135,14 +154,15 @@ class GraphPlanner:
         return self._guessed_loss(_LOSS_GUESSES[0])
 
     def _guessed_loss(self, multiple: int) -> SeenLoss:
-        outputs = self._step.baseline.loss.outputs
+        outputs = tuple(replace(each, until=Until.END)
+                        for each in self._step.baseline.loss.outputs)
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
         return SeenLoss(multiple * size_bytes + 8, 8, outputs)
 
     def plan(self, known: Known) -> Plan:
         """The plan for a step of which all is known; raises `InfeasibleBudget`."""
         started = time.monotonic()
-        prepared = self._prepared(known.optimizers, known.accumulates, known.loss)
+        prepared = self._prepared(known.optimizers, known.accumulates, known.loss, known.lives)
         left = self._planning.time_limit - (time.monotonic() - started)
         return self._within(prepared, max(left, self._planning.time_limit / 2))
 
@@ -182,7 +202,8 @@ class GraphPlanner:
                            Effort(solver=self._planning.solver, time_limit=seconds))
 
     def _prepared(self, optimizers: tuple[ref[Optimizer], ...] | str | None, accumulates: bool,
-                  loss: SeenLoss | None) -> PreparedStep:
+                  loss: SeenLoss | None, lives: tuple[Until, ...] | None = None
+                  ) -> PreparedStep:
         planning, step = self._planning, self._step
         if loss is not None and self._captured_with is not None:
             step = with_held(step, loss.held_bytes)
@@ -190,6 +211,12 @@ class GraphPlanner:
             if self._with_loss is None or self._with_loss[0] != loss:
                 self._with_loss = loss, with_seen_loss(step, loss)
             step = self._with_loss[1]
+        if loss is not None:
+            step = with_output_let_go(step, [each.until for each in loss.outputs])
+        elif lives is not None:
+            step = with_output_let_go(step, [
+                max(until, each.until, key=[*Until].index)
+                for until, each in zip(lives, step.outputs, strict=True)])
         if planning.optimizer is None:
             alive = optimizers if optimizers is None or isinstance(optimizers, str) else tuple(
                 found for each in optimizers if (found := each()) is not None)

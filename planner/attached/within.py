@@ -25,7 +25,7 @@ from planner.plans.plan import Plan
 M = TypeVar("M", bound=nn.Module)
 
 
-@takes_planning(without=("autocast",), regions=None)
+@takes_planning(without=("autocast", "output"), regions=None)
 def within(model: M, budget: int | str | None = None, *, budget_gb: float | None = None,
            on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
            **arguments: Unpack[PlanArguments]) -> M:
@@ -51,19 +51,23 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
         on_new: what a step that no plan serves does: `"replan"`: it is planned; `"refuse"`: it
             raises `PlanMismatch`.
         plan: a saved plan, or its path, which is taken instead of planning where it fits.
-        **arguments: as for `planner.plan`, but for `autocast`, which is that of each call.
+        **arguments: as for `planner.plan`, but for `autocast` and `output`, which are seen.
             `optimizer`, `loss_fn` and `accumulation` need not be given, and are counted from the
             first step on where they are.
 
     Called again, it replaces what was asked for before.  A training step raises `InfeasibleBudget`
     where nothing fits, and `CaptureError` where it cannot be captured, before it has run.
     """
+    attach(model, settings_of(budget, budget_gb, on_new, plan, arguments))
+    return model
+
+
+def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew,
+                plan: Plan | str | PathLike[str] | None, arguments: PlanArguments) -> Settings:
+    """What `within` is asked for, checked."""
     limit = parse_budget(budget_gb, budget)
     regions = arguments.pop("regions", None)
     planning = Planning.of(within, arguments)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
-                        "must be called first")
     if on_new not in ("replan", "refuse"):
         raise ValueError(f'on_new must be "replan" or "refuse", got {on_new!r}')
     given = load(plan) if isinstance(plan, str | PathLike) else plan
@@ -74,7 +78,14 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
             given.peak_bytes > limit.size_bytes):
         raise ValueError(f"the plan that was given peaks at {given.peak_bytes:,} bytes, more than "
                          f"the budget of {limit.size_bytes:,} bytes; plan anew, or leave it out")
-    settings = Settings(planning, limit, on_new, given, regions)
+    return Settings(planning, limit, on_new, given, regions)
+
+
+def attach(model: nn.Module, settings: Settings) -> None:
+    """Put the forward that plans into the model, or give it other settings."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
+                        "must be called first")
     target = _unwrapped(model)
     standing = _standing(target)
     if standing is not None:
@@ -82,7 +93,6 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
     else:
         take_down(target)
         set_forward(target, PlanningForward(target, own_forward(target), settings))
-    return model
 
 
 def plan_of(model: nn.Module) -> Plan | None:

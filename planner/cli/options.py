@@ -95,7 +95,7 @@ def command(*, without: Collection[str] = (), **only: Collection[str]
         def run(**values: Any) -> None:
             with reported():
                 for name, group in taken.items():
-                    given = {each.name: values.pop(each.name) for each in group}
+                    given = {each.name: _given(each, values.pop(each.name)) for each in group}
                     values[name] = signature.parameters[name].annotation(**{
                         key: tuple(value) if isinstance(value, list) else value
                         for key, value in given.items() if value is not None})
@@ -112,6 +112,12 @@ def command(*, without: Collection[str] = (), **only: Collection[str]
     return expand
 
 
+def _given(field: Field[Any], written: Any) -> Any:
+    """What was written for a field; `None`: nothing."""
+    value = field.metadata["flag"].value
+    return written if value is None else value if written else None
+
+
 def _parameter(field: Field[Any]) -> inspect.Parameter:
     """A field as Typer takes a parameter of a command."""
     flag = field.metadata["flag"]
@@ -121,6 +127,9 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
     about: Any = (
         typer.Argument(metavar=flag.metavar, help=flag.help) if flag.positional
         else typer.Option(name, metavar=flag.metavar, min=flag.min, help=flag.help))
+    if flag.value is not None:
+        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=False,
+                                 annotation=Annotated[bool, about])
     is_list = get_origin(flag.kind) is list
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY,

@@ -82,7 +82,7 @@ def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Reci
                                     if keys[index].digest),
                      cotangents=region.cotangents, insertions=tuple(inserted[number]),
                      inplace_reuses=tuple(taken[number]), outline=region.outline,
-                     block=region.block, hoisted=region.hoisted)
+                     block=region.block, hoisted=region.hoisted, released=region.released)
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
                   overrides=prepared.overrides, low_peak=form.low_peak,

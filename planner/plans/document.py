@@ -19,6 +19,7 @@ from apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, R
 from graph_capture.training_graph import CodeMemory, OptimizerMemory, Outline
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
+from planner.step.course import StepCourse
 from solvers.result import Status
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class RegionRow:
     outline: Outline | None
     hoisted: tuple[int, ...]
     code: tuple[CodeMemory, ...]
+    released: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Document:
     budget_bytes: int | None
     solver: SolverRow
     predicted: Predicted
+    course: StepCourse | None
     notes: tuple[str, ...]
     tensors: tuple[ParameterKey, ...]
     regions: tuple[RegionRow, ...]

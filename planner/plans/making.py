@@ -6,12 +6,15 @@ not in what a plan is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from apply.recipe import Recipe
+from graph_capture.training_graph import BufferKind
 from planner.plans.decisions import decide
 from planner.plans.plan import Plan
 from planner.step.budget import StepAccount
+from planner.step.course import StepCourse
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.problem import Schedule
@@ -21,11 +24,12 @@ from solvers.result import Status
 def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, *,
                   schedule: Schedule, recipe: Recipe, account: StepAccount, overhead: float,
                   overhead_bound: float, status: Status, solver: str, seconds: float,
+                  made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
                   notes: tuple[str, ...] = ()) -> Plan:
     """The plan of a schedule of one form of the step, for a limit on the whole step.
 
     `account` judges it; `recipe`: what runs it; `notes`: what to know beside the notes on the
-    capture.
+    capture.  `made`: what forward and backward hold, by kind, moment after moment.
     """
     decisions = decide(form, schedule)
     return Plan(
@@ -51,6 +55,7 @@ def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, 
         inputs=prepared.inputs,
         notes=(*form.graph.notes, *notes),
         created_with=created_with(),
+        course=StepCourse.of(made, backward_begins, form.budget.resident.gradients, prepared.plain),
         solve_seconds=seconds,
     )
 

@@ -25,5 +25,8 @@ def from_version_5(document: Any) -> Any:
              for key, value in document.items()}
     if isinstance(document.get("ops"), list):
         found["actions"] = [{"kind": "run", "op": op} for op in document["ops"]]
-    return ({**found, "schema_version": 6, "circumstances": None} if "schema_version" in found
-            else found)
+    if "cotangents" in document:
+        found["released"] = []
+    if "schema_version" in document:
+        found |= {"schema_version": 6, "circumstances": None, "course": None}
+    return found

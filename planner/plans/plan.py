@@ -15,6 +15,7 @@ from apply.recipe import Recipe
 from graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
+from planner.step.course import StepCourse
 from solvers.result import Status
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Plan(Predicted):
     """What to know about the capture: a cache that was switched off, a graph break."""
     created_with: tuple[tuple[str, str], ...]
     """Versions of this package and of torch, by name."""
+    course: StepCourse | None = field(hash=False, repr=False)
+    """Memory over the course of the step; `None`: the plan is of a file that lacks it."""
     solve_seconds: float | None = field(default=None, compare=False)
     """Wall time of the solver.  Not part of a plan's identity and not in its file: `None` where
     the plan was loaded."""
@@ -70,6 +73,18 @@ class Plan(Predicted):
         from planner.plans.writing import save
 
         save(self, path)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw memory over the course of the step, by category, beside that of the plain step, to a
+        file whose ending names the format (`.png`, `.svg`, `.pdf`).
+
+        Raises `ImportError` where matplotlib is missing, `OSError` where the path cannot be
+        written, and `ValueError` for a plan from a file of schema version 5, which says nothing
+        of it.
+        """
+        from planner.reporters.figures import draw_plan
+
+        draw_plan(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """What the file holds, as JSON values; see `plan.schema.json`."""

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from planner.units import BYTES_PER_UNIT
+from planner.units import BYTES_PER_UNIT, format_bytes, format_fraction
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
-    from planner.plans.timeline import StepTimeline
 
 
 def draw_frontier(plans: Iterable[Plan], path: str | PathLike[str]) -> None:
@@ -31,25 +30,84 @@ def draw_frontier(plans: Iterable[Plan], path: str | PathLike[str]) -> None:
     figure.savefig(path)
 
 
-def draw_timeline(timelines: dict[str, StepTimeline], path: str | PathLike[str]) -> None:
-    """Memory over the runs of the step, one panel for each timeline, stacked by category."""
-    figure, panels = new_figure(len(timelines))
-    highest = max(timeline.peak_bytes for timeline in timelines.values())
-    unit, scale = _unit(highest)
-    for axes, (title, timeline) in zip(panels if len(timelines) > 1 else [panels],
-                                       timelines.items(), strict=True):
-        runs = range(len(timeline))
-        layers = {name: [size / scale for size in sizes]
-                  for name, sizes in timeline.by_category().items() if any(sizes)}
-        axes.stackplot(runs, *layers.values(), labels=list(layers), step="mid", linewidth=0)
-        axes.set_title(title)
-        axes.set_xlabel("runs of ops")
-        axes.set_ylim(0, 1.05 * highest / scale)
-        if timeline.backward_begins is not None:
-            axes.axvline(timeline.backward_begins, color="black", linewidth=0.8, linestyle="--")
-    (panels[0] if len(timelines) > 1 else panels).set_ylabel(f"memory ({unit})")
-    axes.legend(loc="upper right", fontsize="small")
+_COLORS = {"parameters": "#4c5b70", "buffers": "#77869b", "inputs": "#a3afbf",
+           "optimizer": "#c9d1db", "gradients": "#3f8f6b", "activations": "#4a86c5",
+           "temporaries": "#e2a03f"}
+"""Resident memory in greys, at the bottom of the stack; then what comes and goes."""
+_OPTIMIZER_SHARE = 0.06
+"""Width of the optimizer's step, whose moments are not known, in that of forward and backward."""
+
+
+def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
+    """Memory over the course of a step by category, the plain step's over it, and the budget.
+
+    Raises `ValueError` for a plan that does not say what it takes when.
+    """
+    course = plan.course
+    if course is None:
+        raise ValueError("this plan says what the step takes at its peak only: it is from a file "
+                         "of an older layout; plan again to draw it")
+    figure, axes = new_figure()
+    figure.set_size_inches(9, 5)
+    unit, scale = _unit(max(plan.peak_bytes, plan.baseline_peak_bytes))
+    count = len(course.activations)
+    moments = [*range(count), count]
+    rows = {name: [plan.memory[name]] * count
+            for name in ("parameters", "buffers", "inputs", "optimizer")}
+    rows |= {"gradients": [*course.gradients], "activations": [*course.activations],
+             "temporaries": [*course.temporaries]}
+    for row in rows.values():
+        row.append(row[-1])
+    end = count
+    if plan.optimizer is not None:
+        end += max(1, round(_OPTIMIZER_SHARE * count))
+        moments += [count, end]
+        rows["temporaries"][-1] = 0
+        held = {**{name: row[-1] for name, row in rows.items()},
+                "temporaries": plan.optimizer.step_peak_bytes}
+        # Gradients of earlier micro-steps have become one with the new ones.
+        held["gradients"] += plan.optimizer_step_peak_bytes - sum(held.values())
+        for name, row in rows.items():
+            row += [held[name]] * 2
+        axes.axvline(count, color="black", linewidth=0.8, linestyle=":")
+    shown = [name for name in _COLORS if any(rows[name])]
+    axes.stackplot(moments, *([size / scale for size in rows[name]] for name in shown),
+                   labels=shown, colors=[_COLORS[name] for name in shown], linewidth=0,
+                   step="post")
+    plain, turn = course.plain, course.backward_begins
+    if plain.whole_bytes:
+        # Both steps turn to the backward, and end, at the same places.
+        places = [*_spread(0, turn, plain.backward_begins),
+                  *_spread(turn, count, len(plain.whole_bytes) - plain.backward_begins)]
+        axes.plot(places, [size / scale for size in plain.whole_bytes], color="black",
+                  linewidth=1.1, drawstyle="steps-post", label="plain step")
+    if plan.budget_bytes is not None:
+        axes.axhline(plan.budget_bytes / scale, color="#c0392b", linewidth=1.2, linestyle="--",
+                     label="budget")
+    axes.axvline(turn, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlim(0, end)
+    axes.set_ylim(0, 1.08 * max(plan.peak_bytes, plan.baseline_peak_bytes,
+                                plan.budget_bytes or 0) / scale)
+    axes.set_xticks([turn / 2, (turn + count) / 2, *([(count + end) / 2] if end > count else [])],
+                    ["forward and loss", "backward", *(["optimizer"] if end > count else [])])
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel(f"memory ({unit})")
+    axes.set_title(
+        f"Peak {format_bytes(plan.peak_bytes)}, of the plain step "
+        f"{format_bytes(plan.baseline_peak_bytes)}; extra time {format_fraction(plan.overhead)}")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    # As they lie on one another, the highest first.
+    order = [*range(len(shown), len(labels)), *reversed(range(len(shown)))]
+    figure.legend([handles[place] for place in order], [labels[place] for place in order],
+                  loc="outside right upper", frameon=False)
     figure.savefig(path)
+
+
+def _spread(first: float, last: float, count: int) -> list[float]:
+    """So many places from first to last."""
+    return [first + (last - first) * place / max(count, 1) for place in range(count)]
 
 
 def new_figure(panels: int = 1) -> tuple[Any, Any]:
@@ -65,8 +123,7 @@ def new_figure(panels: int = 1) -> tuple[Any, Any]:
                           'pip install "checkpoint-planner[plot]"') from missing
     figure = Figure(figsize=(4 + 3 * panels, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels)
-    return figure, axes
+    return figure, figure.subplots(1, panels)
 
 
 def _unit(highest_bytes: int) -> tuple[str, int]:

@@ -155,8 +155,10 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
 
     def step(module: nn.Module) -> tuple[torch.Tensor, ...]:
         with autocast_as_planned(plan.recipe):
-            output = module(*args, **kwargs)  # held to the end of the step, as a training loop does
+            output = module(*args, **kwargs)  # held to the end of the step, or as the plan says
             goal = objective(output, loss_fn)
+        if not plan.recipe.holds_output:
+            del output
         goal.backward()
         return goal.roots
 

@@ -264,6 +264,7 @@ def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate, bas
         account=form.budget.account(found.step.peak_bytes, _made(found.step)),
         overhead=extra, overhead_bound=min(0.0, extra), status="feasible",
         solver=search.effort.solver, seconds=time.monotonic() - base.started,
+        made=found.step.course, backward_begins=found.step.backward_begins,
         notes=(f"without a budget the compiled step peaks at {unlimited_bytes} bytes; overhead is "
                "relative to that step",))
 

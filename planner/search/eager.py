@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graph_capture.training_graph import Phase
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_recipe
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
 from planner.search.effort import Effort
 from planner.search.forms import cheapest, solve_form
-from planner.step.accounting import account, describe_bottleneck
+from planner.step.accounting import account, describe_bottleneck, memory_over
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.errors import InfeasibleBudget as Refusal
@@ -79,4 +80,7 @@ def make_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, resu
         # Where proven, the two are one number; the bound's own rounding would say otherwise.
         overhead_bound=overhead if result.status == "optimal" else (
             min(max(result.overhead_bound, 0.0), overhead)),
-        status=result.status, solver=result.solver, seconds=result.seconds)
+        status=result.status, solver=result.solver, seconds=result.seconds,
+        made=memory_over(form.graph, timeline), backward_begins=next(
+            (position for position, index in enumerate(timeline.schedule)
+             if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)))

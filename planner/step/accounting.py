@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
-from graph_capture.training_graph import BufferKind, TrainingGraph
+from graph_capture.training_graph import BufferKind, TrainingGraph, TrainingOp
 from planner.step.budget import StepAccount
 from planner.step.form import Form
 from planner.units import format_bytes
@@ -35,16 +36,35 @@ def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[s
 
     Sums to `timeline.memory_bytes[position]`.
     """
-    alive: Counter[str] = Counter()
-    for category, _, size_bytes in _alive_at(graph, timeline, position):
-        alive[category] += size_bytes
-    return dict(alive)
+    return {kind.value: row[position] for kind, row in memory_over(graph, timeline).items()}
+
+
+def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, list[int]]:
+    """The same at every position, by kind."""
+    buffers = graph.buffers
+    changes = {kind: [0] * (len(timeline.schedule) + 1) for kind in BufferKind}
+
+    def hold(kind: BufferKind, first: int, last: int, size_bytes: int) -> None:
+        changes[kind][first] += size_bytes
+        changes[kind][last + 1] -= size_bytes
+
+    for instance in timeline.instances:
+        buffer = buffers[instance.storage]
+        hold(buffer.kind, instance.birth, instance.death, buffer.size_bytes)
+    for op, first, last in _replay_states(graph, timeline):
+        hold(BufferKind.ACTIVATION, first, last, op.replay_state_bytes)
+    for position, (index, taken) in enumerate(
+            zip(timeline.schedule, timeline.inplace_of, strict=True)):
+        hold(BufferKind.TEMPORARY, position, position, graph.ops[index].workspace_bytes)
+        if taken is not None:  # A buffer that the output took over counts once, as the output.
+            hold(buffers[taken].kind, position, position, -buffers[taken].size_bytes)
+    return {kind: list(accumulate(row[:-1])) for kind, row in changes.items()}
 
 
 def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[Holder]:
     """What is alive at one position of forward, loss and backward, by op, largest first."""
     held: Counter[str] = Counter()
-    for _, what, size_bytes in _alive_at(graph, timeline, position):
+    for what, size_bytes in _alive_at(graph, timeline, position):
         held[what] += size_bytes
     return sorted((Holder(size, what) for what, size in held.items() if size),
                   key=lambda holder: (-holder.size_bytes, holder.what))
@@ -79,8 +99,8 @@ def describe_bottleneck(form: Form, timeline: Timeline, *, top: int = 5) -> str:
 
 
 def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
-              ) -> Iterator[tuple[str, str, int]]:
-    """Category, description and bytes of all that is alive at one position."""
+              ) -> Iterator[tuple[str, int]]:
+    """Description and bytes of all that is alive at one position."""
     taken = timeline.inplace_of[position]
     for instance in timeline.instances:
         is_taken = instance.storage == taken and instance.death == position
@@ -88,10 +108,19 @@ def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
         if instance.birth <= position <= instance.death and not is_taken:
             buffer = graph.buffers[instance.storage]
             is_gradient = buffer.kind is BufferKind.GRADIENT and buffer.label
-            yield (buffer.kind.value, f"gradient of {buffer.label}" if is_gradient
+            yield (f"gradient of {buffer.label}" if is_gradient
                    else graph.ops[buffer.producer].name, buffer.size_bytes)
     running = graph.ops[timeline.schedule[position]]
-    yield "temporaries", f"workspace of {running.name}", running.workspace_bytes
+    yield f"workspace of {running.name}", running.workspace_bytes
+    for op, first, last in _replay_states(graph, timeline):
+        if first <= position <= last:
+            yield (f"random state or input copy for replaying {op.name}", op.replay_state_bytes)
+
+
+def _replay_states(graph: TrainingGraph, timeline: Timeline
+                   ) -> Iterator[tuple[TrainingOp, int, int]]:
+    """Ops that run again and need something of their first run for that, with the positions of the
+    first and the last run."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for when, index in enumerate(timeline.schedule):
@@ -99,7 +128,5 @@ def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
             first.setdefault(index, when)
             last[index] = when
     for index, begin in first.items():
-        if begin < last[index] and begin <= position <= last[index]:
-            op = graph.ops[index]  # held so that it can repeat
-            yield ("activations", f"random state or input copy for replaying {op.name}",
-                   op.replay_state_bytes)
+        if begin < last[index]:
+            yield graph.ops[index], begin, last[index]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graph_capture.training_graph import StepForm, TrainingGraph
 from planner.step.budget import StepBudget
+from planner.step.course import PlainCourse
 from planner.step.form import Form
 from planner.step.lowering import lower, without_buffers
 from planner.units import format_fraction
@@ -28,6 +29,8 @@ class PreparedStep:
     """The base form first, then what else the step may run as."""
     baseline_peak_bytes: int
     """Peak of the plain eager step, resident memory and optimizer included."""
+    plain: PlainCourse
+    """The plain eager step, moment after moment."""
     tensors: tuple[ParameterKey, ...]
     inputs: Any
     circumstances: Circumstances | None
@@ -78,13 +81,16 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     gradients of those before are resident.
     """
     base, *others = (_form(step, form, accumulation) for form in step.forms)
-    baseline_bytes = step.baseline.peak_bytes
+    baseline_bytes, plain = step.baseline.peak_bytes, step.baseline
     if accumulation > 1:
         assert step.later is not None
+        plain = step.later
         baseline_bytes = max(baseline_bytes - base.graph.gradient_bytes, step.later.peak_bytes)
     return PreparedStep(
         forms=(base, *(_with_copies(form, base) for form in others)),
         baseline_peak_bytes=base.budget.whole_bytes(baseline_bytes),
+        plain=PlainCourse(tuple(base.budget.resident_bytes + size for size in plain.course),
+                          plain.backward_begins),
         tensors=tuple(tensors), inputs=_as_json(inputs),
         circumstances=circumstances, training=step.training,
         overrides=tuple((name, _as_json(value)) for name, value in step.overrides),

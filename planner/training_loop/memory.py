@@ -148,7 +148,8 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
 
     prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
                        cost_model=plan.cost_model, device=plain.twin.device,
-                       regions=plan.recipe.blocks or "model", autocast=plain.twin.autocast)
+                       regions=plan.recipe.blocks or "model", autocast=plain.twin.autocast,
+                       output="held" if plan.recipe.holds_output else "dropped")
     form = prepared.form_of(plan.recipe)
     timeline = unroll(form.problem, schedule_of(form, plan.recipe))
     made = build_recipe(prepared, form, timeline)

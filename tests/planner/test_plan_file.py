@@ -257,7 +257,7 @@ VERSION_5 = Path(__file__).with_name("plan_version_5.json")
 def test_a_file_of_version_5_holds_the_same_plan():
     step = HandMadeStep(chain(12), 2600, OptimizerMemory("adam", 10, 20))
     made = plan_within(prepared(step), 2000)
-    assert planner.load(VERSION_5) == replace(made, created_with=planner.load(
+    assert planner.load(VERSION_5) == replace(made, course=None, created_with=planner.load(
         VERSION_5).created_with)
 
 

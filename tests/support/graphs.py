@@ -32,6 +32,12 @@ class Baseline:
 
     peak_bytes: int
     """Above what is resident."""
+    backward_begins: int = 1
+
+    @property
+    def course(self) -> tuple[int, ...]:
+        """Memory up to the peak, and down again."""
+        return (self.peak_bytes // 2, self.peak_bytes, 0)
 
 
 @dataclass(frozen=True)

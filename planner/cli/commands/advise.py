@@ -17,7 +17,7 @@ def run(
     target: SizedTargetOptions, budget: SizeBudget,
     effective_batch: Annotated[int, typer.Option(
         "--effective-batch", min=1, help="Samples for each step of the optimizer.")],
-    planning: Planning, output: Output = None, json: Json = False,
+    planning: Planning, save_to: Output = None, json: Json = False,
 ) -> None:
     """List the ways to run an effective batch of TARGET within a budget, the fastest first."""
     from planner.arguments.budget import absolute_budget
@@ -26,12 +26,12 @@ def run(
     from planner.sizes.advice import advise
 
     absolute_budget(None, budget, "which differs with the batch")
-    check_writable(output)
+    check_writable(save_to)
     found = load_sized_target(target, "batch", first=1, device="meta")
     arguments = replace(planning, loss_fn=found.loss_fn).arguments()
     del arguments["accumulation"]
     advice = advise(found.make_inputs, found.model, effective_batch=effective_batch,
                     budget=budget, make_loss_fn=found.make_loss_fn, **arguments)
-    if output is not None and advice.best.plan is not None:
-        advice.best.plan.save(output)
+    if save_to is not None and advice.best.plan is not None:
+        advice.best.plan.save(save_to)
     print_result(advice, advice_report, json=json)

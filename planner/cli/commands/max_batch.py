@@ -12,14 +12,14 @@ from planner.cli.output import check_writable, print_result
 
 
 @command(without=("batch", "inputs"))
-def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, output: Output = None,
+def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, save_to: Output = None,
         json: Json = False) -> None:
     """Find the largest batch of TARGET whose training step fits a budget."""
-    find_largest("batch", target, sizes, planning, output, json)
+    find_largest("batch", target, sizes, planning, save_to, json)
 
 
 def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
-                 output: Path | None, json: bool) -> None:
+                 save_to: Path | None, json: bool) -> None:
     """Look for the largest size, `batch` or `sequence`, and print it."""
     from planner.arguments.budget import absolute_budget
     from planner.cli.sized_target import load_sized_target
@@ -28,7 +28,7 @@ def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pla
 
     absolute_budget(None, sizes.budget, f"which differs with the {what}")
     limit = check_overhead(_fraction(sizes.overhead))
-    check_writable(output)
+    check_writable(save_to)
     first = -(-sizes.smallest // sizes.multiple_of) * sizes.multiple_of
     target = load_sized_target(options, what, first=first, device="meta")
     search = max_batch_size if what == "batch" else max_sequence_length
@@ -37,8 +37,8 @@ def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pla
                    largest=target.largest if sizes.largest is None else sizes.largest,
                    make_loss_fn=target.make_loss_fn,
                    **replace(planning, loss_fn=target.loss_fn).arguments())
-    if output is not None and found.plan is not None:
-        found.plan.save(output)
+    if save_to is not None and found.plan is not None:
+        found.plan.save(save_to)
     print_result(found, largest_report, json=json)
 
 

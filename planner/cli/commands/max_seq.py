@@ -8,7 +8,7 @@ from planner.cli.options import Json, Output, SizedTargetOptions, SizeOptions, c
 
 
 @command(without=("seq", "inputs"))
-def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, output: Output = None,
+def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, save_to: Output = None,
         json: Json = False) -> None:
     """Find the longest sequences of TARGET whose training step fits a budget."""
-    find_largest("sequence", target, sizes, planning, output, json)
+    find_largest("sequence", target, sizes, planning, save_to, json)

@@ -10,7 +10,7 @@ from planner.cli.output import check_writable, print_result
 
 
 @command()
-def run(target: TargetOptions, planning: Planning, budget: Budget = None, output: Output = None,
+def run(target: TargetOptions, planning: Planning, budget: Budget = None, save_to: Output = None,
         json: Json = False) -> None:
     """Plan one training step of TARGET under a budget and print the plan."""
     from planner.api import plan
@@ -19,9 +19,9 @@ def run(target: TargetOptions, planning: Planning, budget: Budget = None, output
     from planner.reporters.table import plan_report
 
     parse_budget(None, budget)
-    check_writable(output)
+    check_writable(save_to)
     model, example, loss_fn = load_target(target, device="meta")
     made = plan(model, example, budget=budget, **replace(planning, loss_fn=loss_fn).arguments())
-    if output is not None:
-        made.save(output)
+    if save_to is not None:
+        made.save(save_to)
     print_result(made, plan_report, json=json)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from planner.cli.options import Json, PlanPath, command
-from planner.cli.output import print_result
+from planner.cli.output import check_writable, print_result
 
 
 @command()
-def run(path: PlanPath, json: Json = False) -> None:
-    """Print a saved plan."""
+def run(path: PlanPath, plot: Annotated[Path | None, typer.Option(
+        "--plot", metavar="FILE", help="Draw memory over the step: .png, .svg.")] = None,
+        json: Json = False) -> None:
+    """Print a saved plan, or draw it, too."""
     from planner.plans.file import load
     from planner.reporters.table import plan_report
 
-    print_result(load(path), plan_report, json=json)
+    check_writable(plot)
+    plan = load(path)
+    if plot is not None:
+        plan.plot(plot)
+    print_result(plan, plan_report, json=json)

@@ -1,0 +1,57 @@
+"""Whether the caller lets the model's output go before the backward, where a plan counts on it.
+
+Blind spot: what the caller holds and the backward of the model saves as well is not told apart, and
+taken for saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from apply.recipe import RegionRecipe
+from apply.rewrite import RewrittenRegion
+from graph_capture.joint_graph.joint import tensors_of
+from graph_capture.joint_graph.lower import LoweredRegion
+from graph_capture.torch_compat import storage_key
+
+OUTPUT_IS_HELD = (
+    "the plan counts on the model's output being let go before the backward (output='dropped'), "
+    "and {bytes:,} bytes of it are still held, so that the step may take that much more than the "
+    "budget: keep the loss alone, or plan with output='held'")
+
+
+def places_to_watch(region: RegionRecipe, lowered: LoweredRegion, rewritten: RewrittenRegion
+                    ) -> tuple[int, ...]:
+    """Which outputs of a region's forward, mutated inputs not counted, are gone when the backward
+    begins unless the caller holds them."""
+    count = len(lowered.joint.forward_outputs)
+    returned = rewritten.forward.graph.output_node().args[0]
+    saved = {storage_key(tensor) for node in returned[count:] if isinstance(node, fx.Node)
+             for tensor in tensors_of(node.meta["val"])}
+    return tuple(place for place, node in enumerate(lowered.returned)
+                 if place in region.released and node is not None
+                 and storage_key(node.meta["val"]) not in saved)
+
+
+def watch(outputs: Sequence[Any], places: Sequence[int], report: Callable[[int], None]) -> None:
+    """Call `report` when the backward begins with the bytes of these outputs that are still held;
+    not where none is."""
+    node = next((tensor.grad_fn for tensor in outputs
+                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None), None)
+    if node is None or not places:
+        return
+    storages = {storage_key(outputs[place]): weakref.ref(outputs[place].untyped_storage())
+                for place in places}
+
+    def begun(_: object) -> None:
+        held = sum(storage.nbytes() for found in storages.values()
+                   if (storage := found()) is not None)
+        if held:
+            report(held)
+
+    node.register_prehook(begun)

@@ -1,0 +1,44 @@
+"""Memory over the course of a step, for drawing: under a schedule, and as the step runs today.
+
+Moments are runs of ops, recomputations included; of a step that Inductor compiles, each allocation
+and each release.  They are not of equal duration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graph_capture.training_graph import BufferKind
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCourse:
+    """The plain step, moment after moment."""
+
+    whole_bytes: tuple[int, ...]
+    """All memory of the step, resident memory included."""
+    backward_begins: int
+    """The first moment of the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCourse:
+    """Forward, loss and backward under a plan, moment after moment."""
+
+    gradients: tuple[int, ...]
+    """Bytes, those of earlier micro-steps included."""
+    activations: tuple[int, ...]
+    temporaries: tuple[int, ...]
+    backward_begins: int
+    """The first moment of the backward."""
+    plain: PlainCourse
+    """The step as it runs today."""
+
+    @classmethod
+    def of(cls, made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
+           earlier_gradients: int, plain: PlainCourse) -> StepCourse:
+        """From what forward and backward make, by kind."""
+        return cls(tuple(earlier_gradients + size for size in made[BufferKind.GRADIENT]),
+                   tuple(made[BufferKind.ACTIVATION]), tuple(made[BufferKind.TEMPORARY]),
+                   backward_begins, plain)

@@ -1,0 +1,174 @@
+"""Steps whose caller lets the model's output go: predicted, measured, and warned of where it does
+not."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graph_capture.memory.allocator import record_peak
+from graph_capture.plain_step.loss import objective
+from tests.support.command_line import TINY_GPT2, run
+from tests.support.models import BUILDERS, Case
+from tests.support.training import buffers_restored
+
+BUILT = {"gpt2": {"layers": 1}, "llama": {"layers": 1}, "graph_break": {"layers": 1},
+         "many_outputs": {}}
+
+
+class Classifier(nn.Module):
+    """Its output is large, and needed by its own backward and by that of a squared error."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 512)
+
+    def forward(self, x):
+        return torch.tanh(self.last(torch.tanh(self.first(x)))), x.exp()
+
+
+def squared(output):
+    return (output[0] - 1).square().mean()
+
+
+def summed(output):
+    return output[0].sum() + output[1].sum()
+
+
+def classifier(loss_fn):
+    torch.manual_seed(0)
+    return Case(Classifier(), (torch.randn(64, 32),), loss_fn)
+
+
+def build(name):
+    if name in ("squared", "summed"):
+        return classifier({"squared": squared, "summed": summed}[name])
+    return BUILDERS[name](**BUILT[name])
+
+
+def measured(model, case, output):
+    """Peak of a real step above what is there before it, with the output held or dropped."""
+
+    def step():
+        out = model(*case.args, **case.kwargs)
+        goal = objective(out, case.loss_fn)
+        if output == "dropped":
+            del out
+        goal.backward()
+
+    with buffers_restored(case.model):
+        step()
+        case.model.zero_grad(set_to_none=True)
+        return record_peak(step, "cpu").peak_bytes
+
+
+@pytest.mark.parametrize("name", ["squared", "summed", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in BUILT)])
+def test_the_peak_is_exact_whether_the_output_is_held_or_not(name):
+    case = build(name)
+    peaks, plain = {}, {}
+    for output in ("held", "dropped"):
+        free = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output=output)
+        tight = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output=output,
+                             budget=smallest(case, output), time_limit=1)
+        for plan in (free, tight):
+            net = plan.peak_bytes - plan.resident_bytes
+            assert measured(plan.apply(case.model), case, output) == net
+        assert planner.verify(case.model, tight, case.inputs, loss_fn=case.loss_fn).ok
+        peaks[output] = tight.peak_bytes
+        plain[output] = free.baseline_peak_bytes - free.resident_bytes
+        assert measured(case.model, case, output) == pytest.approx(plain[output], rel=0.005)
+    assert peaks["dropped"] <= peaks["held"] and plain["dropped"] <= plain["held"]
+
+
+def smallest(case, output):
+    try:
+        planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output=output, budget=1,
+                     time_limit=1)
+    except planner.InfeasibleBudget as refusal:
+        return refusal.minimum_bytes
+    raise AssertionError("one byte is too little")
+
+
+def test_who_holds_the_output_all_the_same_is_warned_once():
+    case = classifier(summed)
+    plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output="dropped")
+    applied = plan.apply(case.model)
+    with buffers_restored(case.model):
+        case.loss_fn(applied(*case.args)).backward()  # nobody holds it
+        output = applied(*case.args)
+        loss = case.loss_fn(output)
+        # The first tensor is saved by the model's own backward, whoever holds it.
+        with pytest.warns(UserWarning, match=r"let go before the backward.*and 8,192 bytes"):
+            loss.backward()
+        loss = case.loss_fn(output := applied(*case.args))
+        loss.backward()  # warnings are errors here
+    assert planner.steps_of(applied).planned == 3 and output is not None
+
+
+def test_the_plan_says_what_it_counts_on(tmp_path):
+    case = classifier(summed)
+    arguments = {"loss_fn": case.loss_fn, "optimizer": "sgd"}
+    held, dropped = (planner.plan(case.model, case.inputs, output=output, **arguments)
+                     for output in ("held", "dropped"))
+    assert held.recipe.holds_output and not dropped.recipe.holds_output
+    dropped.save(tmp_path / "plan.json")
+    assert planner.load(tmp_path / "plan.json") == dropped
+    assert planner.memory(case.model, case.inputs, plan=dropped, hold_output="backward",
+                          **arguments).peak_bytes == dropped.peak_bytes < held.peak_bytes
+    with pytest.raises(ValueError, match="unknown output 'lost'; known: held, dropped"):
+        planner.plan(case.model, case.inputs, output="lost")
+
+
+def test_the_command_line_takes_it():
+    peaks = [json.loads(run("plan", *TINY_GPT2, *options, "--json").stdout)["predicted"][
+        "peak_bytes"] for options in ([], ["--output-dropped"])]
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.slow
+def test_a_compiled_step_counts_it_too():
+    case = BUILDERS["language_model"](layers=1)
+    plans = [planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output=output,
+                          backend="inductor", time_limit=3) for output in ("held", "dropped")]
+    assert plans[1].peak_bytes <= plans[0].peak_bytes
+    for plan in plans:
+        assert planner.verify(case.model, plan, case.inputs, loss_fn=case.loss_fn).peak_bytes == (
+            plan.peak_bytes)
+
+
+def train(model, case, output, steps=4):
+    """Peaks of training steps above what is there before the first, with nothing but the gradients
+    left between them."""
+    peaks = []
+
+    def step():
+        out = model(*case.args, **case.kwargs)
+        loss = case.loss_fn(out) if case.loss_fn else out.loss
+        if output == "dropped":
+            del out
+        loss.backward()
+
+    for _ in range(steps):
+        case.model.zero_grad(set_to_none=True)
+        peaks.append(record_peak(step, "cpu").peak_bytes)
+        torch.optim.SGD(case.model.parameters(), lr=1e-3).step()
+    case.model.zero_grad(set_to_none=True)
+    return peaks
+
+
+@pytest.mark.parametrize("name", ["gpt2", "squared"])
+def test_within_sees_what_happens_to_the_output(name):
+    case = build(name)
+    plans = {}
+    for output in ("held", "dropped"):
+        model = planner.within(case.model, "1GB", time_limit=2)
+        peaks = train(model, case, output)
+        plan = plans[output] = planner.plan_of(model)
+        assert plan.recipe.holds_output == (output == "held")
+        loss = model.forward.running.loss  # what of it the caller holds counts as resident, too
+        resident = plan.resident_bytes - (0 if loss is None else loss.held_bytes)
+        assert {resident + peak for peak in peaks[2:]} == {plan.peak_bytes}
+    assert plans["dropped"].baseline_peak_bytes < plans["held"].baseline_peak_bytes
