@@ -55,11 +55,6 @@ class PlannedBlocks:
             code.fall_back(fallback)
 
     @property
-    def outgrown(self) -> bool:
-        """As `PlannedCode.outgrown`, of any block."""
-        return any(code.outgrown for code in self._codes)
-
-    @property
     def compilations(self) -> int:
         """Graphs that were compiled so far."""
         return sum(code.compilations for code in self._codes)
@@ -123,16 +118,14 @@ def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, *
     """The call `code(module, own, ...)`, which leaves random state and buffers as they were where
     it raises `PlanMismatch`, though a part may have run."""
     restore = remembered_state(module)
-    if isinstance(code, PlannedBlocks):
-        code.is_trial = True
+    code.is_trial = True
     try:
         return code(module, own, *args, **kwargs)
     except PlanMismatch:
         restore()
         raise
     finally:
-        if isinstance(code, PlannedBlocks):
-            code.is_trial = False
+        code.is_trial = False
 
 
 def check_blocks(model: nn.Module, recipe: Recipe) -> None:

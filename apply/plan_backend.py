@@ -78,8 +78,8 @@ class PlanBackend:
         self.has_begun = False
         """Whether what has run may have changed random state or buffers, so that the call cannot
         begin anew."""
-        self.outgrown = False
-        """Whether a step that had begun has run with larger tensors than planned."""
+        self.is_trial = False
+        """Whether a graph that is none of the plan's ends the call though others have run."""
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
         """Regions of the plan that have run in this call."""
@@ -123,7 +123,8 @@ class PlanBackend:
             compiled = self._compile(module, inputs, partition, lambda: match)
         except Exception as error:
             mismatch = getattr(error, "inner_exception", error)
-            if not (isinstance(mismatch, PlanMismatch) and self.fallback and self.has_begun):
+            if self.is_trial or not (isinstance(mismatch, PlanMismatch) and self.fallback
+                                     and self.has_begun):
                 raise
             warnings.warn("a part of this step is not the planned one; it runs under the schedule "
                           "that takes least, and the step may take more than the budget: "
@@ -217,12 +218,6 @@ class PlanBackend:
             return difference
         larger = planned.first_larger(found)
         if larger is None:
-            return None
-        if steered and self.has_begun:
-            self.outgrown = True
-            warnings.warn(f"values have made a tensor of {larger[1]:,} bytes where the plan has "
-                          f"{larger[0]:,}: this step may take more than the budget, and the next "
-                          "one is planned anew", stacklevel=2)
             return None
         return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
                 f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")

@@ -42,9 +42,13 @@ class PlannedCode:
         self._backend.fallback = fallback
 
     @property
-    def outgrown(self) -> bool:
-        """Whether values have made tensors larger than planned in a step that had begun."""
-        return self._backend.outgrown
+    def is_trial(self) -> bool:
+        """Whether a region that is not the plan's ends the call though others have run."""
+        return self._backend.is_trial
+
+    @is_trial.setter
+    def is_trial(self, value: bool) -> None:
+        self._backend.is_trial = value
 
     @property
     def compilations(self) -> int:

@@ -6,7 +6,7 @@ Everything happens on a fake twin: the model is neither executed nor changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
 from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
-from graph_capture.plain_step.loss import OutputGradient, trace_loss
+from graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
 from graph_capture.progress import Progress
 from graph_capture.specification import check
 from graph_capture.step.assemble import LossMemory, assemble
@@ -45,7 +45,7 @@ class Tracing:
 
     twin: FakeTwin
     """As the user calls it, without the arguments that capture forced."""
-    loss_fn: Callable[[Any], torch.Tensor] | None
+    loss_fn: LossFn | None
     """That of the twin; `None`: the step was captured without one."""
     workspace: Workspace
     holds_output: bool = True
@@ -85,7 +85,7 @@ class CapturedStep:
 @quiet_fake_tensors()
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
+    loss_fn: LossFn | None = None, optimizer: object = None,
     device: torch.device | str | None = None, gpu: str | None = None, keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
@@ -156,7 +156,8 @@ def capture_step(
     def form(uses: Sequence[RegionUse], low_peak: bool = False) -> StepForm:
         graph = assemble(
             uses, cost_of=fused or costs, pinned_by_user=keeper, resident=twin.resident,
-            loss=(LossMemory(cotangents_held=True) if loss_fn is None
+            loss=(LossMemory(cotangents_held=True)
+                  if loss_fn is None or isinstance(loss_fn, OpenLoss)
                   else LossMemory.of(baseline.loss)),
             device=twin.device, uncaptured=recording.uncaptured)
         if not holds_output:

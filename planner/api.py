@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graph_capture.capture import CapturedStep
+    from graph_capture.plain_step.loss import LossFn
 
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
@@ -132,15 +133,16 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, progress: Progress | None, *,
-                 answers: tuple[Any, ...] | None = None) -> CapturedStep:
+                 answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None
+                 ) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
-    code asks for."""
+    code asks for; `unknown_loss`: what stands for a loss that was not given."""
     from graph_capture.capture import capture_step
 
     return capture_step(
-        model, args, kwargs, loss_fn=planning.loss_fn, device=planning.device, gpu=planning.gpu,
-        keep=tuple(planning.keep), backend=planning.backend, cost_model=planning.cost_model,
-        probe=planning.probe, optimizer=planning.optimizer,
+        model, args, kwargs, loss_fn=planning.loss_fn or unknown_loss, device=planning.device,
+        gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
+        cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
         accumulated=planning.accumulation > 1, regions=planning.regions, answers=answers,
         autocast=planning.autocast_dtype, holds_output=planning.output == "held",
         progress=progress)

@@ -2,6 +2,7 @@
 page, with a tiny GPT-2 as `model` and a batch of it."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ import planner
 from tests.support.models import gpt2
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/guide.md", "docs/within.md")
+FRAMEWORKS = ("accelerate", "datasets", "diffusers", "lightning", "peft", "trl")
+MISSING = [name for name in FRAMEWORKS if find_spec(name) is None]
+PAGES = ("README.md", "docs/guide.md", "docs/within.md", pytest.param(
+    "docs/frameworks.md", marks=[
+        pytest.mark.filterwarnings("ignore"),  # those of the frameworks
+        pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")]))
+NEW_MODEL_EACH = {"docs/frameworks.md"}
+"""Pages whose blocks have nothing to do with one another but what they define."""
 RUN = re.compile(r"^<!-- run -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 MADE_BY_A_COMMAND = {"docs/torch_versions.md"}
@@ -21,12 +29,14 @@ MADE_BY_A_COMMAND = {"docs/torch_versions.md"}
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    case = gpt2(layers=2, batch=8, seq=64, width=32)
-    names = {"planner": planner, "torch": torch, "model": case.model, "batch": case.inputs}
+    names: dict[str, object] = {"planner": planner, "torch": torch}
     text = (ROOT / page).read_text()
     blocks = list(RUN.finditer(text))
     assert blocks
     for block in blocks:
+        if "model" not in names or page in NEW_MODEL_EACH:
+            case = gpt2(layers=2, batch=8, seq=64, width=32)
+            names |= {"model": case.model, "batch": case.inputs}
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], ROOT / page, "exec"), names)
 

@@ -23,8 +23,6 @@ from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.torch_compat import pytree, storage_key
 from graph_capture.twins.fake import FakeTwin
 
-LossFn = Callable[[Any], torch.Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -51,6 +49,31 @@ class Until(StrEnum):
     """Until the backward of the model, if that needs it; otherwise to the end of the step."""
     END = "end"
     """To the end of the step: it is the loss, or is held all the same."""
+
+
+LossFn = Callable[[Any], torch.Tensor | Objective]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoss:
+    """The loss of a caller of whom it is not known whether he differentiates the `loss` of the
+    output, or one of his own that he makes of what is beside it."""
+
+    largest_bytes: int
+    """What is larger, such as logits, is taken to be there to be looked at."""
+
+    def __call__(self, output: Any) -> Objective:
+        """All of it that he may differentiate."""
+        goal = objective(output, None)
+        if len(goal.roots) > 1 or goal.seeds != (None,):
+            return goal
+        beside = tuple(tensor for tensor in output_tensors(output)
+                       if tensor.requires_grad and tensor is not goal.roots[0]
+                       and tensor.nbytes <= self.largest_bytes)
+        if not beside:
+            return goal
+        roots = (*goal.roots, *beside)
+        return Objective(roots, tuple(torch.ones_like(root) for root in roots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +108,9 @@ def objective(output: Any, loss_fn: LossFn | None) -> Objective:
     Raises `CaptureError` where nothing can be differentiated, or a given loss is no scalar.
     """
     if loss_fn is not None:
-        return _of_scalar(loss_fn(output), "the loss that `loss_fn` returned")
+        loss = loss_fn(output)
+        return loss if isinstance(loss, Objective) else _of_scalar(
+            loss, "the loss that `loss_fn` returned")
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return _of_scalar(named, "the output's `loss`")

@@ -48,20 +48,6 @@ def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Any, ...
     return tuple(recorder.values)
 
 
-def no_smaller(asked: tuple[Any, ...], before: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same with each result as large as that of another call, where the calls asked alike."""
-    def larger(mine: Any, other: Any) -> Any:
-        if not (isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
-                and mine.dim() == other.dim() and mine.is_contiguous()):
-            return mine
-        return torch.empty([max(pair) for pair in zip(mine.shape, other.shape, strict=True)],
-                           dtype=mine.dtype, device="meta")
-
-    if list(map(type, asked)) != list(map(type, before)):
-        return asked
-    return tuple(map(larger, asked, before))
-
-
 class _ValueRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

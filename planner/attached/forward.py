@@ -63,6 +63,8 @@ class Settings:
     """A saved plan."""
     regions: str | Sequence[str] | None = None
     """What is compiled as one piece; `None`: what suits the wrappers of the model."""
+    batches_ahead: int = 0
+    """How many batches the caller holds beside the one in use."""
 
 
 class PlannedGraph:
@@ -87,6 +89,12 @@ class PlannedGraph:
         self.code = code_of(module, plan.recipe)
         self.code.fall_back(with_least_memory)
 
+    @property
+    def is_steered(self) -> bool:
+        """Whether values of tensors decide what the step is, so that any call may need another
+        graph."""
+        return self.planner is not None and self.planner.is_steered
+
     def may_serve(self, call: Call) -> bool:
         """Whether the plan may be for this call; its digests decide."""
         return self.call is None or call.may_be_served_as(self.call)
@@ -108,7 +116,6 @@ class PlanningForward(CountingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
-        self._outgrown: GraphPlanner | None = None  # of a graph that values have outgrown
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
         self._accumulates = self.settings.planning.accumulation > 1
@@ -171,10 +178,6 @@ class PlanningForward(CountingForward):
         self._served[call] = self.running = graph
         self.steps.count(graph.code.why_unplanned())
         self._observe(graph, output)
-        if graph.code.outgrown:
-            self._outgrown = graph.planner
-            self.graphs.remove(graph)
-            self._served = {key: value for key, value in self._served.items() if value is not graph}
         return output
 
     def _step(self, call: Call, has_gradients: bool, args: tuple[Any, ...],
@@ -186,13 +189,15 @@ class PlanningForward(CountingForward):
             if not graph.may_serve(call):
                 continue
             self._bring_up_to_date(graph, call, has_gradients, args, kwargs)
-            is_trial = graph is not known and bool(graph.plan.recipe.blocks)
+            # What does not fit may show when a part has run; then another is tried from the start.
+            is_trial = graph.is_steered or (graph is not known and bool(graph.plan.recipe.blocks))
             try:
                 return graph, self._run(graph, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:
                 if graph.code.has_begun and not is_trial:
                     raise
                 refusal = str(self.explained(graph.plan.recipe, error, call))
+            gc.collect()  # the error's frames hold what has run
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
         if refusal and any(graph.planner is None for graph in self.graphs):
@@ -228,8 +233,7 @@ class PlanningForward(CountingForward):
             regions = settings.regions or regions_under_wrappers(module)
             planner = GraphPlanner(module, args, kwargs,
                                    replace(settings.planning, regions=regions), settings.limit,
-                                   self._outgrown)
-            self._outgrown = None
+                                   settings.batches_ahead)
             known = self._known(planner, None, has_gradients, self._expected_output(planner))
             if known is not None:
                 plan = planner.plan(known)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,10 +39,10 @@ from graph_capture.completed import (
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from graph_capture.errors import ValueAsked
-from graph_capture.plain_step.loss import Until
+from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
-from graph_capture.torch_compat import wrapping_data_parallel
-from graph_capture.twins.asked_values import asked_values, no_smaller
+from graph_capture.torch_compat import pytree, wrapping_data_parallel
+from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
@@ -83,13 +84,12 @@ class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None,
-                 outgrown: GraphPlanner | None = None) -> None:
-        """Capture the step; raises `CaptureError`.  `outgrown`: what planned it before values made
-        its tensors larger."""
-        self._planning, self._limit = planning, limit
-        self._answers: tuple[Any, ...] = () if outgrown is None else outgrown._answers
-        """What the code asked of the values of tensors."""
+                 planning: Planning, limit: Budget | None, batches_ahead: int = 0) -> None:
+        """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
+        holds beside this one."""
+        self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
+        self.is_steered = False
+        """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
         self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
@@ -98,17 +98,22 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
+        self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
+                                if isinstance(tensor, torch.Tensor))
+        unknown = OpenLoss(self._input_bytes)
         with watched(None) as report:
             try:
-                self._step = capture_call(model, args, kwargs, planning, report)
-            except ValueAsked:
-                asked = asked_values(model, lambda: model.forward(*args, **kwargs))
-                self._answers = no_smaller(asked, self._answers)
                 self._step = capture_call(model, args, kwargs, planning, report,
-                                          answers=self._answers)
+                                          unknown_loss=unknown)
+            except ValueAsked:
+                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
+                self._step = capture_call(model, args, kwargs, planning, report, answers=answers,
+                                          unknown_loss=unknown)
+                self.is_steered = True
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
-        self._step = with_held(self._step, _bucket_bytes(model))
+        self._step = with_held(
+            self._step, _bucket_bytes(model) + self._batches_ahead * self._input_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         self._circumstances = circumstances_of(model, args, kwargs)
 
@@ -118,13 +123,15 @@ class GraphPlanner:
         return len(self._step.outputs)
 
     def needs_capture_for(self, seen: SeenLoss) -> bool:
-        """Whether the account of a step with this loss takes another capture: it reaches other
-        outputs than the graph was captured for, or belongs to code between graphs, of which what
-        it takes is not told apart."""
+        """Whether the account of a step with this loss takes another capture: it leaves out outputs
+        that the graph was captured for, unless zeros in place of their gradients are small; or it
+        belongs to code between graphs, of which what it takes is not told apart."""
         if self._captured_with is None and len(self._step.graph.regions) > 1:
             return True
-        return [gradient.flows for gradient in seen.outputs] != [
-            gradient.flows for gradient in self._step.baseline.loss.outputs]
+        return any(
+            planned.flows and not gradient.flows and planned.size_bytes > self._input_bytes
+            for planned, gradient in zip(self._step.baseline.loss.outputs, seen.outputs,
+                                         strict=True))
 
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       seen: SeenLoss) -> None:

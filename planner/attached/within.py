@@ -58,12 +58,16 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
     Called again, it replaces what was asked for before.  A training step raises `InfeasibleBudget`
     where nothing fits, and `CaptureError` where it cannot be captured, before it has run.
     """
+    attach(model, settings_of(budget, budget_gb, on_new, plan, arguments))
+    return model
+
+
+def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew,
+                plan: Plan | str | PathLike[str] | None, arguments: PlanArguments) -> Settings:
+    """What `within` is asked for, checked."""
     limit = parse_budget(budget_gb, budget)
     regions = arguments.pop("regions", None)
     planning = Planning.of(within, arguments)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
-                        "must be called first")
     if on_new not in ("replan", "refuse"):
         raise ValueError(f'on_new must be "replan" or "refuse", got {on_new!r}')
     given = load(plan) if isinstance(plan, str | PathLike) else plan
@@ -74,7 +78,14 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
             given.peak_bytes > limit.size_bytes):
         raise ValueError(f"the plan that was given peaks at {given.peak_bytes:,} bytes, more than "
                          f"the budget of {limit.size_bytes:,} bytes; plan anew, or leave it out")
-    settings = Settings(planning, limit, on_new, given, regions)
+    return Settings(planning, limit, on_new, given, regions)
+
+
+def attach(model: nn.Module, settings: Settings) -> None:
+    """Put the forward that plans into the model, or give it other settings."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
+                        "must be called first")
     target = _unwrapped(model)
     standing = _standing(target)
     if standing is not None:
@@ -82,7 +93,6 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
     else:
         take_down(target)
         set_forward(target, PlanningForward(target, own_forward(target), settings))
-    return model
 
 
 def plan_of(model: nn.Module) -> Plan | None:

@@ -44,7 +44,7 @@ class MemoryBudget(BudgetedTraining, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plan from the next step on."""
         self._module = self._planned(pl_module)
-        self._begin(self._module, trainer.optimizers, trainer.accumulate_grad_batches,
+        self._begin(self._module, trainer.optimizers, trainer.accumulate_grad_batches, 1,
                     "switch that off in the model or in the strategy")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

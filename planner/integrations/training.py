@@ -8,11 +8,16 @@ transformers and diffusers do, or is wrapped for it by torch; not where its code
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import replace
+from os import PathLike
+from typing import Unpack
 
 from torch import nn
 
-from planner.attached.within import plan_of, within
+from planner.arguments.planning import PlanArguments
+from planner.attached.forward import OnNew
+from planner.attached.within import attach, plan_of, settings_of
+from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
 from planner.running.applying import steps_of
 
@@ -23,15 +28,20 @@ class BudgetedTraining:
     """Trains a model within a budget, from the begin of its training to the end."""
 
     def __init__(self, budget: int | str | None = None, *, budget_gb: float | None = None,
-                 **arguments: Any) -> None:
+                 on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
+                 **arguments: Unpack[PlanArguments]) -> None:
         """Arguments and errors are those of `planner.within`."""
         super().__init__()
-        self._arguments = {"budget": budget, "budget_gb": budget_gb, **arguments}
-        within(nn.Module(), **self._arguments)  # which raises here what is wrong with them
+        self._settings = settings_of(budget, budget_gb, on_new, plan, arguments)
 
-    def _begin(self, model: nn.Module, optimizer: object, accumulation: int, switch: str) -> None:
-        """Plan the steps of `model`, with what its trainer says where the user did not; `switch`:
-        how the trainer's own checkpointing is switched off."""
+    def _begin(self, model: nn.Module, optimizer: object, accumulation: int, batches_ahead: int,
+               switch: str) -> None:
+        """Plan the steps of `model`, with the trainer's optimizer and number of micro-steps where
+        the user gave none.
+
+        `batches_ahead`: how many the trainer holds beside the one in use; `switch`: how its own
+        checkpointing is switched off.
+        """
         for name, module in model.named_modules():
             if getattr(module, "gradient_checkpointing", False) is True or (
                     type(module).__name__ == "CheckpointWrapper"):
@@ -39,7 +49,10 @@ class BudgetedTraining:
                     f"{name or type(model).__name__} checkpoints its activations already, so that "
                     f"the plan could not choose what is recomputed; {switch}, or train without "
                     f"{type(self).__name__}")
-        within(model, **{"optimizer": optimizer, "accumulation": accumulation, **self._arguments})
+        planning = self._settings.planning
+        attach(model, replace(self._settings, batches_ahead=batches_ahead, planning=replace(
+            planning, optimizer=planning.optimizer or optimizer,
+            accumulation=max(planning.accumulation, accumulation))))
 
     def _end(self, model: nn.Module) -> None:
         """Say in the log how many steps ran under the plan."""

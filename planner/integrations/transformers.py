@@ -32,7 +32,7 @@ class MemoryBudgetCallback(BudgetedTraining, TrainerCallback):
         **arguments: as for `planner.within`.
 
     Raises `ValueError` when training begins, where the model checkpoints its activations already
-    (`gradient_checkpointing=True`).
+    (`activation_checkpointing=True`, or `gradient_checkpointing=True`).
     """
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState,
@@ -40,8 +40,9 @@ class MemoryBudgetCallback(BudgetedTraining, TrainerCallback):
         """Plan from the next step on."""
         optimizer = kwargs["optimizer"]
         self._begin(kwargs["model"], getattr(optimizer, "optimizer", optimizer),  # accelerate's own
-                    args.gradient_accumulation_steps,
-                    "set gradient_checkpointing=False in the TrainingArguments")
+                    args.gradient_accumulation_steps, args.gradient_accumulation_steps,
+                    "set activation_checkpointing=False (in older versions "
+                    "gradient_checkpointing=False) in the TrainingArguments")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState,
                      control: TrainerControl, **kwargs: Any) -> None:

@@ -1,0 +1,56 @@
+"""`planner.within` where the model returns a loss and the caller trains with another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from tests.support.measured_loops import MeasuredLoop, Trial
+from tests.support.models import LanguageModel
+
+
+class Scored(nn.Module):
+    """A language model with its loss, and beside it the score of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = LanguageModel(2, 32, 128, dropout=0.1)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.body(ids)
+        scores = -F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none")
+        return {"loss": -scores.mean(), "scores": scores, "logits": logits}
+
+
+LOSSES = {
+    "its own": lambda output: output["loss"],
+    "of what is beside it": lambda output: output["scores"].square().mean(),
+    "of both": lambda output: output["loss"] + output["scores"].square().mean(),
+}
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES.keys())
+def test_the_loss_of_the_model_or_of_what_is_beside_it(loss_of):
+    def train(loop: MeasuredLoop, budget: int | None) -> None:
+        net = loop.model if budget is None else planner.within(loop.model, budget, time_limit=1)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+        def run() -> None:
+            for seed in range(3):
+                loop.begin_step()
+                ids = torch.randint(128, (8, 32), generator=torch.Generator().manual_seed(seed))
+                loss = loss_of(net(ids))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loop.note_loss(loss)
+
+        loop.run(run)
+
+    trial = Trial.of(Scored, train, share=0.8)
+    trial.check(steps=3)
+    trial.check_equal()
