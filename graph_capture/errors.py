@@ -16,6 +16,9 @@ class ValueAsked(CaptureError):
     """The model's code asks for what depends on the values of tensors: for one of them, or for a
     result whose size they decide.  A step that is captured without being run has none."""
 
+    what = ""
+    """What it asks for, and where."""
+
 
 class UnsupportedTorch(PlannerError, ImportError):
     """The installed torch lacks an internal that this package stands on, or has another in its

@@ -31,24 +31,35 @@ def _grouped_product(mode: Any, func: Any, mat_a: torch.Tensor, mat_b: torch.Ten
 
 def _fused_lstm(mode: Any, func: Any, *args: Any) -> Any:
     x, *weights = args[:7]
-    shapes = tuple((tuple(map(int, t.shape)), t.dtype) for t in (x, *weights))
+    shapes = tuple((tuple(map(int, t.shape)), t.dtype) for t in weights)
     with mode:
         output, hidden, cell = (like.new_empty(shape) for like, shape in (
             (x, (*x.shape[:-1], args[10])), (weights[4], weights[4].shape),
             (weights[5], weights[5].shape)))
         size = 0
         if torch.is_grad_enabled():
-            size = _reserve_bytes(shapes, *(tuple(value) if isinstance(value, list) else value
-                                            for value in args[7:]))
+            size = _reserve_bytes(int(x.shape[0]), tuple(map(int, x.shape[1:])), x.dtype, shapes, *(
+                tuple(value) if isinstance(value, list) else value for value in args[7:]))
         return output, hidden, cell, torch.empty(size, dtype=torch.uint8, device=x.device)
 
 
+_FEW_STEPS = 5
+
+
 @functools.lru_cache(maxsize=1024)
-def _reserve_bytes(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], *settings: Any) -> int:
-    """Bytes that the library keeps for the backward; only it knows them, so it is run for that."""
+def _reserve_bytes(steps: int, step: tuple[int, ...], dtype: torch.dtype,
+                   shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], *settings: Any) -> int:
+    """Bytes that the library keeps for the backward of `steps` time steps; only it knows them, so
+    it is run for a few, and each further one is taken to need as much as those (it rounds to pages
+    of memory, so that the sum is off by little)."""
+    if steps > _FEW_STEPS:
+        few, one = (_reserve_bytes(count, step, dtype, shapes, *settings)
+                    for count in (_FEW_STEPS, 1))
+        return few + (steps - _FEW_STEPS) * (few - one) // (_FEW_STEPS - 1)
     with no_active_modes(), torch.enable_grad():
-        made = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
-        *_, reserve = torch.ops.aten.mkldnn_rnn_layer.default(*made, *settings)
+        weights = [torch.zeros(shape, dtype=kind) for shape, kind in shapes]
+        *_, reserve = torch.ops.aten.mkldnn_rnn_layer.default(
+            torch.zeros(steps, *step, dtype=dtype), *weights, *settings)
     return int(reserve.numel())
 
 

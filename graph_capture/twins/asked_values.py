@@ -26,14 +26,18 @@ from graph_capture.user_code import place_of
 
 def value_asked(error: BaseException) -> ValueAsked:
     """The error for code that asks for what is not known in a capture; `error` was raised there."""
-    what = (f"makes a tensor whose size depends on values ({error})"
-            if isinstance(error, NoStaticShape[:1]) else "asks for the value of a tensor")
-    return ValueAsked(
-        f"the model's code {what}{place_of(error)}, and a step that is captured without being run "
+    what = "the model's code " + (
+        f"makes a tensor whose size depends on values ({error})"
+        if isinstance(error, NoStaticShape[:1]) else "asks for the value of a tensor"
+    ) + place_of(error)
+    asked = ValueAsked(
+        f"{what}, and a step that is captured without being run "
         "has no values. Either train with planner.within(model, budget), which plans the pieces "
         "that lie between; or give each piece a budget of its own with torch.compile(model, "
         'backend="checkpoint_planner"); or decide by shapes and arguments, or with torch.where, '
         "and take logged values from what the model returns")
+    asked.what = what
+    return asked
 
 
 def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Any, ...]:

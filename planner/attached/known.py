@@ -38,7 +38,7 @@ from graph_capture.completed import (
     with_seen_loss,
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
-from graph_capture.errors import ValueAsked
+from graph_capture.errors import CaptureError, ValueAsked
 from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
@@ -61,6 +61,11 @@ _LOSS_GUESSES = (6, 3, 2)
 """Peak of a loss that was not seen yet, in multiples of the model's output: for cross-entropy in
 16-bit floats (its logits in 32 bits, their log-softmax, the gradients of both), in 32 bits, and for
 a loss that saves one tensor of that size."""
+_NOT_FOLLOWED = (
+    "and planner.within, which can give values and sizes on a CPU, cannot give these. Either "
+    "decide by shapes and arguments, or with torch.where; for a packed sequence, give the layer "
+    "the padded batch and mask what it returns; or take that part out of the model, and call "
+    "planner.within for the rest")
 _PROVISIONAL_SHARE = 0.25
 """Part of the time limit for a plan that is made for one step."""
 
@@ -107,8 +112,11 @@ class GraphPlanner:
                                           unknown_loss=unknown)
             except ValueAsked:
                 answers = asked_values(model, lambda: model.forward(*args, **kwargs))
-                self._step = capture_call(model, args, kwargs, planning, report, answers=answers,
-                                          unknown_loss=unknown)
+                try:
+                    self._step = capture_call(model, args, kwargs, planning, report,
+                                              answers=answers, unknown_loss=unknown)
+                except ValueAsked as error:
+                    raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.is_steered = True
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)

@@ -34,7 +34,7 @@ def test_grouped_matrix_product(dtype):
     compare(aten._grouped_mm.default, torch.randn(16, 16).to(dtype)[:, :12], rows, offsets[:1])
 
 
-@pytest.mark.parametrize("steps", [1, 9])
+@pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("grad", [True, False])
 def test_fused_lstm(steps, grad):
     x, state = torch.randn(steps, 4, 8), torch.zeros(4, 16)
@@ -48,3 +48,13 @@ def test_fused_lstm(steps, grad):
                 *_, reserve = aten.mkldnn_rnn_layer.default(
                     x, *weights, state, state, False, [], 2, 16, 1, True, False, False, True)
             assert reserve.numel() == 0
+
+
+def test_reserve_of_a_long_fused_lstm():
+    x, state = torch.randn(80, 32, 32), torch.zeros(32, 64)
+    weights = torch.randn(256, 32), torch.randn(256, 64), torch.randn(256), torch.randn(256)
+    rest = (state, state, False, [], 2, 64, 1, True, False, False, True)
+    *_, expected = aten.mkldnn_rnn_layer.default(x, *weights, *rest)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        *_, reserve = aten.mkldnn_rnn_layer.default(x, *weights, *rest)
+    assert reserve.numel() == pytest.approx(expected.numel(), rel=0.02)
