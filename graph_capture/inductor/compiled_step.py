@@ -112,6 +112,8 @@ class CompiledTracer:
                 with twin.forward_context():
                     output = compiled(*twin.args, **twin.kwargs)
                     goal = objective(output, self.loss_fn)
+                if not self.holds_output:
+                    output = None
                 goal.backward()
                 return CompiledStep(0, {}, {}, 0)
             with tracker:
