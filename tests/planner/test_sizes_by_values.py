@@ -1,0 +1,62 @@
+"""`planner.within` where values of tensors decide sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graph_capture.memory.allocator import record_stages
+
+
+class Sized(nn.Module):
+    """Values decide the sizes of tensors."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.first, self.second = (nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+                                   for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "maximum":
+            steps = int(x.abs().max()) + 1
+            return self.second(self.first(x)) + torch.zeros(steps, 1, 32).sum()
+        if self.kind == "mask of the inputs":
+            return self.second(self.first(x[x[..., 0] > 0]))
+        chosen = self.first(x)
+        if self.kind == "nonzero":
+            return self.second(chosen[(x[:, 0, 0] > -1).nonzero().squeeze(1)])
+        return self.second(chosen[chosen[..., 0] > 0])
+
+
+@pytest.mark.parametrize("kind", [
+    "maximum", "mask", *(pytest.param(kind, marks=pytest.mark.slow)
+                         for kind in ("mask of the inputs", "nonzero"))])
+def test_sizes_that_values_decide(kind):
+    torch.manual_seed(5)
+    batches = [torch.randn(16, 32, 32) * scale for scale in (2, 3, 3, 1, 2.5)]
+
+    def run(net: nn.Module) -> tuple[list[float], list[int]]:
+        losses, opt = [], torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            loss = net(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+
+        records = record_stages([lambda x=x: step(x) for x in batches])
+        resident = sum(p.numel() * 4 for p in net.parameters()) + batches[0].numel() * 4
+        return losses, [resident + record.peak_bytes for record in records]
+
+    losses, peaks = run(Sized(kind))
+    budget = int(0.8 * max(peaks))
+    net = planner.within(Sized(kind), budget, time_limit=1)
+    found, measured = run(net)
+    assert found == losses
+    assert planner.steps_of(net).planned == len(batches)
+    assert max(measured) <= budget
