@@ -49,4 +49,8 @@ def test_adapters_of_low_rank(name):
 
     trial = Trial.of(model, train)
     trial.check(steps=3)
-    trial.check_equal()
+    assert trial.budgeted.losses == trial.plain.losses
+    if name == "gpt2":
+        trial.check_equal()
+    else:  # in which Dynamo alone adds gradients up in another order
+        trial.check_near(model, train)
