@@ -124,6 +124,8 @@ class _PlannedGraph:
         self._module, self._options = module, options
         self._numbers = _arguments_read_as_numbers(module)
         self._applied: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._made: list[Plan] = []
+        """Plans of this graph, with whatever parameters."""
 
     def __call__(self, *args: Any) -> Any:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -131,6 +133,8 @@ class _PlannedGraph:
             return self._module(*args)
         key = tuple(
             arg if not isinstance(arg, torch.Tensor) else
+            # Dynamo runs one graph for all modules that are alike; each has parameters of its own.
+            id(arg) if isinstance(arg, nn.Parameter) else
             (arg.shape, arg.stride(), arg.dtype, arg.item() if index in self._numbers else None)
             for index, arg in enumerate(args))
         if key in self._applied:
@@ -142,14 +146,16 @@ class _PlannedGraph:
         region = _as_module(self._module, args)
         inputs = region.inputs_of(args)
         plans = _plans_of(args, self._options)
-        for known in plans:
+        for known in (*plans, *self._made):
             with suppress(PlanMismatch):
                 call = known.apply(region)
                 outputs = call(*inputs)
                 break
         else:
-            plans.append(self._plan(region, inputs, plans))
-            call = plans[-1].apply(region)
+            made = self._plan(region, inputs, plans)
+            plans.append(made)
+            self._made.append(made)
+            call = made.apply(region)
             outputs = call(*inputs)
         self._applied[key] = lambda *args: call(*region.inputs_of(args))
         return outputs

@@ -172,3 +172,27 @@ def test_a_later_step_that_does_not_fit_runs_under_the_leanest_schedule(caplog):
     with caplog.at_level(logging.WARNING, "planner"):
         compiled(large).sum().backward()
     assert "takes least" in caplog.text
+
+
+class BreakingLayer(nn.Module):
+    """Dynamo breaks its graph within, and runs the same pieces for each layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(self.second(x))
+
+
+def test_layers_that_share_a_graph_have_parameters_of_their_own():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(BreakingLayer() for _ in range(3)))
+    model = copy.deepcopy(plain)
+    x = torch.randn(4, 8)
+    for net in (plain, compiled(model, budget="100%")):
+        for _ in range(2):
+            net(x).square().mean().backward()
+    assert torch.equal(gradient(model), gradient(plain))
