@@ -156,6 +156,7 @@ class Hooked(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.slow
 def test_hooks_that_log_values():
     check(Hooked, (torch.randn(64, 32),), 0.85)
 

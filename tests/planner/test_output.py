@@ -159,6 +159,7 @@ def train(model, case, output, steps=4):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "squared"])
+@pytest.mark.slow
 def test_within_sees_what_happens_to_the_output(name):
     case = build(name)
     plans = {}

@@ -199,6 +199,7 @@ def test_refusing_says_why():
         train(net, [batch(8)])
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_taken_where_it_fits(tmp_path, caplog):
     batches = [batch(seed=seed) for seed in range(3)]
     first = planner.within(model(), "75%", time_limit=1)
@@ -233,6 +234,7 @@ def test_what_is_no_training_step_runs_as_it_is_written():
     assert plans_of(net).steps.planned == 2
 
 
+@pytest.mark.slow
 def test_called_again_it_replaces_and_none_is_no_limit():
     net = planner.within(model(), "80%", time_limit=1)
     train(net, [batch()] * 2)
@@ -260,6 +262,7 @@ def test_under_autocast():
     assert max(measured) <= budget
 
 
+@pytest.mark.slow
 def test_a_copy_plans_for_itself():
     net = planner.within(model(), "80%", time_limit=1)
     train(net, [batch()] * 2)
@@ -301,6 +304,7 @@ class Steered(nn.Module):
         return x * 2 if x.square().sum() > 0 else x
 
 
+@pytest.mark.slow
 def test_code_that_asks_for_values_is_planned_in_pieces():
     batches = [batch(seed=seed) for seed in range(3)]
     losses, peaks = train(Steered(), batches)
@@ -340,6 +344,7 @@ def test_each_branch_is_planned_once():
     assert len(plans_of(net).graphs) == 2
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_rebinds_forward_as_accelerate_does():
     def wrap(module: nn.Module) -> nn.Module:
         cast = torch.autocast("cpu", torch.bfloat16)(module.forward.__func__)
