@@ -51,6 +51,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "fake_kernels": (
         "torch._meta_registrations._create_grouped_mm_output_tensor(a, b, offsets, dtype)",
         "torch._subclasses.fake_impls.op_implementations_dict",
+        "torch.ops.aten._grouped_mm.default",
     ),
     "inductor": (
         *_of("torch._functorch.config", "activation_memory_budget", "patch"),

@@ -105,9 +105,9 @@ def test_a_budget_that_the_first_cut_rules_out_is_refused_by_the_ladder() -> Non
         storages=(Storage(2, 0, kept_to_end=False), Storage(9, 1, kept_to_end=True)),
         segments=(Segment(0, (0,)),))
     with pytest.raises(InfeasibleBudget) as caught:
-        solve(problem, 12)
+        solve(problem, 12, time_limit=2.0)
     assert caught.value.minimum_bytes == 13
-    assert solve(problem, 13).peak_bytes == 13
+    assert solve(problem, 13, time_limit=2.0).peak_bytes == 13
 
 
 def test_every_solver_is_listed() -> None:
