@@ -11,11 +11,9 @@ Blind spot: a block that is called outside of its model runs without the plan.
 
 from __future__ import annotations
 
-import contextlib
-import types
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +24,14 @@ from apply.plan_backend import Fallback
 from apply.planned_code import PlannedCode
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from graph_capture.model_state import remembered_state
-from graph_capture.module_forward import Forward, in_place_of_forward, own_forward
+from graph_capture.module_forward import Forward, call_forward, in_place_of_forwards, own_forward
 
 
 class PlannedBlocks:
     """Code of the blocks of a model under one recipe; see `PlannedCode`, which it stands beside."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self.model, self.recipe = model, recipe
+        self._model = model
         self.has_begun = False
         """Whether the model's forward has begun: what stands before the first block runs as it is
         written."""
@@ -63,22 +61,13 @@ class PlannedBlocks:
                  ) -> Any:
         """`own`: the forward that the instance has, `None`: that of its class."""
         self.has_begun, self._runs = True, 0
-        with self._installed():
-            if own is None:
-                return type(module).forward(module, *args, **kwargs)
-            return own(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _installed(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for name, code in self._code_of.items():
-                block = self.model.get_submodule(name)
-                stack.enter_context(in_place_of_forward(block, self._call_of(block, code)))
-            yield
+        blocks = [(self._model.get_submodule(name), code) for name, code in self._code_of.items()]
+        with in_place_of_forwards((block, self._call_of(block, code)) for block, code in blocks):
+            return call_forward(module, own, *args, **kwargs)
 
     def _call_of(self, block: nn.Module, code: PlannedCode) -> Forward:
         own = own_forward(block)
-        as_written: Forward = own or types.MethodType(type(block).forward, block)
+        as_written = partial(call_forward, block, own)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():

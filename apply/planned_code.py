@@ -26,7 +26,6 @@ class PlannedCode:
     def __init__(self, name: str, model: nn.Module, recipe: Recipe,
                  regions: Sequence[int] | None = None) -> None:
         """`regions`: those of the recipe that may be met here, by default all."""
-        self.model, self.recipe = model, recipe
         self._backend = _backend_of(model, recipe, regions)
         self._compiled = compile_forward(name, self._backend)
         self._donated_buffers = recipe.backend == "inductor"

@@ -64,8 +64,6 @@ class PlannedForward(CountingForward):
         super().__init__(module, inner)
         self.recipes = tuple(recipes)
         """Those known; what `replan` made comes last."""
-        self.recipe: Recipe | None = self.recipes[0] if self.recipes else None
-        """The one that the last planned step ran under."""
         self._replan = replan
         self._codes: dict[int, Code] = {}  # by number of the recipe
         self._served: dict[Call, int] = {}  # the recipe that such calls ran under
@@ -103,6 +101,13 @@ class PlannedForward(CountingForward):
         return result
 
     def _step(self, known: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(known) == 1 and self._replan is None:  # no choice, which a description would help
+            number, = known
+            try:
+                return self._run(number, args, kwargs)
+            except PlanMismatch as error:
+                raise self.explained(
+                    self.recipes[number], error, self.call_of(args, kwargs)) from None
         module, call = self.__self__, self.call_of(args, kwargs)
         served = self._served.get(call)
         if served is not None:
@@ -113,13 +118,16 @@ class PlannedForward(CountingForward):
         refusals: list[tuple[int, PlanMismatch]] = []
         for number in known:
             # What does not fit may show when a part has run; then another is tried from the start.
-            is_trial = number != served and (len(known) > 1 or self._replan is not None)
+            is_trial = number != served
             try:
-                return self._run(number, call, args, kwargs, is_trial=is_trial)
+                result = self._run(number, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:
                 if self._codes[number].has_begun and not is_trial:
                     raise self.explained(self.recipes[number], error, call) from None
                 refusals.append((number, error))
+            else:
+                self._served[call] = number
+                return result
         if self._replan is None:
             if not refusals:
                 raise PlanMismatch("there is no plan for this model. Make one")
@@ -128,9 +136,11 @@ class PlannedForward(CountingForward):
         # What is planned is the forward beneath this one, called as it is called here.
         with in_place_of_forward(module, self.inner):
             self.recipes += (self._replan(module, args, kwargs),)
-        return self._run(len(self.recipes) - 1, call, args, kwargs)
+        result = self._run(len(self.recipes) - 1, args, kwargs)
+        self._served[call] = len(self.recipes) - 1
+        return result
 
-    def _run(self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+    def _run(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], *,
              is_trial: bool = False) -> Any:
         module, recipe = self.__self__, self.recipes[number]
         if number not in self._codes:
@@ -139,7 +149,6 @@ class PlannedForward(CountingForward):
         args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
         run = partial(attempt, code) if is_trial else code
         result = run(module, self.inner, *args, **kwargs)
-        self._served[call], self.recipe = number, recipe
         self.steps.count(code.why_unplanned())
         return result
 

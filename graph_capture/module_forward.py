@@ -18,7 +18,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -26,6 +26,14 @@ from torch import nn
 
 Forward = Callable[..., Any]
 """A function of a module's arguments."""
+
+
+def call_forward(module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module without its hooks; `own`: what its instance has, `None`: the method
+    of its class."""
+    if own is None:
+        return type(module).forward(module, *args, **kwargs)
+    return own(*args, **kwargs)
 
 
 class StandIn:
@@ -48,9 +56,7 @@ class StandIn:
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """What this stands in for."""
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return type(self.__self__).forward(self.__self__, *args, **kwargs)
+        return call_forward(self.__self__, self.inner, *args, **kwargs)
 
     def without_self(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of the forward, where this was made a method of the module once more."""
@@ -142,6 +148,15 @@ def in_place_of_forward(module: nn.Module, forward: Forward | None) -> Iterator[
         yield
     finally:
         set_forward(module, before)
+
+
+@contextlib.contextmanager
+def in_place_of_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
+    """Inside, each of these instances has the forward beside it."""
+    with contextlib.ExitStack() as stack:
+        for module, forward in forwards:
+            stack.enter_context(in_place_of_forward(module, forward))
+        yield
 
 
 def rebound(forward: Forward | None, old: nn.Module, new: nn.Module) -> Forward | None:

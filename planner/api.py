@@ -120,8 +120,8 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
     args, kwargs = split_inputs(model, inputs)
     from apply.circumstances import autocast_words, circumstances_of, tensor_keys
 
-    step, circumstances = capture_call(model, args, kwargs, planning, progress), circumstances_of(
-        model, args, kwargs)
+    step = capture_call(model, args, kwargs, planning, progress)
+    circumstances = circumstances_of(model, args, kwargs)
     if planning.autocast_dtype is not None:
         circumstances = replace(circumstances, autocast=autocast_words(
             {torch.device(step.graph.device).type: planning.autocast_dtype}))

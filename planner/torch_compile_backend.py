@@ -146,7 +146,7 @@ class _PlannedGraph:
         region = _as_module(self._module, args)
         inputs = region.inputs_of(args)
         plans = _plans_of(args, self._options)
-        for known in (*plans, *self._made):
+        for known in {id(each): each for each in (*plans, *self._made)}.values():
             with suppress(PlanMismatch):
                 call = known.apply(region)
                 outputs = call(*inputs)

@@ -7,13 +7,14 @@ a block runs under the modes that were active where the block was called.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from graph_capture.module_forward import in_place_of_forward, own_forward
+from graph_capture.module_forward import in_place_of_forwards, own_forward
 from graph_capture.torch_compat import active_modes, compile_forward, no_active_modes
 
 DynamoBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -36,13 +37,9 @@ class BlockCalls:
                 shared[type(block)] = compile_forward(type(block).__name__, self._compile)
             self._calls.append((block, self._call_of(name, block, shared[type(block)])))
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Inside, these submodules run compiled."""
-        with contextlib.ExitStack() as stack:
-            for block, call in self._calls:
-                stack.enter_context(in_place_of_forward(block, call))
-            yield
+        return in_place_of_forwards(self._calls)
 
     def _call_of(self, name: str, block: nn.Module, compiled: Callable[..., Any]
                  ) -> Callable[..., Any]:

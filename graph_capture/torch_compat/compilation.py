@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from graph_capture.module_forward import own_forward
+from graph_capture.module_forward import call_forward, own_forward
 from graph_capture.torch_compat.requirements import require
 
 require(__name__)
@@ -151,17 +151,9 @@ def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any
     that differ in nothing but their tensors share the compiled code: torch takes parameters for
     inputs of the code.
     """
-    code = _call_forward.__code__.replace(co_name=f"_call_{name}")
+    code = call_forward.__code__.replace(co_name=f"_call_{name}")
     return torch.compile(
-        types.FunctionType(code, _call_forward.__globals__), backend=backend, dynamic=False)
-
-
-def _call_forward(
-    module: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
-) -> Any:
-    if own is None:
-        return type(module).forward(module, *args, **kwargs)
-    return own(*args, **kwargs)
+        types.FunctionType(code, call_forward.__globals__), backend=backend, dynamic=False)
 
 
 _SIZE_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices",

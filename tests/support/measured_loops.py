@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,18 @@ class MeasuredLoop:
         mine, theirs = (torch.cat([p.detach().double().flatten() for p in loop.model.parameters()])
                         for loop in (self, other))
         return float((mine - theirs).norm() / theirs.norm())
+
+
+class MeasuredTraining:
+    """Before a Trainer of transformers: it begins a stage of the measurement with each step."""
+
+    loop: MeasuredLoop
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.loop.begin_step()
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.loop.note_loss(loss)
+        return loss
 
 
 Train = Callable[[MeasuredLoop, int | None], object]

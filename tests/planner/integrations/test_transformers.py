@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.measured_loops import MeasuredLoop, Trial
+from tests.support.measured_loops import MeasuredLoop, MeasuredTraining, Trial
 from tests.support.models import gpt2
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
@@ -39,16 +39,8 @@ def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
             "attention_mask": pad([torch.ones_like(each) for each in ids])}
 
 
-class Measured(transformers.Trainer):
-    """A Trainer that begins a stage of the measurement with each step."""
-
-    loop: MeasuredLoop
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.loop.begin_step()
-        loss = super().training_step(*args, **kwargs)
-        self.loop.note_loss(loss)
-        return loss
+class Measured(MeasuredTraining, transformers.Trainer):
+    """Its steps are stages of the measurement."""
 
 
 class EndOfStep(transformers.TrainerCallback):

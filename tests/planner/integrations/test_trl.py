@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.measured_loops import MeasuredLoop, Trial
+from tests.support.measured_loops import MeasuredLoop, MeasuredTraining, Trial
 from tests.support.models import gpt2
 
 trl = pytest.importorskip("trl")
@@ -23,16 +23,8 @@ from planner.integrations.transformers import MemoryBudgetCallback  # noqa: E402
 VOCAB = 256
 
 
-class Measured(trl.SFTTrainer):
-    """A trainer that begins a stage of the measurement with each step."""
-
-    loop: MeasuredLoop
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.loop.begin_step()
-        loss = super().training_step(*args, **kwargs)
-        self.loop.note_loss(loss)
-        return loss
+class Measured(MeasuredTraining, trl.SFTTrainer):
+    """Its steps are stages of the measurement."""
 
 
 def tokenizer() -> Any:
