@@ -42,6 +42,8 @@ class BufferKind(StrEnum):
     """Gradient of a parameter; stays to the end of the step."""
     TEMPORARY = "temporaries"
     """Made by the backward and gone before its end: gradients of activations, cotangents."""
+    PARAMETER = "parameters"
+    """Whole parameters of which this rank holds a shard, while they are gathered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ dimensions.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_capture.rank import MakeBuffer
 from graph_capture.torch_compat import pytree
+from graph_capture.training_graph import BufferKind
 
 
 @dataclass(eq=False)
@@ -94,49 +97,58 @@ class FullySharded:
         self.units, self.ranks = tuple(units), ranks
         self.sharded_gradients: list[torch.Tensor] = []
         """What stays of the gradients."""
-        self._device = next(p.device for unit in self.units for p in unit.parameters)
         self._library_copies = library_copies
         self._last_gathered: torch.Tensor | None = None
         self._reducing: torch.Tensor | None = None
         self._forwards: list[ShardedUnit] = []
-        self._note: Callable[[torch.Tensor, str], torch.Tensor] = lambda tensor, what: tensor
+        self._make: MakeBuffer | None = None
 
-    def attach(self, note: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-        """Hook into the modules.  `note` is told of each buffer and what it is: `communication`,
-        `parameters` or `gradients`."""
-        self._note = note
-        for unit in self.units:
+    @contextlib.contextmanager
+    def attached(self, make: MakeBuffer) -> Iterator[None]:
+        """Inside, hooks in the modules make buffers by `make`."""
+        self._make = make
+        hooks = [hook for unit in self.units for hook in (
             unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True,
-                                                  with_kwargs=True)
-            unit.module.register_forward_hook(partial(self._post_forward, unit))
+                                                  with_kwargs=True),
+            unit.module.register_forward_hook(partial(self._post_forward, unit)))]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def finish(self) -> None:
-        """The end of the backward."""
+    def finish(self) -> list[torch.Tensor]:
+        """The end of the backward, and of the step; returns what stays of the gradients."""
         for unit in self.units:
             if not unit.done:  # no gradient flowed into its inputs
                 self._post_backward(unit)
         self._reducing = None
         for unit in self.units:
-            unit.gathered = None
+            unit.gathered, unit.done = None, False
+            unit.order.clear()
+        self._forwards.clear()
+        gradients, self.sharded_gradients = self.sharded_gradients, []
+        return gradients
 
-    def _buffer(self, size_bytes: int, what: str) -> torch.Tensor:
-        return self._note(torch.empty(size_bytes, dtype=torch.uint8, device=self._device), what)
+    def _buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
+        assert self._make is not None
+        return self._make(size_bytes, kind)
 
     def _gather(self, unit: ShardedUnit) -> None:
         if unit.gathered is None and unit.unsharded is None and unit.parameters:
-            unit.gathered = self._buffer(unit.whole_bytes(self.ranks), "communication")
+            unit.gathered = self._buffer(unit.whole_bytes(self.ranks), BufferKind.TEMPORARY)
             self._communicate(unit.gathered)
 
     def _communicate(self, buffer: torch.Tensor) -> None:
         if self._library_copies:
-            self._buffer(buffer.numel(), "communication")  # and released at once
+            self._buffer(buffer.numel(), BufferKind.TEMPORARY)  # and released at once
 
     def _copy_out(self, unit: ShardedUnit, *, forward: bool) -> None:
         if unit.gathered is None:
             return
         if forward:
             self._last_gathered = None
-        unit.unsharded = self._buffer(unit.whole_bytes(self.ranks), "parameters")
+        unit.unsharded = self._buffer(unit.whole_bytes(self.ranks), BufferKind.PARAMETER)
         if forward:
             self._last_gathered = unit.gathered
         unit.gathered = None
@@ -191,10 +203,10 @@ class FullySharded:
         with torch.no_grad():
             shard_bytes = sum(padded_shard_bytes(grad, self.ranks) for p in unit.parameters
                               if (grad := p.grad) is not None)
-            self._reducing = self._buffer(self.ranks * shard_bytes, "communication")
+            self._reducing = self._buffer(self.ranks * shard_bytes, BufferKind.TEMPORARY)
             for parameter in with_gradient:
                 parameter.grad = None
-            self.sharded_gradients.append(self._buffer(shard_bytes, "gradients"))
+            self.sharded_gradients.append(self._buffer(shard_bytes, BufferKind.GRADIENT))
             self._communicate(self._reducing)
 
 

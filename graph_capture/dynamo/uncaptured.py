@@ -5,9 +5,9 @@ tensors, save some for their own backward, and keep Python variables alive.  No 
 but the budget must hold it.  So the recorded step runs once more, its regions again as stand-ins,
 while the storages made outside of them are followed.
 
-The model of the world: the regions cut the step into *gaps*; a storage of uncaptured code lives
-from the gap in which it is made to the gap, or the region, in which it is released.  What lives
-only within one gap is that gap's workspace.
+The model of the world: the regions cut the step into *gaps*, and so does each buffer that a wrapper
+of the model makes; a storage of uncaptured code lives from the gap in which it is made to the gap,
+or the region, in which it is released.  What lives only within one gap is that gap's workspace.
 
 Blind spots: those of `memory_tracker`; what a region's own inputs and outputs take on a detour
 through AOTAutograd's wrappers (copies of aliased outputs) counts as part of the region.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from graph_capture.memory.tracker import MemoryTracker, Workspace
+from graph_capture.training_graph import BufferKind
 from graph_capture.twins.fake import FakeTwin
 
 
@@ -38,27 +39,32 @@ class ForeignStorage:
     """Number of the last gap in which it was alive; `None`: held at the end of the step."""
     parameter: str = ""
     """Name of the parameter whose gradient it is; empty if it is none."""
+    kind: BufferKind | None = None
+    """What a wrapper said that it is."""
 
 
 @dataclass(frozen=True)
 class UncapturedCode:
-    """What happens in the gaps of a step with N regions.
-
-    Gap k < N comes before the k-th forward; gap N is the rest of the forward and the loss; gap
-    N + 1 is the beginning of the backward; one more follows each region's backward.
-    """
+    """What happens in the gaps of a step, which are numbered in the order of time."""
 
     storages: tuple[ForeignStorage, ...]
     workspace_bytes: tuple[int, ...]
     """For each gap, the most above what `storages` hold in it."""
+    before_forward: Mapping[int, int]
+    """Number of a call -> the last gap before its forward."""
+    last_of_loss: int
+    """The gap in which the loss is made; the next is the beginning of the backward."""
     before_backward: Mapping[int, int]
-    """Number of a call -> the gap before its backward."""
+    """Number of a call -> the last gap before its backward."""
     inputs: Mapping[tuple[int, int], int]
     """(call, index of a primal) -> index of the storage that it is."""
     cotangents: Mapping[tuple[int, int], int]
     """(call, index of a cotangent) -> index of the storage that it is."""
     outputs_released: Mapping[tuple[int, int], int | None]
     """(call, position of an output) -> the last gap in which it was alive."""
+    gradients_released: Mapping[tuple[int, int], int]
+    """(call, index of a primal) -> the last gap in which its gradient was alive, where that is not
+    the end of the step."""
 
 
 class GapTracker(MemoryTracker):
@@ -73,10 +79,14 @@ class GapTracker(MemoryTracker):
         self._gone: dict[int, int] = {}
         self._peaks: list[int] = []  # by gap
         self._calls = 0
+        self._kinds: dict[int, BufferKind] = {}  # number of a storage -> what it was said to be
+        self._before_forward: dict[int, int] = {}
+        self._last_of_loss = 0
         self._before_backward: dict[int, int] = {}
         self._inputs: dict[tuple[int, int], int] = {}
         self._cotangents: dict[tuple[int, int], int] = {}
         self._outputs: dict[tuple[int, int], int | None] = {}
+        self._gradients: dict[tuple[int, int], int | None] = {}
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
 
     @classmethod
@@ -92,6 +102,7 @@ class GapTracker(MemoryTracker):
     def begin_forward(self, inputs: Sequence[object]) -> int:
         """A region's forward begins; returns the number of the call."""
         call, self._calls = self._calls, self._calls + 1
+        self._before_forward[call] = self._gap
         self._link(self._inputs, call, inputs)
         self._paused = True
         return call
@@ -109,16 +120,24 @@ class GapTracker(MemoryTracker):
 
     def watch_outputs(self, call: int, outputs: Sequence[object]) -> None:
         """Note when the outputs of a call are released."""
-        for position, output in enumerate(outputs):
-            if isinstance(output, torch.Tensor):
-                key = (call, position)
-                self._outputs[key] = None
-                self._watched.append(weakref.ref(
-                    output.untyped_storage(),
-                    functools.partial(self._output_gone, key)))
+        self._watch(self._outputs, call, outputs)
+
+    def watch_gradients(self, call: int, gradients: Sequence[object]) -> None:
+        """Note when what the backward of a call returned is released."""
+        self._watch(self._gradients, call, gradients)
+
+    def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
+        """A buffer of a wrapper, at whose beginning a new gap begins."""
+        self._next_gap()
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._trace_device)
+        number = self.number_of(buffer)
+        assert number is not None
+        self._kinds[number] = kind
+        return buffer
 
     def start_of_backward(self) -> int:
         """The gap of the loss ends here."""
+        self._last_of_loss = self._gap
         self._next_gap()
         return super().start_of_backward()
 
@@ -132,7 +151,8 @@ class GapTracker(MemoryTracker):
                    if self._gone.get(number) != made or number in read_by_regions]
         index_of = {number: index for index, number in enumerate(lasting)}
         storages = tuple(ForeignStorage(self._sizes[number], self._made[number],
-                                        self._gone.get(number), labels.get(number, ""))
+                                        self._gone.get(number), labels.get(number, ""),
+                                        self._kinds.get(number))
                          for number in lasting)
         workspace = []
         for gap, peak in enumerate(self._peaks):
@@ -143,9 +163,11 @@ class GapTracker(MemoryTracker):
         def by_index(links: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
             return {key: index_of[number] for key, number in links.items()}
 
-        return UncapturedCode(storages, tuple(workspace), dict(self._before_backward),
-                              by_index(self._inputs), by_index(self._cotangents),
-                              dict(self._outputs))
+        return UncapturedCode(
+            storages, tuple(workspace), dict(self._before_forward), self._last_of_loss,
+            dict(self._before_backward), by_index(self._inputs), by_index(self._cotangents),
+            dict(self._outputs),
+            {key: gap for key, gap in self._gradients.items() if gap is not None})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -169,6 +191,14 @@ class GapTracker(MemoryTracker):
         super()._change(number, change)
         (self._made if change > 0 else self._gone)[number] = self._gap
 
-    def _output_gone(self, key: tuple[int, int], _: object) -> None:
-        if not self._closed:
-            self._outputs[key] = self._gap
+    def _watch(self, last_gap: dict[tuple[int, int], int | None], call: int,
+               tensors: Sequence[object]) -> None:
+        def gone(key: tuple[int, int], _: object) -> None:
+            if not self._closed:
+                last_gap[key] = self._gap
+
+        for position, tensor in enumerate(tensors):
+            if isinstance(tensor, torch.Tensor):
+                last_gap[call, position] = None
+                self._watched.append(weakref.ref(
+                    tensor.untyped_storage(), functools.partial(gone, (call, position))))

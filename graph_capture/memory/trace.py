@@ -29,6 +29,10 @@ class Category(StrEnum):
     """Gradients of activations, workspace of single ops, temporaries of the optimizer's step."""
 
 
+COMMUNICATION = "buffers of collectives"
+"""Label of the temporaries that a wrapper for many ranks makes."""
+
+
 class Block(NamedTuple):
     """A block of memory that the allocator handed out."""
 

@@ -14,6 +14,7 @@ from graph_capture.memory.trace import Category
 from graph_capture.memory.tracker import Workspace
 from graph_capture.plain_step.loss import LossFn, LossFootprint, trace_loss
 from graph_capture.plain_step.micro_step import trace_micro_step
+from graph_capture.rank import Wrapper
 from graph_capture.training_graph import BufferKind
 from graph_capture.twins.fake import FakeTwin
 
@@ -42,10 +43,11 @@ class EagerStep:
 
 
 def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
-                     with_gradient: Collection[str] = (),
-                     holds_output: bool = True) -> EagerStep:
+                     with_gradient: Collection[str] = (), holds_output: bool = True,
+                     wrapper: Wrapper | None = None) -> EagerStep:
     """Trace forward, loss and backward of the twin; it has no gradients before and after, but for
-    the parameters named in `with_gradient`, whose gradients are resident.
+    the parameters named in `with_gradient`, whose gradients are resident.  `wrapper`: what data
+    parallelism does meanwhile.
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
@@ -55,7 +57,8 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         footprint[:] = [trace_loss(loss, output, running, workspace)]
 
     step = trace_micro_step(twin, loss_fn, workspace=workspace,
-                            with_gradient=with_gradient, holds_output=holds_output, look=look)
+                            with_gradient=with_gradient, holds_output=holds_output, look=look,
+                            wrapper=wrapper)
     trace = step.trace
     at_peak = trace.by_category(trace.alive_at_peak())
     return EagerStep(

@@ -24,10 +24,12 @@ import torch
 from graph_capture.errors import ValueAsked
 from graph_capture.memory.module_location import ModuleLocator
 from graph_capture.memory.sparse import is_sparse
-from graph_capture.memory.trace import Category, MicroStep
+from graph_capture.memory.trace import COMMUNICATION, Category, MicroStep
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.plain_step.loss import LossFn, Objective, objective
+from graph_capture.rank import Wrapper
 from graph_capture.torch_compat import NoStaticShape
+from graph_capture.training_graph import BufferKind
 from graph_capture.twins.asked_values import value_asked
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin
@@ -39,19 +41,20 @@ def trace_micro_step(
     twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
     with_gradient: Collection[str] = (), scaled: bool = False, holds_output: bool = True,
     look: Callable[[FakeTwin, Any, LossFn | None], None] | None = None,
+    wrapper: Wrapper | None = None,
 ) -> MicroStep:
     """Trace forward, loss and backward of the twin, whose tensors are as before afterwards.
 
     `with_gradient`: names of the parameters that have a gradient before.  `scaled`: the loss is
     scaled by a `GradScaler`.  `holds_output`: the caller holds the output to the end of the
     backward, not only until the loss is made.  `look` sees the twin that runs, the output of its
-    model and its loss before the loss is made.
+    model and its loss before the loss is made.  `wrapper`: what data parallelism does meanwhile.
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
     return run_without_data(twin, loss_fn, lambda running, loss, data_less: _trace(
         running, loss, workspace, with_gradient, scaled, holds_output, look,
-        data_less=data_less))
+        wrapper or Wrapper(), data_less=data_less))
 
 
 def run_without_data(twin: FakeTwin, loss_fn: LossFn | None,
@@ -72,7 +75,7 @@ def run_without_data(twin: FakeTwin, loss_fn: LossFn | None,
 
 def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
            with_gradient: Collection[str], scaled: bool, holds_output: bool,
-           look: Callable[[FakeTwin, Any, LossFn | None], None] | None, *,
+           look: Callable[[FakeTwin, Any, LossFn | None], None] | None, wrapper: Wrapper, *,
            data_less: bool) -> MicroStep:
     copies = list(twin.fake_of.values())
     parameters = {id(tensor): name for name, tensor in [*twin.parameters.items()][::-1]}
@@ -83,8 +86,17 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
     locate = ModuleLocator(twin.model)
     tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
                             resident=(*copies, *before), module_of_op=locate)
+    of_wrapper: dict[int, Category] = {}
+
+    def make_buffer(size_bytes: int, kind: BufferKind) -> torch.Tensor:
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=twin.trace_device)
+        number = tracker.number_of(buffer)
+        assert number is not None
+        of_wrapper[number] = Category(kind.value)
+        return buffer
+
     try:
-        with locate:
+        with locate, wrapper.attached(twin.model, make_buffer):
             with twin.forward_context():
                 with twin.mode, tracker:
                     output = twin.call()
@@ -103,6 +115,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
             first_of_backward = tracker.start_of_backward()
             with twin.mode, _no_autocast(twin.trace_device), tracker:
                 goal.backward()
+                left = wrapper.finish()
         seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
         gradients: dict[int, str] = {}  # of inputs, too
         sparse: dict[str, torch.Tensor] = {}
@@ -117,6 +130,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         without_output = tracker.live_numbers()
         del goal
         without_loss = tracker.live_numbers()
+        del left
     finally:
         tracker.close()
         for tensor in copies:
@@ -126,13 +140,17 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
     def category_of(number: int) -> Category:
         if number in gradients:
             return Category.GRADIENTS
+        if number in of_wrapper:
+            return of_wrapper[number]
         return (Category.TEMPORARIES if number >= first_of_backward or number in seeds
                 else Category.ACTIVATIONS)
 
     kept = {number: name for number, name in gradients.items() if name}
+    labels = gradients | {number: COMMUNICATION for number, category in of_wrapper.items()
+                          if category is Category.TEMPORARIES}
     loss_blocks = without_output - without_loss
     return MicroStep(
-        trace=tracker.trace(category_of, gradients).until(end), loss_begins=loss_begins,
+        trace=tracker.trace(category_of, labels).until(end), loss_begins=loss_begins,
         backward_begins=backward_begins, gradients=kept,
         output_blocks=frozenset(alive - without_output), loss_blocks=frozenset(loss_blocks),
         left_blocks=frozenset(without_loss - kept.keys()), data_less=data_less,

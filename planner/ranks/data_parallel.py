@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from graph_capture.data_parallel.rank_step import ParallelStep
     from graph_capture.training_graph import OptimizerMemory
     from graph_capture.twins.fake import FakeTwin
-    from planner.ranks.layout import RankLayout
+    from planner.ranks.layout import FullyShardedLayout, Replicated
 
 KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 _REPLICATED = ("ddp", "zero1")
@@ -56,6 +56,11 @@ class DataParallel:
     reshard_after_forward: bool | None = None
     """`fsdp2`: as for `fully_shard`; `None`: all units but the root reshard."""
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank holds the whole model."""
+        return self.kind in _REPLICATED
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"unknown kind of data parallelism {self.kind!r}; known: "
@@ -65,7 +70,7 @@ class DataParallel:
         if self.ranks < 2:
             raise ValueError(f"ranks must be at least 2, got {self.ranks}; one rank is what "
                              "planner.plan plans")
-        replicated = self.kind in _REPLICATED
+        replicated = self.is_replicated
         if not replicated and (self.gradient_as_bucket_view or self.bucket_cap_mb is not None):
             raise ValueError(f"{self.kind} has no buckets; gradient_as_bucket_view and "
                              "bucket_cap_mb are settings of ddp and zero1")
@@ -164,18 +169,17 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     from graph_capture.op_costs.costs import OpCosts
     from graph_capture.torch_compat import quiet_fake_tensors
     from graph_capture.twins.fake import make_twin
-    from planner.ranks.layout import FullyShardedLayout, Replicated
+    from planner.ranks.layout import layout_of
 
     with quiet_fake_tensors():
         twin = make_twin(model, args, kwargs, device=device,
                          extra=() if loss_fn is None else (loss_fn,))
-        layout = (Replicated(twin, parallel) if parallel.kind in _REPLICATED
-                  else FullyShardedLayout(twin, parallel))
+        layout = layout_of(model, twin, parallel)
         costs = OpCosts(twin.device, probe=probe)
         step = trace_parallel_step(twin, layout.wrapper(),
                                    None if loss_fn is None else twin.extra[0],
                                    workspace=costs.workspace_bytes)
-        footprint = None if optimizer is None else layout.optimizer(model, optimizer)
+        footprint = None if optimizer is None else layout.optimizer(optimizer)
     notes = [] if not costs.assumed else [
         "workspace is a stated margin, not a measurement, for: " + ", ".join(sorted(costs.assumed))]
     if optimizer is None:
@@ -183,7 +187,8 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     return _account(twin, parallel, layout, step, footprint, tuple(notes))
 
 
-def _account(twin: FakeTwin, parallel: DataParallel, layout: RankLayout, step: ParallelStep,
+def _account(twin: FakeTwin, parallel: DataParallel,
+             layout: Replicated | FullyShardedLayout, step: ParallelStep,
              footprint: OptimizerMemory | None, notes: tuple[str, ...]) -> RankMemory:
     resident = {
         "parameters": layout.parameters_bytes,

@@ -1,9 +1,9 @@
 """What stays where on a rank: parameters, buckets, shards, and the optimizer's part.
 
-A layout says how one rank holds the model, whatever the step does: bytes of parameters, of resident
-gradients (in buckets that are views) and of resident buffers (buckets beside the gradients).  Its
-`wrapper` runs along with the traced step, and its `optimizer` tells what that takes on the rank
-that holds most of its state.
+A layout (`graph_capture.rank.RankLayout`) says how one rank holds the model, whatever the step does:
+bytes of parameters, of resident gradients (in buckets that are views) and of resident buffers
+(buckets beside the gradients).  Its `wrapper` runs along with the traced step, and its `optimizer`
+tells what that takes on the rank that holds most of its state.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graph_capture.data_parallel.fully_sharded import make_units, padded_shard_bytes
-from graph_capture.data_parallel.rank_step import IntoBuckets, Sharded, Wrapper
+from graph_capture.data_parallel.wrappers import IntoBuckets, Sharded
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.optimizer.named import instances
 from graph_capture.optimizer.step import trace_optimizer
-from graph_capture.training_graph import OptimizerMemory
+from graph_capture.rank import Wrapper
+from graph_capture.training_graph import OptimizerMemory, ResidentMemory
 from graph_capture.twins.fake import FakeTwin, make_twin
 
 if TYPE_CHECKING:
@@ -34,11 +35,35 @@ _BUCKET_BYTES = 25 * 2 ** 20
 _MIB = 2 ** 20
 
 
-class Replicated:
+class _Layout:
+    """What layouts have in common."""
+
+    parameters_bytes: int
+    gradients_bytes: int = 0
+    """Of buckets whose views the gradients are."""
+    communication_bytes: int = 0
+    """Of buckets beside the gradients."""
+    bucket_bytes: tuple[int, ...] = ()
+    units: tuple[tuple[str, int], ...] = ()
+
+    def __init__(self, model: nn.Module, twin: FakeTwin, parallel: DataParallel) -> None:
+        self._model, self._twin, self._parallel = model, twin, parallel
+
+    @property
+    def resident(self) -> ResidentMemory:
+        """Held between steps; buckets count as buffers."""
+        held = self._twin.resident
+        return ResidentMemory(
+            self.parameters_bytes,
+            held.buffers_bytes + self.gradients_bytes + self.communication_bytes,
+            held.inputs_bytes)
+
+
+class Replicated(_Layout):
     """Each rank holds the whole model, and buckets for its gradients (`ddp`, `zero1`)."""
 
-    def __init__(self, twin: FakeTwin, parallel: DataParallel) -> None:
-        self._twin, self._parallel = twin, parallel
+    def __init__(self, model: nn.Module, twin: FakeTwin, parallel: DataParallel) -> None:
+        super().__init__(model, twin, parallel)
         self.parameters_bytes = twin.resident.parameters_bytes
         self.bucket_bytes = tuple(
             allocated_bytes(size, twin.device) for size in assign_buckets(
@@ -46,25 +71,24 @@ class Replicated:
         whole = sum(self.bucket_bytes)
         self.gradients_bytes = whole if parallel.gradient_as_bucket_view else 0
         self.communication_bytes = whole - self.gradients_bytes
-        self.units: tuple[tuple[str, int], ...] = ()
 
     def wrapper(self) -> Wrapper:
         return IntoBuckets() if self._parallel.gradient_as_bucket_view else Wrapper()
 
-    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerMemory:
+    def optimizer(self, optimizer: object) -> OptimizerMemory:
         if self._parallel.kind == "ddp":
             return trace_optimizer(optimizer, self._twin)
-        parts = partition([p for p in model.parameters() if p.requires_grad],
+        parts = partition([p for p in self._model.parameters() if p.requires_grad],
                           self._parallel.ranks)
         most = max(parts, key=lambda part: sum(p.numel() for p in part))
         return _trace_on({p: p.shape for p in most}, optimizer, self._twin.device)
 
 
-class FullyShardedLayout:
+class FullyShardedLayout(_Layout):
     """Each rank holds a shard of each parameter (`zero2`, `zero3`, `fsdp2`)."""
 
-    def __init__(self, twin: FakeTwin, parallel: DataParallel) -> None:
-        self._twin, self._parallel = twin, parallel
+    def __init__(self, model: nn.Module, twin: FakeTwin, parallel: DataParallel) -> None:
+        super().__init__(model, twin, parallel)
         self._reshard = {"zero2": False, "zero3": True}.get(
             parallel.kind, parallel.reshard_after_forward)
         self._names = unit_names(twin.model, parallel.units)
@@ -72,23 +96,25 @@ class FullyShardedLayout:
         self.parameters_bytes = sum(
             allocated_bytes(padded_shard_bytes(p, parallel.ranks), twin.device)
             for unit in units for p in unit.parameters)
-        self.gradients_bytes = self.communication_bytes = 0
-        self.bucket_bytes: tuple[int, ...] = ()
         self.units = tuple((unit.name, unit.whole_bytes(parallel.ranks))
                            for unit in (*units[1:], units[0]))
 
     def wrapper(self) -> Wrapper:
-        return Sharded(self._names, self._parallel.ranks, reshard_after_forward=self._reshard)
+        return Sharded(self._names, self._parallel.ranks, reshard_after_forward=self._reshard,
+                       library_copies=self._twin.device.type == "cpu")  # gloo
 
-    def optimizer(self, model: nn.Module, optimizer: object) -> OptimizerMemory:
+    def optimizer(self, optimizer: object) -> OptimizerMemory:
         ranks = self._parallel.ranks
         shards: dict[torch.Tensor, torch.Size] = {
             p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
-                  for p in model.parameters() if p.requires_grad}
+                  for p in self._model.parameters() if p.requires_grad}
         return _trace_on(shards, optimizer, self._twin.device)
 
 
-RankLayout = Replicated | FullyShardedLayout
+def layout_of(model: nn.Module, twin: FakeTwin, parallel: DataParallel
+              ) -> Replicated | FullyShardedLayout:
+    """How a rank of a run under `parallel` holds the model that the twin was made from."""
+    return (Replicated if parallel.is_replicated else FullyShardedLayout)(model, twin, parallel)
 
 
 def assign_buckets(parameters: Sequence[torch.Tensor], cap_mb: float | None) -> list[int]:

@@ -1,0 +1,63 @@
+"""What DistributedDataParallel and fully_shard do while a step runs.
+
+Under DDP the buckets are there from the start; what is followed is when a gradient leaves: with
+`gradient_as_bucket_view` it goes into its bucket as soon as it is made.
+
+Blind spots: those of `graph_capture.data_parallel.fully_sharded`; DDP's broadcast of buffers at the
+start of the forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from graph_capture.data_parallel.fully_sharded import FullySharded, make_units
+from graph_capture.rank import MakeBuffer, Wrapper
+
+
+class IntoBuckets(Wrapper):
+    """Each gradient goes into its bucket when it is made (`gradient_as_bucket_view`)."""
+
+    @contextlib.contextmanager
+    def _attached(self, model: nn.Module) -> Iterator[None]:
+        hooks = [parameter.register_post_accumulate_grad_hook(_release_gradient)
+                 for parameter in model.parameters() if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
+        return self._attached(model)
+
+
+class Sharded(Wrapper):
+    """Fully sharded parameters, gradients and optimizer state."""
+
+    def __init__(self, units: Sequence[str], ranks: int, *,
+                 reshard_after_forward: bool | None = None, library_copies: bool = False) -> None:
+        """`library_copies`: see `FullySharded`."""
+        self._units, self._ranks = units, ranks
+        self._reshard_after_forward = reshard_after_forward
+        self._library_copies = library_copies
+        self._runtime: FullySharded | None = None
+
+    def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
+        self._runtime = FullySharded(
+            make_units(model, self._units, self._reshard_after_forward), self._ranks,
+            library_copies=self._library_copies)
+        return self._runtime.attached(make)
+
+    def finish(self) -> list[torch.Tensor]:
+        assert self._runtime is not None
+        return self._runtime.finish()
+
+
+def _release_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None

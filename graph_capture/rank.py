@@ -1,0 +1,48 @@
+"""One rank of a data-parallel run, as far as the memory of its training step goes.
+
+The model of the world: each rank runs the same step on a batch of its own.  How the model is spread
+decides what is resident on a rank (whole parameters or shards, buckets) and what its optimizer
+takes; a wrapper (DDP, fully_shard) makes buffers and takes gradients at fixed moments while the
+step runs, by hooks of the model's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from graph_capture.training_graph import BufferKind, OptimizerMemory, ResidentMemory
+
+MakeBuffer = Callable[[int, BufferKind], torch.Tensor]
+"""Makes a buffer of so many bytes, and is told what it is; those of collectives are temporaries."""
+
+
+class Wrapper:
+    """What data parallelism does while a step runs; this one does nothing."""
+
+    def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
+        """Inside, the model has the wrapper's hooks, which make buffers by `make`."""
+        return nullcontext()
+
+    def finish(self) -> list[torch.Tensor]:
+        """The end of the backward, and of the step; returns what is left of the gradients elsewhere
+        than in `grad`."""
+        return []
+
+
+class RankLayout(Protocol):
+    """How one rank holds a model."""
+
+    @property
+    def resident(self) -> ResidentMemory:
+        """Held between steps, but for gradients and the state of the optimizer."""
+
+    def wrapper(self) -> Wrapper:
+        """What runs along with a step."""
+
+    def optimizer(self, optimizer: object) -> OptimizerMemory:
+        """What an optimizer takes on the rank that holds most of its state."""
