@@ -6,7 +6,7 @@ Everything happens on a fake twin: the model is neither executed nor changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
 from graph_capture.progress import Progress
+from graph_capture.rank import RankLayout
 from graph_capture.specification import check
 from graph_capture.step.assemble import LossMemory, assemble
 from graph_capture.step.kept import Keeper
@@ -50,6 +51,29 @@ class Tracing:
     workspace: Workspace
     holds_output: bool = True
     """Whether the caller holds the output until the backward ends."""
+    layout: RankLayout | None = None
+    """How a rank of a data-parallel run holds the model; `None`: there is one rank."""
+
+    def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerMemory | None:
+        """What an optimizer takes, if there is one: an instance, class or name, or several
+        instances.  `with_gradient`: names of the parameters that have one.
+
+        Raises as `graph_capture.optimizer.step.trace_optimizer`.
+        """
+        if optimizer is None:
+            return None
+        if self.layout is not None:
+            return self.layout.optimizer(optimizer)
+        return trace_optimizer(optimizer, self.twin, with_gradient=with_gradient,
+                               workspace=self.workspace)
+
+    def plain_step(self, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
+                   ) -> EagerStep:
+        """The step as plain PyTorch runs it."""
+        return trace_eager_step(
+            self.twin, loss_fn, workspace=self.workspace, with_gradient=with_gradient,
+            holds_output=self.holds_output,
+            wrapper=None if self.layout is None else self.layout.wrapper())
 
 
 @dataclass(frozen=True)
@@ -91,6 +115,7 @@ def capture_step(
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
     autocast: torch.dtype | None = None, holds_output: bool = True,
     answers: tuple[Any, ...] | None = None, progress: Progress | None = None,
+    make_layout: Callable[[FakeTwin], RankLayout] | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -103,7 +128,8 @@ def capture_step(
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
     captured in pieces.  `holds_output`: the caller holds the model's output until the backward
-    ends, not only until the loss is made.
+    ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
+    data-parallel run, which holds the model so.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -124,24 +150,25 @@ def capture_step(
 
     say("capturing the forward and the backward")
     blocks = find_blocks(model, regions)
+    layout = None if make_layout is None else make_layout(twin)
     # Code between blocks runs as it is written, and must see what it takes for ordinary tensors.
     traced, traced_loss = twin, twin_loss
     if (blocks or answers is not None) and twin.trace_device.type == "cpu":
         traced = data_less_twin(twin, extra=(twin_loss,))
         traced_loss = traced.extra[-1]
-    recording, output = record_training_step(traced, traced_loss, costs.workspace_bytes, blocks,
-                                             compiled=inductor)
+    recording, output = record_training_step(
+        traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
+        wrapper=None if layout is None else layout.wrapper())
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
 
     say("tracing the plain step")
     try:
         unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
-        baseline = trace_eager_step(unforced, twin_loss, workspace=costs.workspace_bytes,
-                                    holds_output=holds_output)
+        tracing = Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output, layout)
+        baseline = tracing.plain_step(twin_loss)
         outputs = trace_loss(traced_loss, output, traced, costs.workspace_bytes).outputs
-        later = None if not accumulated else trace_eager_step(
-            unforced, twin_loss, workspace=costs.workspace_bytes,
-            with_gradient=baseline.with_gradient, holds_output=holds_output)
+        later = (None if not accumulated
+                 else tracing.plain_step(twin_loss, baseline.with_gradient))
     except CaptureError:
         raise
     except Exception as error:
@@ -155,7 +182,8 @@ def capture_step(
 
     def form(uses: Sequence[RegionUse], low_peak: bool = False) -> StepForm:
         graph = assemble(
-            uses, cost_of=fused or costs, pinned_by_user=keeper, resident=twin.resident,
+            uses, cost_of=fused or costs, pinned_by_user=keeper,
+            resident=twin.resident if layout is None else layout.resident,
             loss=(LossMemory(cotangents_held=True)
                   if loss_fn is None or isinstance(loss_fn, OpenLoss)
                   else LossMemory.of(baseline.loss)),
@@ -174,14 +202,12 @@ def capture_step(
         forms.append(form(uses, low_peak=True))
     return CapturedStep(
         forms=tuple(forms), baseline=baseline, later=later,
-        optimizer=None if optimizer is None else trace_optimizer(
-            optimizer, twin, with_gradient=baseline.with_gradient,
-            workspace=costs.workspace_bytes),
+        optimizer=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, twin, holds_output),
         outputs=outputs,
-        tracing=Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output))
+        tracing=tracing)
 
 
 def _without(twin: FakeTwin, names: Set[str]) -> FakeTwin:

@@ -12,13 +12,12 @@ behind several graphs is part of what was recorded between them: both need anoth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from graph_capture.capture import CapturedStep
 from graph_capture.errors import CaptureError
-from graph_capture.optimizer.step import trace_optimizer
-from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
+from graph_capture.plain_step.eager_step import EagerStep
 from graph_capture.plain_step.loss import LossFn, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.step.released_output import with_output_released
@@ -32,15 +31,13 @@ def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:
 
     Raises as `graph_capture.optimizer.step.trace_optimizer`.
     """
-    return replace(step, optimizer=None if optimizer is None else trace_optimizer(
-        optimizer, step.tracing.twin, with_gradient=step.baseline.with_gradient,
-        workspace=step.tracing.workspace))
+    return replace(step, optimizer=step.tracing.optimizer(optimizer, step.baseline.with_gradient))
 
 
 def with_seen_loss(step: CapturedStep, seen: SeenLoss) -> CapturedStep:
     """The step, captured without a loss, with the memory of the one that was seen."""
     loss = ReplayedLoss(seen)
-    baseline = _traced(step, loss, ()) or step.baseline
+    baseline = _traced(step, loss) or step.baseline
     later = step.later and (_traced(step, loss, baseline.with_gradient) or step.later)
     return replace(
         step, forms=tuple(replace(form, graph=_with_loss(form.graph, seen))
@@ -56,7 +53,7 @@ def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedSt
     return replace(
         step, forms=tuple(replace(form, graph=with_output_released(form.graph, lives))
                           for form in step.forms),
-        baseline=_traced(step, step.tracing.loss_fn, ()) or step.baseline,
+        baseline=_traced(step, step.tracing.loss_fn) or step.baseline,
         compiled=step.compiled and replace(step.compiled, holds_output=False))
 
 
@@ -78,13 +75,11 @@ def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
 
 
 @quiet_fake_tensors()
-def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Collection[str]
+def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
             ) -> EagerStep | None:
     """The plain step; `None` where it depends on inputs that are gone since."""
     try:
-        return trace_eager_step(step.tracing.twin, loss_fn, workspace=step.tracing.workspace,
-                                with_gradient=with_gradient,
-                                holds_output=step.tracing.holds_output)
+        return step.tracing.plain_step(loss_fn, with_gradient)
     except CaptureError:
         return None
 

@@ -26,6 +26,7 @@ from graph_capture.joint_graph.naming import name_modules
 from graph_capture.joint_graph.walks import ancestors, descendants
 from graph_capture.memory.tracker import Workspace
 from graph_capture.module_forward import in_place_of_forward
+from graph_capture.rank import Wrapper
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     NoStaticShape,
@@ -40,6 +41,7 @@ from graph_capture.torch_compat import (
     pytree,
     split_joint_graph,
 )
+from graph_capture.training_graph import BufferKind
 from graph_capture.twins.asked_values import value_asked
 from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 from graph_capture.twins.fake import FakeTwin
@@ -109,19 +111,21 @@ MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[.
 
 def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
                 blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend,
-                keep_graphs: bool = False) -> Recording:
+                wrapper: Wrapper | None = None, *, keep_graphs: bool = False) -> Recording:
     """Record one step of the twin, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
     regions allocates is followed; `workspace` tells what its ops take for themselves.  With
     `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written.
-    `make_backend` decides which joint graph the partitioner is given.  With `keep_graphs` it makes
+    `make_backend` decides which joint graph the partitioner is given; `wrapper` has its hooks in
+    the model while the step runs.  With `keep_graphs` it makes
     Inductor, and the graphs can be compiled by Inductor again.
     """
     recording = Recording()
     recorder = _Recorder(twin, recording, make_backend)
     compiled, installed = _compiled(twin, blocks, recorder, keep_graphs)
-    with compile_settings(), twin.mode, installed:
+    hooks = (wrapper or Wrapper()).attached(twin.model, recorder.make_buffer)
+    with compile_settings(), twin.mode, installed, hooks:
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)
@@ -207,8 +211,7 @@ class _Recorder:
     """The Dynamo backend of `record_step`."""
 
     def __init__(self, twin: FakeTwin, recording: Recording, make_backend: MakeBackend) -> None:
-        self.mode = twin.mode
-        self.model = twin.model
+        self.mode, self.model, self.device = twin.mode, twin.model, twin.trace_device
         self.recording = recording
         self.make_backend = make_backend
         self.tracker: GapTracker | None = None
@@ -243,11 +246,14 @@ class _Recorder:
                 if self.tracker is None:
                     region.cotangents.append(tuple(value is not None for value in args[first:]))
                     return make(args)
-                self.tracker.begin_backward(open_calls.pop(), args[first:])
+                number = open_calls.pop()
+                self.tracker.begin_backward(number, args[first:])
                 try:
-                    return make(args)
+                    gradients = make(args)
                 finally:
                     self.tracker.end_region()
+                self.tracker.watch_gradients(number, gradients)
+                return gradients
 
             return boxed(run)
 
@@ -278,6 +284,12 @@ class _Recorder:
             return outputs
 
         return torch.compiler.disable(call)
+
+    def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
+        """A buffer of the wrapper."""
+        if self.tracker is not None:
+            return self.tracker.make_buffer(size_bytes, kind)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def _results_of(self, graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
         """A function that returns new fake tensors like the graph's outputs."""

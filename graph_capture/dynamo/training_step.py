@@ -8,31 +8,34 @@ from typing import Any
 from graph_capture.dynamo.record import Recording, record_step
 from graph_capture.memory.tracker import Workspace
 from graph_capture.plain_step.loss import LossFn, objective
+from graph_capture.rank import Wrapper
 from graph_capture.torch_compat import aot_backend
 from graph_capture.twins.fake import FakeTwin
 
 
 def record_training_step(
     twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
-    compiled: bool,
+    compiled: bool, wrapper: Wrapper | None = None,
 ) -> tuple[Recording, object]:
     """One captured step of the twin, and what its forward returned; `compiled`: as Inductor would
-    partition it, with the graphs kept for it.
+    partition it, with the graphs kept for it.  `wrapper`: what data parallelism does meanwhile.
 
     Some models change when they are called for the first time (transformers installs hooks), which
     breaks the graph once; a step of several pieces, or of none, is therefore captured anew.
     """
-    first = _record_once(twin, loss_fn, workspace, blocks, compiled)
+    wrapper = wrapper or Wrapper()
+    first = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper)
     if blocks or len(first[0].calls) == 1:
         return first
-    again = _record_once(twin, loss_fn, workspace, blocks, compiled)
+    again = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper)
     is_better = again[0].calls and (
         not first[0].calls or len(again[0].calls) < len(first[0].calls))
     return again if is_better else first
 
 
 def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
-                 blocks: Sequence[str], compiled: bool) -> tuple[Recording, object]:
+                 blocks: Sequence[str], compiled: bool, wrapper: Wrapper
+                 ) -> tuple[Recording, object]:
     outputs: list[object] = []
 
     def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
@@ -42,10 +45,10 @@ def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
             goal = objective(output, loss_fn)
         before_backward()
         goal.backward()
-        return goal
+        return goal, wrapper.finish()
 
     return record_step(twin, run, workspace, blocks, _recorder if compiled else aot_backend,
-                       keep_graphs=compiled), outputs[0]
+                       wrapper, keep_graphs=compiled), outputs[0]
 
 
 def _recorder(partition: Callable[..., Any], forward: Callable[..., Any],

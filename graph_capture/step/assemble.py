@@ -89,26 +89,31 @@ class _Assembly:
         self.foreign: dict[int, int] = {}  # storage of uncaptured code -> buffer
         self.handed_over: list[tuple[int, int]] = []
         # gradients that uncaptured code reads, and the region whose own it waits for
+        self.leaving: dict[int, list[tuple[int, int]]] = {}
+        # gap -> (region, storage) of gradients of parameters that go there
+        self.gap = 0  # the next gap between regions
         self.done = len(uses)  # the last region whose backward has run
         self.input_gradients: dict[tuple[int, int], list[int]] = {}
         # (region, storage of an output) -> buffers of its gradients from later regions
 
     def run(self, resident: ResidentMemory) -> TrainingGraph:
-        last = len(self.uses)
+        last, between = len(self.uses), self.uncaptured
         forwards = []
         for number in range(last):
-            self._gap(number, Phase.FORWARD)
+            if between:
+                self._gaps(between.before_forward[number], Phase.FORWARD)
             forwards.append(self._forward(number))
-        self._gap(last, Phase.LOSS)
+        if between:
+            self._gaps(between.last_of_loss, Phase.LOSS)
         self._loss()
         backwards: dict[int, range] = {}
         for number in reversed(range(last)):
-            if self.uncaptured and number in self.uncaptured.before_backward:
-                self._gap(self.uncaptured.before_backward[number], Phase.BACKWARD, number)
+            if between and number in between.before_backward:
+                self._gaps(between.before_backward[number], Phase.BACKWARD, number)
             backwards[number] = self._backward(number)
             self.done = number
-        if self.uncaptured:
-            self._gap(len(self.uncaptured.workspace_bytes) - 1, Phase.BACKWARD)
+        if between:
+            self._gaps(len(between.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
                                outline(use.lowered), use.block, use.lowered.hoisted)
                         for number, use in enumerate(self.uses))
@@ -155,14 +160,17 @@ class _Assembly:
         self._pseudo_op(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made),
                         max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
 
-    def _gap(self, gap: int, phase: Phase, next_backward: int | None = None) -> None:
-        """What uncaptured code makes, and reads for the last time, between two regions.
+    def _gaps(self, last: int, phase: Phase, next_backward: int | None = None) -> None:
+        """The gaps up to `last`; before the backward of region `next_backward` uncaptured code sums
+        that region's cotangents."""
+        while self.gap <= last:
+            self._gap(self.gap, phase, next_backward if self.gap == last else None)
+            self.gap += 1
 
-        Before the backward of region `next_backward` it sums that region's cotangents.
-        """
+    def _gap(self, gap: int, phase: Phase, next_backward: int | None) -> None:
+        """What uncaptured code makes, and reads for the last time, between two regions."""
         code = self.uncaptured
-        if code is None:
-            return
+        assert code is not None
         last_read = [self.foreign[index] for index, storage in enumerate(code.storages)
                      if storage.released == gap and storage.made < gap]
         for number, use in enumerate(self.uses):
@@ -171,13 +179,16 @@ class _Assembly:
         for (number, _), gradients in self.input_gradients.items():
             if number == next_backward:
                 last_read += gradients
+        last_read += [self.index[number, storage] for number, storage
+                      in self.leaving.pop(gap, ())]
         last_read += [buffer for buffer, awaited in self.handed_over if awaited >= self.done]
         self.handed_over = [wait for wait in self.handed_over if wait[1] < self.done]
         made = []
         for index, storage in enumerate(code.storages):
             if storage.made == gap:
-                kind = (BufferKind.ACTIVATION if phase is not Phase.BACKWARD else
-                        BufferKind.GRADIENT if storage.parameter else BufferKind.TEMPORARY)
+                kind = storage.kind or (
+                    BufferKind.ACTIVATION if phase is not Phase.BACKWARD else
+                    BufferKind.GRADIENT if storage.parameter else BufferKind.TEMPORARY)
                 self.foreign[index] = self._buffer(
                     storage.size_bytes, kind, kept_to_end=storage.released is None,
                     label=storage.parameter if kind is BufferKind.GRADIENT else "")
@@ -255,6 +266,11 @@ class _Assembly:
         if self.uncaptured and (number, primal) in self.uncaptured.inputs:
             self.handed_over.append((buffer, self._last_with_gradient(
                 self.uncaptured.inputs[number, primal])))
+            return
+        gone = None if self.uncaptured is None else (
+            self.uncaptured.gradients_released.get((number, primal)))
+        if gone is not None:
+            self.leaving.setdefault(gone, []).append((number, storage))
             return
         name = use.parameter_names.get(primal, "")
         gradient = use.lowered.joint.gradients[primal]

@@ -30,6 +30,7 @@ class StepCourse:
     """Bytes, those of earlier micro-steps included."""
     activations: tuple[int, ...]
     temporaries: tuple[int, ...]
+    """Parameters that are gathered for a while among them."""
     backward_begins: int
     """The first moment of the backward."""
     plain: PlainCourse
@@ -40,5 +41,7 @@ class StepCourse:
            earlier_gradients: int, plain: PlainCourse) -> StepCourse:
         """From what forward and backward make, by kind."""
         return cls(tuple(earlier_gradients + size for size in made[BufferKind.GRADIENT]),
-                   tuple(made[BufferKind.ACTIVATION]), tuple(made[BufferKind.TEMPORARY]),
+                   tuple(made[BufferKind.ACTIVATION]),
+                   tuple(map(sum, zip(made[BufferKind.TEMPORARY], made[BufferKind.PARAMETER],
+                                      strict=True))),
                    backward_begins, plain)
