@@ -41,7 +41,7 @@ from benchmarks.models import WORKLOADS, Workload
 from benchmarks.table import Table
 from graph_capture.plain_step.loss import objective
 from graph_capture.torch_compat.process_memory import cpu_levels
-from planner.ranks.layout import unit_names
+from planner.step.rank_layout import unit_names
 
 RANKS = 2
 TOLERANCE = 0.03

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
+from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
@@ -28,9 +29,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          optimizer: object = None, solver: str = "auto", backend: str = "eager",
          cost_model: str = "roofline", device: torch.device | str | None = None,
          gpu: str | None = None, probe: bool = True, time_limit: float = 60.0,
-         keep: Sequence[str] = (), accumulation: int = 1, regions: str | Sequence[str] = "model",
+         keep: Sequence[str] = (), accumulation: int = 1,
+         regions: str | Sequence[str] | None = None,
          autocast: torch.dtype | str | None = None, output: str = "held",
-         progress: Progress | None = None) -> Plan:
+         parallel: DataParallel | None = None, progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
 
@@ -65,7 +67,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         accumulation: micro-steps to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
-        regions: what is compiled as one piece. `"model"`: all of it; `"blocks"`: each of its
+        regions: what is compiled as one piece. `"model"`: all of it, the default for one device;
+            `"blocks"`, the default with `parallel` where there are any: each of its
             repeated blocks by itself, with one budget over all of them, while the rest runs as it
             is written (counted, not planned), which compiles in a time that grows with the number
             of different decisions instead of with depth, and leaves blocks in place for wrappers;
@@ -76,6 +79,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         output: whether the caller holds the model's output (logits) until the backward ends
             (`"held"`), or lets it go when the loss is made (`"dropped"`), as trainers do and
             `loss = model(**batch).loss` does.
+        parallel: how the run is spread over ranks; the budget is then that of one rank.  Buckets
+            count as buffers, whole parameters as parameters while they are gathered, buffers of
+            collectives as temporaries.  The plan is applied before the model is wrapped.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -89,7 +95,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
         cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
         probe=probe, accumulation=accumulation, regions=regions,
-        autocast=autocast, output=output)
+        autocast=autocast, output=output, parallel=parallel)
     started = time.monotonic()
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)
@@ -128,7 +134,7 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
                    circumstances=circumstances,
                    backend=planning.backend, cost_model=planning.cost_model,
-                   accumulation=planning.accumulation)
+                   accumulation=planning.accumulation, parallel=planning.parallel)
 
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -138,13 +144,18 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given."""
     from graph_capture.capture import capture_step
+    from planner.step.rank_layout import layout_of, regions_of_rank
 
+    parallel, regions = planning.parallel, planning.regions or "model"
+    if parallel is not None:
+        regions = regions_of_rank(model, parallel, planning.regions)
     return capture_step(
         model, args, kwargs, loss_fn=planning.loss_fn or unknown_loss, device=planning.device,
         gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
         cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
-        accumulated=planning.accumulation > 1, regions=planning.regions, answers=answers,
+        accumulated=planning.accumulation > 1, regions=regions, answers=answers,
         autocast=planning.autocast_dtype, holds_output=planning.output == "held",
+        make_layout=None if parallel is None else lambda twin: layout_of(model, twin, parallel),
         progress=progress)
 
 

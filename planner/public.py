@@ -1,6 +1,7 @@
 """The public names of `planner`, which hands them on."""
 
 from planner.api import plan as plan
+from planner.arguments.parallel import DataParallel as DataParallel
 from planner.attached.within import plan_of as plan_of
 from planner.attached.within import within as within
 from planner.errors import CaptureError as CaptureError
@@ -11,7 +12,6 @@ from planner.errors import PlannerError as PlannerError
 from planner.errors import UnsupportedTorch as UnsupportedTorch
 from planner.plans.file import load as load
 from planner.plans.plan import Plan as Plan
-from planner.ranks.data_parallel import DataParallel as DataParallel
 from planner.ranks.data_parallel import RankMemory as RankMemory
 from planner.ranks.data_parallel import data_parallel as data_parallel
 from planner.running.applying import StepCounts as StepCounts

@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
+from planner.arguments.parallel import DataParallel, check_parallel
+
 if TYPE_CHECKING:
     import torch
 
@@ -49,9 +51,10 @@ class PlanArguments(TypedDict, total=False):
     keep: Sequence[str]
     probe: bool
     accumulation: int
-    regions: str | Sequence[str]
+    regions: str | Sequence[str] | None
     autocast: torch.dtype | str | None
     output: str
+    parallel: DataParallel | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,14 @@ class Planning:
         "Measure the workspace of single ops.", kind=bool))
     accumulation: int = field(default=1, metadata=flag(
         "Micro-steps to each step of the optimizer.", kind=int, min=1))
-    regions: str | Sequence[str] = field(default="model", metadata=flag(
+    regions: str | Sequence[str] | None = field(default=None, metadata=flag(
         "Compiled as one piece: model, blocks, or names of modules."))
     autocast: torch.dtype | str | None = field(default=None, metadata=flag(
         "Forward and loss run within torch.autocast: bf16 or fp16."))
     output: str = field(default="held", metadata=flag(
         "The model's output is let go when the loss is made.", name="--output-dropped",
         value="dropped"))
+    parallel: DataParallel | None = None
 
     def __post_init__(self) -> None:
         from solvers.solve import ALGORITHMS
@@ -121,6 +125,11 @@ class Planning:
         if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
             raise TypeError(f"keep must be a sequence of names, got {self.keep!r}; "
                             'for one name write keep=("layers.3.attn",)')
+        if self.parallel is not None:
+            check_parallel(self.parallel)
+            if self.backend != "eager":
+                raise ValueError(f"backend={self.backend!r} plans for one device; with parallel= "
+                                 'use backend="eager"')
         if self.autocast is not None and _autocast_name(self.autocast) not in _AUTOCAST:
             raise ValueError("autocast must be 'bf16' or 'fp16' (or the dtype), got "
                              f"{self.autocast!r}")

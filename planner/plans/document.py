@@ -17,6 +17,7 @@ import msgspec
 
 from apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
 from graph_capture.training_graph import CodeMemory, OptimizerMemory, Outline
+from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
 from planner.step.course import StepCourse
@@ -25,7 +26,7 @@ from solvers.result import Status
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Layout that this version writes."""
 
 
@@ -83,6 +84,7 @@ class Document:
     device: str
     backend: str
     cost_model: str
+    parallel: DataParallel | None
     training: bool
     inputs: Any
     circumstances: Circumstances | None

@@ -20,7 +20,7 @@ from apply.recipe import OpKey, Recipe, RegionRecipe
 from planner.errors import PlanFileError
 from planner.plans.decisions import Decision
 from planner.plans.document import SCHEMA_VERSION, DecisionRow, Document, OpRow, pick
-from planner.plans.older import from_version_5
+from planner.plans.older import OLDER_VERSIONS, from_older
 from planner.plans.plan import Plan
 from planner.plans.reader import check_complete, read
 from planner.plans.writing import dumps as dumps
@@ -60,9 +60,9 @@ def loads(text: str, *, name: str = "the text") -> Plan:
 def from_dict(document: object, *, name: str = "the document") -> Plan:
     """The inverse of `to_dict`; raises `PlanFileError` where the document is no plan."""
     version = read(document, _Version, name).schema_version
-    if version == 5:
+    if version in OLDER_VERSIONS:
         assert isinstance(document, dict)
-        document = from_version_5(document)
+        document = from_older(document)
     elif version != SCHEMA_VERSION:
         raise PlanFileError(f"{name} has schema_version {version}, expected {SCHEMA_VERSION}: "
                             "plan again with this version of checkpoint-planner, or read the file "

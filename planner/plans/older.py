@@ -1,6 +1,7 @@
 """Plan files of older versions, brought to the present layout.
 
-Version 5 had other names for some fields, and recomputations without a kind of action.
+Version 6 knew one rank only.  Version 5 had other names for some fields, and recomputations without
+a kind of action.
 """
 
 from __future__ import annotations
@@ -13,20 +14,30 @@ _NAMES = {"early": "hoisted", "takeovers": "inplace_reuses", "recomputations": "
           "lean_backward": "low_peak", "ops": "actions"}
 _NOT_RENAMED = (*FREE_FIELDS, "created_with", "decisions")
 
+OLDER_VERSIONS = (5, 6)
+"""Versions that are read."""
 
-def from_version_5(document: Any) -> Any:
-    """A document of version 5, or a part of it, in the layout of version 6; what is not as it
-    should be stays, for the reader to name."""
+
+def from_older(document: dict[str, Any]) -> dict[str, Any]:
+    """A document of an older version in the present layout; what is not as it should be stays, for
+    the reader to name."""
+    if document["schema_version"] == 5:
+        document = _from_version_5(document)
+    return {**document, "schema_version": 7, "parallel": None}
+
+
+def _from_version_5(document: Any) -> Any:
+    """A document of version 5, or a part of it, in the layout of version 6."""
     if isinstance(document, list):
-        return [from_version_5(part) for part in document]
+        return [_from_version_5(part) for part in document]
     if not isinstance(document, dict):
         return document
-    found = {_NAMES.get(key, key): value if key in _NOT_RENAMED else from_version_5(value)
+    found = {_NAMES.get(key, key): value if key in _NOT_RENAMED else _from_version_5(value)
              for key, value in document.items()}
     if isinstance(document.get("ops"), list):
         found["actions"] = [{"kind": "run", "op": op} for op in document["ops"]]
     if "cotangents" in document:
         found["released"] = []
     if "schema_version" in document:
-        found |= {"schema_version": 6, "circumstances": None, "course": None}
+        found |= {"circumstances": None, "course": None}
     return found

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from apply.recipe import Recipe
 from graph_capture.training_graph import OptimizerMemory
+from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
 from planner.step.course import StepCourse
@@ -42,6 +43,8 @@ class Plan(Predicted):
     """The device planned for."""
     backend: str
     cost_model: str
+    parallel: DataParallel | None
+    """How the run is spread over ranks, of which this is the plan of one; `None`: there is one."""
     decisions: tuple[Decision, ...]
     """What happens to each op of the forward, in the order of execution."""
     recipe: Recipe

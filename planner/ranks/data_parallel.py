@@ -1,11 +1,5 @@
 """What one rank of a data-parallel run holds, without running one.
 
-`ddp` is `torch.nn.parallel.DistributedDataParallel`; `zero1` the same with
-`torch.distributed.optim.ZeroRedundancyOptimizer`; `fsdp2` is `torch.distributed.fsdp.fully_shard`.
-In the terms of Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
-models" (SC 2020), `fully_shard` is stage 3, here `zero3`, and stage 2 where it keeps the parameters
-from forward to backward, here `zero2`.
-
 The model of the world: every rank runs the plain step on a batch of its own; the report is of the
 rank that holds the most.
 
@@ -15,13 +9,13 @@ for itself outside of torch's allocator (NCCL: some hundred megabytes on each GP
 
 from __future__ import annotations
 
-import numbers
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from planner.arguments.inputs import split_inputs
+from planner.arguments.parallel import DataParallel, check_parallel
 from planner.step.categories import MemoryByCategory
 
 if TYPE_CHECKING:
@@ -31,61 +25,7 @@ if TYPE_CHECKING:
     from graph_capture.data_parallel.rank_step import ParallelStep
     from graph_capture.training_graph import OptimizerMemory
     from graph_capture.twins.fake import FakeTwin
-    from planner.ranks.layout import FullyShardedLayout, Replicated
-
-KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-_REPLICATED = ("ddp", "zero1")
-
-
-@dataclass(frozen=True, slots=True)
-class DataParallel:
-    """How a training run is spread over ranks.
-
-    Raises `ValueError` or `TypeError` for settings that do not belong together.
-    """
-
-    kind: Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
-    ranks: int
-    gradient_as_bucket_view: bool = False
-    """`ddp`, `zero1`: gradients are views of the buckets instead of copies beside them."""
-    bucket_cap_mb: float | None = None
-    """`ddp`, `zero1`: size of a bucket in MiB as DDP takes it; `None`: 1 for the first, then 25."""
-    units: tuple[str, ...] | None = None
-    """The others: names of the modules that are wrapped one by one before the whole model is; a
-    wildcard stands for one part of a name.  `None`: the elements of the outermost `ModuleList`s."""
-    reshard_after_forward: bool | None = None
-    """`fsdp2`: as for `fully_shard`; `None`: all units but the root reshard."""
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether each rank holds the whole model."""
-        return self.kind in _REPLICATED
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"unknown kind of data parallelism {self.kind!r}; known: "
-                             f"{', '.join(KINDS)}")
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, numbers.Integral):
-            raise TypeError(f"ranks must be a whole number, got {self.ranks!r}")
-        if self.ranks < 2:
-            raise ValueError(f"ranks must be at least 2, got {self.ranks}; one rank is what "
-                             "planner.plan plans")
-        replicated = self.is_replicated
-        if not replicated and (self.gradient_as_bucket_view or self.bucket_cap_mb is not None):
-            raise ValueError(f"{self.kind} has no buckets; gradient_as_bucket_view and "
-                             "bucket_cap_mb are settings of ddp and zero1")
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be above 0, got {self.bucket_cap_mb}")
-        if replicated and self.units is not None:
-            raise ValueError(f"{self.kind} wraps the whole model; units are a setting of zero2, "
-                             "zero3 and fsdp2")
-        if isinstance(self.units, str):
-            raise TypeError(f"units must be a tuple of names, got {self.units!r}; for one write "
-                            f"units=({self.units!r},)")
-        if self.kind != "fsdp2" and self.reshard_after_forward is not None:
-            raise ValueError("reshard_after_forward is a setting of fsdp2; zero3 reshards, zero2 "
-                             "does not")
-
+    from planner.step.rank_layout import FullyShardedLayout, Replicated
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankCategories(MemoryByCategory):
@@ -153,9 +93,7 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     """
     from torch import nn
 
-    if not isinstance(parallel, DataParallel):
-        raise TypeError("parallel must be a planner.DataParallel, such as "
-                        f"DataParallel('ddp', ranks=8), got {type(parallel).__name__}")
+    check_parallel(parallel)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     args, kwargs = split_inputs(model, inputs)
@@ -169,7 +107,7 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     from graph_capture.op_costs.costs import OpCosts
     from graph_capture.torch_compat import quiet_fake_tensors
     from graph_capture.twins.fake import make_twin
-    from planner.ranks.layout import layout_of
+    from planner.step.rank_layout import layout_of
 
     with quiet_fake_tensors():
         twin = make_twin(model, args, kwargs, device=device,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from graph_capture.training_graph import StepForm, TrainingGraph
+from planner.arguments.parallel import DataParallel
 from planner.step.budget import StepBudget
 from planner.step.course import PlainCourse
 from planner.step.form import Form
@@ -38,6 +39,8 @@ class PreparedStep:
     overrides: tuple[tuple[str, object], ...]
     backend: str
     cost_model: str
+    parallel: DataParallel | None = None
+    """`None`: there is one rank."""
 
     @property
     def base(self) -> Form:
@@ -73,7 +76,8 @@ class PreparedStep:
 
 def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: object,
             circumstances: Circumstances | None = None, backend: str = "eager",
-            cost_model: str = "roofline", accumulation: int = 1) -> PreparedStep:
+            cost_model: str = "roofline", accumulation: int = 1,
+            parallel: DataParallel | None = None) -> PreparedStep:
     """Lower a captured step.
 
     `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
@@ -94,7 +98,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         tensors=tuple(tensors), inputs=_as_json(inputs),
         circumstances=circumstances, training=step.training,
         overrides=tuple((name, _as_json(value)) for name, value in step.overrides),
-        backend=backend, cost_model=cost_model)
+        backend=backend, cost_model=cost_model, parallel=parallel)
 
 
 def _form(step: CapturedStep, form: StepForm, accumulation: int) -> Form:

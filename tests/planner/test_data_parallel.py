@@ -9,7 +9,7 @@ from torch import nn
 import planner
 from planner.api import capture
 from planner.ranks.data_parallel import CATEGORIES
-from planner.ranks.layout import assign_buckets, partition, unit_names
+from planner.step.rank_layout import assign_buckets, partition, unit_names
 
 pytestmark = pytest.mark.compat
 

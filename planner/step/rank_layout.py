@@ -1,6 +1,6 @@
 """What stays where on a rank: parameters, buckets, shards, and the optimizer's part.
 
-A layout (`graph_capture.rank.RankLayout`) says how one rank holds the model, whatever the step does:
+A layout (see `graph_capture.rank`) says how one rank holds the model, whatever the step does:
 bytes of parameters, of resident gradients (in buckets that are views) and of resident buffers
 (buckets beside the gradients).  Its `wrapper` runs along with the traced step, and its `optimizer`
 tells what that takes on the rank that holds most of its state.
@@ -20,6 +20,12 @@ from torch.optim import Optimizer
 
 from graph_capture.data_parallel.fully_sharded import make_units, padded_shard_bytes
 from graph_capture.data_parallel.wrappers import IntoBuckets, Sharded
+from graph_capture.dynamo.blocks import (
+    REPEATED_BLOCKS,
+    WHOLE_MODEL,
+    find_blocks,
+    has_repeated_blocks,
+)
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.optimizer.named import instances
 from graph_capture.optimizer.step import trace_optimizer
@@ -28,7 +34,7 @@ from graph_capture.training_graph import OptimizerMemory, ResidentMemory
 from graph_capture.twins.fake import FakeTwin, make_twin
 
 if TYPE_CHECKING:
-    from planner.ranks.data_parallel import DataParallel
+    from planner.arguments.parallel import DataParallel
 
 _FIRST_BUCKET_BYTES = 2 ** 20
 _BUCKET_BYTES = 25 * 2 ** 20
@@ -174,6 +180,33 @@ def unit_names(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, .
                              f"{', '.join(list(having)[:5])}, ...")
         chosen += [name for name in found if name not in chosen]
     return tuple(chosen)
+
+
+def regions_of_rank(model: nn.Module, parallel: DataParallel,
+                    regions: str | Sequence[str] | None) -> str | Sequence[str]:
+    """What is compiled as one piece on a rank; `regions`: as for `planner.plan`.
+
+    By default the repeated blocks, if there are any: one graph would hand over all gradients at its
+    end, with nothing left to do while they are sent, and units are gathered and released between
+    pieces.  Raises `ValueError` for a unit inside of a piece.
+    """
+    chosen = regions or (REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL)
+    if parallel.is_replicated:
+        return chosen
+    pieces = find_blocks(model, chosen) or ("",)
+    for unit in unit_names(model, parallel.units):
+        inside = next((piece for piece in pieces if unit.startswith(f"{piece}." if piece else "")
+                       and unit != piece), None)
+        if inside == "":
+            raise ValueError(
+                f"under {parallel.kind} the unit {unit} is gathered and released by itself, so the "
+                'model cannot be compiled as one piece: leave out regions, or write '
+                'regions="blocks" or names of modules such as the units')
+        if inside is not None:
+            raise ValueError(
+                f"the unit {unit} lies inside of {inside}, which is compiled as one piece: write "
+                f"units=({inside!r},) or a wildcard for it and its like, or regions=({unit!r},)")
+    return chosen
 
 
 class _StandIn(nn.Module):

@@ -1,0 +1,74 @@
+"""How a training run is spread over ranks, as `planner.plan` and its like take it.
+
+`ddp` is `torch.nn.parallel.DistributedDataParallel`; `zero1` the same with
+`torch.distributed.optim.ZeroRedundancyOptimizer`; `fsdp2` is `torch.distributed.fsdp.fully_shard`.
+In the terms of Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
+models" (SC 2020), `fully_shard` is stage 3, here `zero3`, and stage 2 where it keeps the parameters
+from forward to backward, here `zero2`.
+"""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import Literal
+
+KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+_REPLICATED = ("ddp", "zero1")
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """How a training run is spread over ranks.
+
+    Raises `ValueError` or `TypeError` for settings that do not belong together.
+    """
+
+    kind: Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+    ranks: int
+    gradient_as_bucket_view: bool = False
+    """`ddp`, `zero1`: gradients are views of the buckets instead of copies beside them."""
+    bucket_cap_mb: float | None = None
+    """`ddp`, `zero1`: size of a bucket in MiB as DDP takes it; `None`: 1 for the first, then 25."""
+    units: tuple[str, ...] | None = None
+    """The others: names of the modules that are wrapped one by one before the whole model is; a
+    wildcard stands for one part of a name.  `None`: the elements of the outermost `ModuleList`s."""
+    reshard_after_forward: bool | None = None
+    """`fsdp2`: as for `fully_shard`; `None`: all units but the root reshard."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank holds the whole model."""
+        return self.kind in _REPLICATED
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown kind of data parallelism {self.kind!r}; known: "
+                             f"{', '.join(KINDS)}")
+        if isinstance(self.ranks, bool) or not isinstance(self.ranks, numbers.Integral):
+            raise TypeError(f"ranks must be a whole number, got {self.ranks!r}")
+        if self.ranks < 2:
+            raise ValueError(f"ranks must be at least 2, got {self.ranks}; one rank is what "
+                             "planner.plan plans")
+        replicated = self.is_replicated
+        if not replicated and (self.gradient_as_bucket_view or self.bucket_cap_mb is not None):
+            raise ValueError(f"{self.kind} has no buckets; gradient_as_bucket_view and "
+                             "bucket_cap_mb are settings of ddp and zero1")
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be above 0, got {self.bucket_cap_mb}")
+        if replicated and self.units is not None:
+            raise ValueError(f"{self.kind} wraps the whole model; units are a setting of zero2, "
+                             "zero3 and fsdp2")
+        if isinstance(self.units, str):
+            raise TypeError(f"units must be a tuple of names, got {self.units!r}; for one write "
+                            f"units=({self.units!r},)")
+        if self.kind != "fsdp2" and self.reshard_after_forward is not None:
+            raise ValueError("reshard_after_forward is a setting of fsdp2; zero3 reshards, zero2 "
+                             "does not")
+
+
+def check_parallel(parallel: object) -> None:
+    """Raise `TypeError` for what is no `DataParallel`."""
+    if not isinstance(parallel, DataParallel):
+        raise TypeError("parallel must be a planner.DataParallel, such as "
+                        f"DataParallel('ddp', ranks=8), got {type(parallel).__name__}")
