@@ -109,7 +109,12 @@ class _Settled:
 
 def _settle(work: dist.Work) -> None:
     work.wait()
-    time.sleep(SETTLING_SECONDS)
+    if _measuring:
+        time.sleep(SETTLING_SECONDS)
+
+
+_measuring = False
+"""Whether the step is the one that is measured."""
 
 
 class _SettledAllGather(_Settled):
@@ -131,9 +136,13 @@ def make_optimizer(model: nn.Module, name: str, parallel: planner.DataParallel) 
     return OPTIMIZERS[name](model.parameters(), lr=1e-3)
 
 
-def measure_here(workload: Workload, parallel: planner.DataParallel, optimizer: str) -> Measured:
-    """Three steps on this rank of the process group; the third is measured."""
-    made: list[Callable[..., Any]] = []
+def measure_step(workload: Workload, parallel: planner.DataParallel, optimizer: str,
+                 wrapped: list[Callable[..., Any]] | None = None) -> Measured:
+    """Three steps on this rank of the process group; the third is measured, and its gradients stay.
+
+    The wrapped model is put into the list `wrapped`.
+    """
+    made: list[Callable[..., Any]] = [] if wrapped is None else wrapped
     buckets = 0
     if parallel.kind in ("ddp", "zero1"):
         buckets = cpu_levels(lambda: made.append(wrap(workload.model, parallel)))[-1]
@@ -155,7 +164,10 @@ def measure_here(workload: Workload, parallel: planner.DataParallel, optimizer: 
         *pytree.tree_leaves(workload.inputs), *held_by_loss(workload)]) + storage_bytes(
         pytree.tree_leaves(_state_of(stepper)))
     gc.collect()
+    global _measuring
+    _measuring = True
     peak = max(cpu_levels(step))
+    _measuring = False
     return Measured(resident + peak, resident)
 
 
@@ -169,7 +181,7 @@ def _rank(rank: int, port: int, name: str, case: str, optimizer: str, folder: st
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     try:
-        found = measure_here(SMALL_STEPS[name](), CASES[case], optimizer)
+        found = measure_step(SMALL_STEPS[name](), CASES[case], optimizer)
         Path(folder, str(rank)).write_text(f"{found.peak_bytes} {found.resident_bytes}")
     finally:
         dist.destroy_process_group()

@@ -34,7 +34,7 @@ from graph_capture.step.assemble import LossMemory, assemble
 from graph_capture.step.kept import Keeper
 from graph_capture.step.regions import RegionUse, count_runs, region_uses
 from graph_capture.step.released_output import with_output_released
-from graph_capture.torch_compat import quiet_fake_tensors, sharded_module
+from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin, make_twin
@@ -135,7 +135,6 @@ def capture_step(
     names nothing in the model.
     """
     say = progress or (lambda message: None)
-    _refuse_shards(model)
     args, kwargs = with_distinct_tensors(tuple(args), kwargs or {})
     forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
@@ -158,7 +157,7 @@ def capture_step(
         traced_loss = traced.extra[-1]
     recording, output = record_training_step(
         traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
-        wrapper=None if layout is None else layout.wrapper())
+        wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
 
     say("tracing the plain step")
@@ -214,15 +213,6 @@ def _without(twin: FakeTwin, names: Set[str]) -> FakeTwin:
     """The twin as the user calls it: without the arguments that capture forced."""
     return replace(twin, kwargs={name: value for name, value in twin.kwargs.items()
                                  if name not in names}) if names else twin
-
-
-def _refuse_shards(model: nn.Module) -> None:
-    sharded = sharded_module(model)
-    if sharded is not None:
-        raise CaptureError(
-            f"{sharded} is sharded by fully_shard, and a model can be planned before that only: "
-            'plan = planner.plan(model, batch, regions="blocks"), model = plan.apply(model), then '
-            "fully_shard each block and the model")
 
 
 def _forced_arguments(

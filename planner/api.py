@@ -125,7 +125,10 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
     from apply.circumstances import autocast_words, circumstances_of, tensor_keys
+    from planner.step.wrapped import unwrapped, with_wrappers
 
+    planning = with_wrappers(model, planning)
+    model = unwrapped(model)
     step = capture_call(model, args, kwargs, planning, progress)
     circumstances = circumstances_of(model, args, kwargs)
     if planning.autocast_dtype is not None:
@@ -144,13 +147,16 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given."""
     from graph_capture.capture import capture_step
+    from graph_capture.twins.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank
+    from planner.step.wrapped import beneath_wrappers
 
     parallel, regions = planning.parallel, planning.regions or "model"
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
     return capture_step(
-        model, args, kwargs, loss_fn=planning.loss_fn or unknown_loss, device=planning.device,
+        beneath_wrappers(model, parallel), args, kwargs, loss_fn=planning.loss_fn or unknown_loss,
+        device=device_planned_for(model, planning.device),
         gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
         cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
         accumulated=planning.accumulation > 1, regions=regions, answers=answers,

@@ -12,9 +12,11 @@ for each rank; that buffer stays until the next unit reduces.
 These buffers are made as tensors without memory while the model is traced, at the moments at which
 fully_shard makes real ones, so whatever follows storages sees them.
 
+With mixed precision the parameters are cast as they are gathered, and so are the floating inputs of
+each unit; gradients are reduced in a dtype of their own and cast to that of the shards.
+
 Blind spots: what a thread of the communication library still holds for a while when a collective
-is done; explicit prefetching, CPU offloading and mixed precision of fully_shard; sharding over two
-dimensions.
+is done; explicit prefetching of fully_shard; sharding over two dimensions.
 """
 
 from __future__ import annotations
@@ -32,6 +34,18 @@ from torch import nn
 from graph_capture.rank import MakeBuffer
 from graph_capture.torch_compat import pytree
 from graph_capture.training_graph import BufferKind
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes other than those of the parameters that a step computes with."""
+
+    shards: torch.dtype | None = None
+    """Of the shards and their gradients."""
+    reduced: torch.dtype | None = None
+    """Of the gradients that are reduced."""
+    inputs: torch.dtype | None = None
+    """To which floating inputs of a unit are cast."""
 
 
 @dataclass(eq=False)
@@ -58,12 +72,14 @@ class ShardedUnit:
         return ranks * sum(padded_shard_bytes(p, ranks) for p in self.parameters)
 
 
-def padded_shard_bytes(parameter: torch.Tensor, ranks: int) -> int:
-    """Bytes of one rank's shard, padded."""
+def padded_shard_bytes(parameter: torch.Tensor, ranks: int, dtype: torch.dtype | None = None
+                       ) -> int:
+    """Bytes of one rank's shard, padded; `dtype`: of floats, where it is another than theirs."""
     if parameter.dim() == 0:
         raise ValueError("fully_shard cannot shard a parameter without dimensions")
     rows = math.ceil(parameter.shape[0] / ranks)
-    return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+    kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return rows * math.prod(parameter.shape[1:]) * kind.itemsize
 
 
 def make_units(model: nn.Module, names: Sequence[str],
@@ -91,9 +107,10 @@ class FullySharded:
     """Makes and releases the buffers of one rank while the model of `units` runs."""
 
     def __init__(self, units: Sequence[ShardedUnit], ranks: int, *,
-                 library_copies: bool = False) -> None:
+                 library_copies: bool = False, precision: Precision | None = None) -> None:
         """`library_copies`: the communication library works on a copy of each buffer that it
         gathers or reduces, as gloo does and NCCL does not."""
+        self.precision = precision or Precision()
         self.units, self.ranks = tuple(units), ranks
         self.sharded_gradients: list[torch.Tensor] = []
         """What stays of the gradients."""
@@ -136,7 +153,12 @@ class FullySharded:
 
     def _gather(self, unit: ShardedUnit) -> None:
         if unit.gathered is None and unit.unsharded is None and unit.parameters:
+            cast = None
+            if self.precision.shards is not None:
+                cast = self._buffer(unit.whole_bytes(self.ranks) // self.ranks,
+                                    BufferKind.TEMPORARY)
             unit.gathered = self._buffer(unit.whole_bytes(self.ranks), BufferKind.TEMPORARY)
+            del cast
             self._communicate(unit.gathered)
 
     def _communicate(self, buffer: torch.Tensor) -> None:
@@ -159,6 +181,10 @@ class FullySharded:
             self._gather(unit)
             self._copy_out(unit, forward=True)
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        dtype = self.precision.inputs
+        if dtype is not None:
+            leaves = [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                      else leaf for leaf in leaves]
         places = [place for place, leaf in enumerate(leaves)
                   if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if places and torch.is_grad_enabled():
@@ -201,13 +227,20 @@ class FullySharded:
         if not with_gradient:
             return
         with torch.no_grad():
-            shard_bytes = sum(padded_shard_bytes(grad, self.ranks) for p in unit.parameters
-                              if (grad := p.grad) is not None)
-            self._reducing = self._buffer(self.ranks * shard_bytes, BufferKind.TEMPORARY)
+            reduced, shards = self.precision.reduced, self.precision.shards
+            reduced_bytes, shard_bytes = (
+                sum(padded_shard_bytes(p, self.ranks, dtype) for p in with_gradient)
+                for dtype in (reduced, shards))
+            self._reducing = self._buffer(self.ranks * reduced_bytes, BufferKind.TEMPORARY)
             for parameter in with_gradient:
                 parameter.grad = None
+            output = None
+            if shards is not None and reduced is not shards:
+                output = self._buffer(reduced_bytes, BufferKind.TEMPORARY)
+                self._communicate(self._reducing)
             self.sharded_gradients.append(self._buffer(shard_bytes, BufferKind.GRADIENT))
-            self._communicate(self._reducing)
+            if output is None:
+                self._communicate(self._reducing)
 
 
 class _Passage(torch.autograd.Function):

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from graph_capture.data_parallel.fully_sharded import FullySharded, make_units
+from graph_capture.data_parallel.fully_sharded import FullySharded, Precision, make_units
 from graph_capture.rank import MakeBuffer, Wrapper
 
 
@@ -41,17 +41,18 @@ class Sharded(Wrapper):
     """Fully sharded parameters, gradients and optimizer state."""
 
     def __init__(self, units: Sequence[str], ranks: int, *,
-                 reshard_after_forward: bool | None = None, library_copies: bool = False) -> None:
-        """`library_copies`: see `FullySharded`."""
+                 reshard_after_forward: bool | None = None, library_copies: bool = False,
+                 precision: Precision | None = None) -> None:
+        """`library_copies`, `precision`: see `FullySharded`."""
         self._units, self._ranks = units, ranks
         self._reshard_after_forward = reshard_after_forward
-        self._library_copies = library_copies
+        self._library_copies, self._precision = library_copies, precision
         self._runtime: FullySharded | None = None
 
     def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
         self._runtime = FullySharded(
             make_units(model, self._units, self._reshard_after_forward), self._ranks,
-            library_copies=self._library_copies)
+            library_copies=self._library_copies, precision=self._precision)
         return self._runtime.attached(make)
 
     def finish(self) -> list[torch.Tensor]:

@@ -15,34 +15,37 @@ from graph_capture.twins.fake import FakeTwin
 
 def record_training_step(
     twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
-    compiled: bool, wrapper: Wrapper | None = None,
+    compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
 ) -> tuple[Recording, object]:
     """One captured step of the twin, and what its forward returned; `compiled`: as Inductor would
     partition it, with the graphs kept for it.  `wrapper`: what data parallelism does meanwhile.
+    `holds_output`: the caller holds the output until the backward ends.
 
     Some models change when they are called for the first time (transformers installs hooks), which
     breaks the graph once; a step of several pieces, or of none, is therefore captured anew.
     """
     wrapper = wrapper or Wrapper()
-    first = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper)
+    first = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
     if blocks or len(first[0].calls) == 1:
         return first
-    again = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper)
+    again = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
     is_better = again[0].calls and (
         not first[0].calls or len(again[0].calls) < len(first[0].calls))
     return again if is_better else first
 
 
 def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
-                 blocks: Sequence[str], compiled: bool, wrapper: Wrapper
+                 blocks: Sequence[str], compiled: bool, wrapper: Wrapper, holds_output: bool
                  ) -> tuple[Recording, object]:
     outputs: list[object] = []
 
     def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
         with twin.forward_context():
             output = twin.call(model)
-            outputs.append(output)
+            if holds_output or not outputs:  # That of the run in which graphs are captured is kept.
+                outputs.append(output)
             goal = objective(output, loss_fn)
+        del output
         before_backward()
         goal.backward()
         return goal, wrapper.finish()

@@ -109,6 +109,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "process_memory": (
         "torch._C._profiler._EventType.Allocation",
     ),
+    "sharding": (
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state(self)",
+    ),
 }
 """By module: names, with the call that is made of them where torch says what it takes: arguments
 by position, then those by keyword (`name=`)."""

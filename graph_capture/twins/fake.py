@@ -104,7 +104,7 @@ def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str,
     has uninitialized parameters, or holds an object that cannot be copied.
     """
     _refuse_what_has_no_twin(model)
-    planned = _device_planned_for(model, device)
+    planned = device_planned_for(model, device)
     copier = TwinCopier(planned if _can_trace(planned) else torch.device("cpu"))
     return twin_by(copier, model, args, kwargs or {}, tuple(extra), planned)
 
@@ -278,7 +278,8 @@ def _refuse_what_has_no_twin(model: nn.Module) -> None:
                                "made from")
 
 
-def _device_planned_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def device_planned_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The device that a plan is for; `device`: what the user says, if anything."""
     if device is not None:
         planned = torch.device(device)
         if planned.type == "meta":

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 _REPLICATED = ("ddp", "zero1")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Names of dtypes as settings have them, and as torch has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,29 @@ class DataParallel:
     wildcard stands for one part of a name.  `None`: the elements of the outermost `ModuleList`s."""
     reshard_after_forward: bool | None = None
     """`fsdp2`: as for `fully_shard`; `None`: all units but the root reshard."""
+    param_dtype: str | None = None
+    """`fsdp2`: `"bf16"` or `"fp16"`, as `MixedPrecisionPolicy(param_dtype=…)` has it: of parameters
+    that are gathered, of what is computed with them, and of gradients that are reduced."""
+    reduce_dtype: str | None = None
+    """`fsdp2`: of gradients that are reduced, where it is another: `"fp32"`, `"bf16"`, `"fp16"`."""
+    offloads: bool = False
+    """`fsdp2`: shards, their gradients and the optimizer's state lie in the host's memory
+    (`CPUOffloadPolicy`), which does not count."""
 
     @property
     def is_replicated(self) -> bool:
         """Whether each rank holds the whole model."""
         return self.kind in _REPLICATED
+
+    @staticmethod
+    def dtype_of(name: str | None) -> torch.dtype | None:
+        """The dtype that a setting names."""
+        if name is None:
+            return None
+        import torch
+
+        dtype: torch.dtype = getattr(torch, DTYPES[name])
+        return dtype
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -47,10 +70,10 @@ class DataParallel:
                              f"{', '.join(KINDS)}")
         if isinstance(self.ranks, bool) or not isinstance(self.ranks, numbers.Integral):
             raise TypeError(f"ranks must be a whole number, got {self.ranks!r}")
-        if self.ranks < 2:
+        replicated = self.is_replicated
+        if self.ranks < (2 if replicated else 1):
             raise ValueError(f"ranks must be at least 2, got {self.ranks}; one rank is what "
                              "planner.plan plans")
-        replicated = self.is_replicated
         if not replicated and (self.gradient_as_bucket_view or self.bucket_cap_mb is not None):
             raise ValueError(f"{self.kind} has no buckets; gradient_as_bucket_view and "
                              "bucket_cap_mb are settings of ddp and zero1")
@@ -65,6 +88,12 @@ class DataParallel:
         if self.kind != "fsdp2" and self.reshard_after_forward is not None:
             raise ValueError("reshard_after_forward is a setting of fsdp2; zero3 reshards, zero2 "
                              "does not")
+        if self.kind != "fsdp2" and (self.param_dtype or self.reduce_dtype or self.offloads):
+            raise ValueError("param_dtype, reduce_dtype and offloads are settings of fsdp2")
+        for name in ("param_dtype", "reduce_dtype"):
+            if getattr(self, name) not in (None, *DTYPES):
+                raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, got "
+                                 f"{getattr(self, name)!r}")
 
 
 def check_parallel(parallel: object) -> None:

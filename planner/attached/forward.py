@@ -20,7 +20,7 @@ import gc
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -41,7 +41,7 @@ from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss, watch_output
 from graph_capture.torch_compat import active_modes, pytree
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
-from planner.attached.known import GraphPlanner, Known, regions_under_wrappers
+from planner.attached.known import GraphPlanner, Known
 from planner.attached.optimizers import observe
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
@@ -61,8 +61,6 @@ class Settings:
     on_new: OnNew = "replan"
     given: Plan | None = None
     """A saved plan."""
-    regions: str | Sequence[str] | None = None
-    """What is compiled as one piece; `None`: what suits the wrappers of the model."""
     batches_ahead: int = 0
     """How many batches the caller holds beside the one in use."""
 
@@ -230,9 +228,7 @@ class PlanningForward(CountingForward):
         """Capture and plan a step that no plan serves."""
         settings, module = self.settings, self.__self__
         with self._planning():
-            regions = settings.regions or regions_under_wrappers(module)
-            planner = GraphPlanner(module, args, kwargs,
-                                   replace(settings.planning, regions=regions), settings.limit,
+            planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
                                    settings.batches_ahead)
             known = self._known(planner, None, has_gradients, self._expected_output(planner))
             if known is not None:
@@ -256,10 +252,10 @@ class PlanningForward(CountingForward):
         if known is None or known == graph.known:
             return
         with self._planning():
-            if known.loss is not None and graph.planner.needs_capture_for(known.loss):
+            if graph.planner.needs_capture_for(known):
                 if call != graph.call:
                     return
-                graph.planner.capture_again(self.__self__, args, kwargs, known.loss)
+                graph.planner.capture_again(self.__self__, args, kwargs, known)
             graph.adopt(self.__self__, graph.planner.plan(known))
         graph.known = known
         self._say(graph, self._words(known))

@@ -52,6 +52,7 @@ from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
+from planner.step.wrapped import with_wrappers
 
 log = logging.getLogger("planner")
 
@@ -84,6 +85,11 @@ class Known:
     """Where there is no such loss: how long each tensor of the output is there; `None`: it is taken
     to be held."""
 
+    @property
+    def lets_output_go(self) -> bool:
+        """Whether nothing of the output but the loss is there when the backward begins."""
+        return self.lives is not None and Until.LOSS in self.lives
+
 
 class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
@@ -98,6 +104,7 @@ class GraphPlanner:
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
         self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
+        self._captured_without_output = False
         self.loss_is_outside = self._step.baseline.loss.is_missing
         """Whether the caller makes the loss, by means that are not known."""
 
@@ -105,6 +112,10 @@ class GraphPlanner:
                  planning: Planning) -> None:
         self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
                                 if isinstance(tensor, torch.Tensor))
+        planning = with_wrappers(model, planning)
+        if planning.parallel is None:
+            planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))
+        self._parallel = planning.parallel
         unknown = OpenLoss(self._input_bytes)
         with watched(None) as report:
             try:
@@ -120,8 +131,10 @@ class GraphPlanner:
                 self.is_steered = True
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
-        self._step = with_held(
-            self._step, _bucket_bytes(model) + self._batches_ahead * self._input_bytes)
+        held_bytes = self._batches_ahead * self._input_bytes
+        if self._parallel is None:
+            held_bytes += _bucket_bytes(model)
+        self._step = with_held(self._step, held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         self._circumstances = circumstances_of(model, args, kwargs)
 
@@ -130,11 +143,16 @@ class GraphPlanner:
         """How many tensors the model returns."""
         return len(self._step.outputs)
 
-    def needs_capture_for(self, seen: SeenLoss) -> bool:
-        """Whether the account of a step with this loss takes another capture: it leaves out outputs
-        that the graph was captured for, unless zeros in place of their gradients are small; or it
-        belongs to code between graphs, of which what it takes is not told apart."""
-        if self._captured_with is None and len(self._step.graph.regions) > 1:
+    def needs_capture_for(self, known: Known) -> bool:
+        """Whether the account of a step takes another capture: its loss leaves out outputs that the
+        graph was captured for, unless zeros in place of their gradients are small; or loss or
+        output belong to code between graphs, of which what they take is not told apart."""
+        seen, is_of_pieces = known.loss, len(self._step.graph.regions) > 1
+        if is_of_pieces and known.lets_output_go and not self._captured_without_output:
+            return True
+        if seen is None:
+            return False
+        if self._captured_with is None and is_of_pieces:
             return True
         return any(
             planned.flows and not gradient.flows and planned.size_bytes > self._input_bytes
@@ -142,11 +160,16 @@ class GraphPlanner:
                                          strict=True))
 
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                      seen: SeenLoss) -> None:
-        """Take the graph of a step with this loss."""
-        self._capture(model, args, dict(kwargs),
-                      replace(self._planning, loss_fn=ReplayedLoss(seen)))
-        self._captured_with, self._with_loss = seen, None
+                      known: Known) -> None:
+        """Take the graph of a step of which this is known."""
+        planning = self._planning
+        if known.loss is not None:
+            planning = replace(planning, loss_fn=ReplayedLoss(known.loss))
+        if known.lets_output_go:
+            planning = replace(planning, output="dropped")
+        self._capture(model, args, dict(kwargs), planning)
+        self._captured_with, self._with_loss = known.loss, None
+        self._captured_without_output = known.lets_output_go
 
     @property
     def assumed_loss(self) -> SeenLoss:
@@ -227,7 +250,8 @@ class GraphPlanner:
         return prepare(step, tensors=self._tensors, inputs=self._inputs,
                        circumstances=self._circumstances,
                        backend=planning.backend, cost_model=planning.cost_model,
-                       accumulation=max(2, planning.accumulation) if accumulates else 1)
+                       accumulation=max(2, planning.accumulation) if accumulates else 1,
+                       parallel=self._parallel)
 
 
 def regions_under_wrappers(model: nn.Module) -> str:

@@ -25,7 +25,7 @@ from planner.plans.plan import Plan
 M = TypeVar("M", bound=nn.Module)
 
 
-@takes_planning(without=("autocast", "output"), regions=None)
+@takes_planning(without=("autocast", "output"))
 def within(model: M, budget: int | str | None = None, *, budget_gb: float | None = None,
            on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
            **arguments: Unpack[PlanArguments]) -> M:
@@ -46,8 +46,9 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
         model: an `nn.Module`, or a wrapper of torch's or accelerate's around one.
         budget, budget_gb: as for `planner.plan`; a percentage is of the peak of the plain step.
         regions: as for `planner.plan`; `None`: the whole model, or, where it is wrapped by
-            DistributedDataParallel, its repeated blocks, so that communication overlaps with the
-            backward.
+            DistributedDataParallel or fully_shard, its repeated blocks, so that communication
+            overlaps with the backward.
+        parallel: as for `planner.plan`; `None`: what the wrappers of the model tell.
         on_new: what a step that no plan serves does: `"replan"`: it is planned; `"refuse"`: it
             raises `PlanMismatch`.
         plan: a saved plan, or its path, which is taken instead of planning where it fits.
@@ -66,7 +67,6 @@ def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew
                 plan: Plan | str | PathLike[str] | None, arguments: PlanArguments) -> Settings:
     """What `within` is asked for, checked."""
     limit = parse_budget(budget_gb, budget)
-    regions = arguments.pop("regions", None)
     planning = Planning.of(within, arguments)
     if on_new not in ("replan", "refuse"):
         raise ValueError(f'on_new must be "replan" or "refuse", got {on_new!r}')
@@ -78,7 +78,7 @@ def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew
             given.peak_bytes > limit.size_bytes):
         raise ValueError(f"the plan that was given peaks at {given.peak_bytes:,} bytes, more than "
                          f"the budget of {limit.size_bytes:,} bytes; plan anew, or leave it out")
-    return Settings(planning, limit, on_new, given, regions)
+    return Settings(planning, limit, on_new, given)
 
 
 def attach(model: nn.Module, settings: Settings) -> None:

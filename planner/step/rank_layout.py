@@ -12,13 +12,14 @@ import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graph_capture.data_parallel.fully_sharded import make_units, padded_shard_bytes
+from graph_capture.data_parallel.fully_sharded import Precision, make_units, padded_shard_bytes
 from graph_capture.data_parallel.wrappers import IntoBuckets, Sharded
 from graph_capture.dynamo.blocks import (
     REPEATED_BLOCKS,
@@ -99,22 +100,40 @@ class FullyShardedLayout(_Layout):
             parallel.kind, parallel.reshard_after_forward)
         self._names = unit_names(twin.model, parallel.units)
         units = make_units(twin.model, self._names, self._reshard)
-        self.parameters_bytes = sum(
-            allocated_bytes(padded_shard_bytes(p, parallel.ranks), twin.device)
-            for unit in units for p in unit.parameters)
+        self._precision = _precision(model, parallel)
+        # In the host's memory, which on a CPU is the device's own, too.
+        self._is_elsewhere = parallel.offloads and twin.device.type != "cpu"
+        self.parameters_bytes = 0 if self._is_elsewhere else sum(
+            allocated_bytes(padded_shard_bytes(p, parallel.ranks, self._precision.shards),
+                            twin.device) for unit in units for p in unit.parameters)
         self.units = tuple((unit.name, unit.whole_bytes(parallel.ranks))
                            for unit in (*units[1:], units[0]))
 
     def wrapper(self) -> Wrapper:
         return Sharded(self._names, self._parallel.ranks, reshard_after_forward=self._reshard,
-                       library_copies=self._twin.device.type == "cpu")  # gloo
+                       library_copies=self._twin.device.type == "cpu",  # gloo
+                       precision=self._precision)
 
     def optimizer(self, optimizer: object) -> OptimizerMemory:
-        ranks = self._parallel.ranks
+        ranks, given = self._parallel.ranks, instances(optimizer)
+        # While a model runs, some of its parameters are gathered: no optimizer knows those.
+        parameters = self._model.parameters() if given is None else (
+            p for each in given for group in each.param_groups for p in group["params"])
         shards: dict[torch.Tensor, torch.Size] = {
             p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
-                  for p in self._model.parameters() if p.requires_grad}
-        return _trace_on(shards, optimizer, self._twin.device)
+                  for p in parameters if p.requires_grad}
+        found = _trace_on(shards, optimizer, self._twin.device, self._precision.shards)
+        return replace(found, state_bytes=0, step_peak_bytes=0) if self._is_elsewhere else found
+
+
+def _precision(model: nn.Module, parallel: DataParallel) -> Precision:
+    if parallel.param_dtype is None and parallel.reduce_dtype is None:
+        return Precision()
+    floats = [p for p in model.parameters() if p.is_floating_point()]
+    shards = next((p for p in floats if hasattr(p, "device_mesh")), floats[0]).dtype
+    computed = parallel.dtype_of(parallel.param_dtype) or shards
+    return Precision(shards, parallel.dtype_of(parallel.reduce_dtype) or computed,
+                     parallel.dtype_of(parallel.param_dtype))
 
 
 def layout_of(model: nn.Module, twin: FakeTwin, parallel: DataParallel
@@ -212,17 +231,20 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
 class _StandIn(nn.Module):
     """Parameters of given shapes, and nothing else."""
 
-    def __init__(self, shapes: Mapping[torch.Tensor, torch.Size]) -> None:
+    def __init__(self, shapes: Mapping[torch.Tensor, torch.Size], dtype: torch.dtype | None
+                 ) -> None:
         super().__init__()
-        self.of = {id(p): nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
+        self.of = {id(p): nn.Parameter(torch.empty(
+            shape, dtype=dtype if dtype and p.is_floating_point() else p.dtype, device="meta"))
                    for p, shape in shapes.items()}
         self.parts = nn.ParameterList(self.of.values())
 
 
 def _trace_on(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object,
-              device: torch.device) -> OptimizerMemory:
-    """The footprint of the optimizer on parts of its parameters."""
-    stand_in = _StandIn(shapes)
+              device: torch.device, dtype: torch.dtype | None = None) -> OptimizerMemory:
+    """The footprint of the optimizer on parts of its parameters; `dtype`: of floats among them,
+    where it is another than theirs."""
+    stand_in = _StandIn(shapes, dtype)
     if (given := instances(optimizer)) is not None:
         optimizer = [_moved(each, stand_in.of) for each in given]
     stand_in.of = {}

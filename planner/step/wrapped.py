@@ -1,0 +1,84 @@
+"""Models that are wrapped for many ranks: what they are beneath, and how the run is spread.
+
+The model of the world: `DistributedDataParallel` holds the user's module, and is seen from inside
+while its forward runs; `fully_shard` changes modules in place, which then are seen as they were
+before (`graph_capture.twins.before_sharding`).
+
+Blind spots: of modules that are sharded in different ways the first speaks for all; a
+ZeroRedundancyOptimizer is counted as what it is, an optimizer of a part of the parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from graph_capture.torch_compat import sharded_module, wrapping_data_parallel
+from planner.arguments.parallel import DTYPES, DataParallel
+from planner.arguments.planning import Planning
+
+_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
+
+
+def parallel_of(model: nn.Module) -> DataParallel | None:
+    """How the run that a model takes part in is spread over ranks, as far as its wrappers tell;
+    `None`: there is one rank."""
+    if sharded_module(model) is not None:
+        return _of_shards(model)
+    running = model if isinstance(model, DistributedDataParallel) else wrapping_data_parallel()
+    if not isinstance(running, DistributedDataParallel):
+        return None
+    ranks = running.process_group.size()
+    return DataParallel("ddp", max(2, ranks), running.gradient_as_bucket_view)
+
+
+def with_wrappers(model: nn.Module, planning: Planning) -> Planning:
+    """The arguments for a model as it is wrapped, where the user does not say how the run is
+    spread.
+
+    Raises `ValueError` where the user says it otherwise.
+    """
+    found, given = parallel_of(model), planning.parallel
+    if found is None or planning.backend != "eager":
+        return planning
+    if given is None:
+        return replace(planning, parallel=found)
+    if given.ranks != found.ranks and not given.is_replicated:
+        raise ValueError(f"parallel says {given.ranks} ranks, and the model is sharded over "
+                         f"{found.ranks}; leave parallel out, and the model tells")
+    return planning
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module, which DistributedDataParallel holds."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def beneath_wrappers(model: nn.Module, parallel: DataParallel | None) -> nn.Module:
+    """The model as a step computes with it: whole, in the dtype in which it is gathered."""
+    is_sharded = sharded_module(model) is not None
+    dtype = None if parallel is None else parallel.dtype_of(parallel.param_dtype)
+    if not is_sharded and dtype is None:
+        return model
+    from graph_capture.twins.before_sharding import before_sharding
+
+    return before_sharding(model, {"": dtype})
+
+
+def _of_shards(model: nn.Module) -> DataParallel:
+    from graph_capture.torch_compat.sharding import sharded_modules
+
+    found = list(sharded_modules(model))
+    inner = [each for each in found if each.name]
+    first = (inner or found)[0]
+    return DataParallel(
+        "fsdp2", first.ranks, units=tuple(each.name for each in inner),
+        reshard_after_forward=None if first.reshards else False,
+        param_dtype=None if first.param_dtype is None else _NAMES[first.param_dtype],
+        reduce_dtype=None if first.reduce_dtype is None else _NAMES[first.reduce_dtype],
+        offloads=first.is_offloaded)
