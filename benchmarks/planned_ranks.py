@@ -1,13 +1,14 @@
-"""Plans of one rank against real ranks with gloo on this machine: peak, gradients, collectives, time.
+"""Plans of one rank against real ranks with gloo on this machine.
 
     python -m benchmarks.planned_ranks --model gpt2,bert --budget "80%,60%,40%,least"
 
-Each row is one run of several processes.  Each process trains the model in its wrapper as it is, and
-then with the plan applied before it is wrapped, from the same seeds; the third step is measured, and
-the largest peak of any rank counts.  `off` is the distance of the gradients (their shards) of that
-step from those without a plan; `collectives` are those of one step, by the profiler, and `as plain`
-says whether there are as many of each kind, of as many elements in all.  `time` is that of the planned step, in
-parts of the plain one, by the median of the steps after the third.
+Each row is one run of several processes.  Each process trains the model in its wrapper as it is,
+and then with the plan applied before it is wrapped, from the same seeds; the third step is
+measured, and the largest peak of any rank counts.  `gradients` is the distance of the gradients
+(their shards) of that step from those without a plan; `collectives` are those of one step, by the
+profiler, and `as plain` says whether there are as many of each kind, of as many elements in all.
+`time` is that of the planned step, in parts of the plain one, by the median of the steps after the
+third; `planned` is what the plan estimates.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def train_here(make: Callable[[], Workload], parallel: planner.DataParallel,
         began = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
-    return {"peak": measured.peak_bytes, "gradients": gradients, "collectives": (collectives, elements),
-            "seconds": statistics.median(seconds)}
+    return {"peak": measured.peak_bytes, "gradients": gradients,
+            "collectives": (collectives, elements), "seconds": statistics.median(seconds)}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
+from planner.search.agreement import agreed
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
 
@@ -81,7 +82,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `loss = model(**batch).loss` does.
         parallel: how the run is spread over ranks; the budget is then that of one rank.  Buckets
             count as buffers, whole parameters as parameters while they are gathered, buffers of
-            collectives as temporaries.  The plan is applied before the model is wrapped.
+            collectives as temporaries.  The plan is applied before the model is wrapped.  In a
+            process group one rank makes the plan, and all that ask for the same take it.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -101,7 +103,11 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         prepared = prepare_step(model, inputs, planning, report)
         left = 0.9 * time_limit - (time.monotonic() - started)
         effort = Effort(solver=solver, time_limit=max(left, time_limit / 2), progress=report)
-        return plan_within(prepared, resolve(limit, prepared), effort)
+        limit_bytes = resolve(limit, prepared)
+        if prepared.parallel is None:
+            return plan_within(prepared, limit_bytes, effort)
+        return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
+                      effort)
 
 
 @takes_planning()

@@ -106,6 +106,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch.utils._python_dispatch", "TorchDispatchMode()", "_disable_current_modes()",
              "_get_current_dispatch_mode_stack()", "is_traceable_wrapper_subclass(tensor)"),
     ),
+    "process_group": (
+        "torch.distributed.distributed_c10d._get_default_store()",
+    ),
     "process_memory": (
         "torch._C._profiler._EventType.Allocation",
     ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,8 +23,8 @@ class ShardedModule:
 
     name: str
     """Qualified; empty for the model itself."""
-    ranks: int
-    """Over which its parameters are sharded."""
+    group: dist.ProcessGroup
+    """The ranks over which its parameters are sharded."""
     reshards: bool
     """Whether it lets its whole parameters go after its forward."""
     param_dtype: torch.dtype | None
@@ -46,7 +47,7 @@ def sharded_modules(model: nn.Module) -> Iterator[ShardedModule]:
             continue
         policy = group.mp_policy
         yield ShardedModule(
-            name, group.mesh_info.shard_mesh_size, group.post_forward_mesh_info is not None,
+            name, group.mesh_info.shard_process_group, group.post_forward_mesh_info is not None,
             policy.param_dtype, policy.reduce_dtype,
             type(group.offload_policy).__name__ == "CPUOffloadPolicy")
 

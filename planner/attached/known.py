@@ -50,9 +50,10 @@ from planner.arguments.planning import Planning
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import watched
+from planner.search.agreement import agreed, check_same_model
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
-from planner.step.wrapped import with_wrappers
+from planner.step.wrapped import group_of, with_wrappers
 
 log = logging.getLogger("planner")
 
@@ -136,6 +137,7 @@ class GraphPlanner:
             held_bytes += _bucket_bytes(model)
         self._step = with_held(self._step, held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
+        check_same_model(self._tensors, group_of(model))
         self._circumstances = circumstances_of(model, args, kwargs)
 
     @property
@@ -200,6 +202,11 @@ class GraphPlanner:
         limit_bytes = resolve(self._limit, as_known)
         effort = Effort(solver=self._planning.solver,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
+        return agreed(lambda: self._provisional(known, as_known, limit_bytes, effort), as_known,
+                      limit_bytes, effort, "the first step")
+
+    def _provisional(self, known: Known, as_known: PreparedStep, limit_bytes: int | None,
+                     effort: Effort) -> Plan:
         for optimizer, accumulates, loss in self._guesses(known):
             prepared = self._prepared(optimizer, accumulates, loss)
             if limit_bytes is None or prepared.may_fit(limit_bytes):
@@ -221,8 +228,10 @@ class GraphPlanner:
             yield known.optimizers, known.accumulates, loss
 
     def _within(self, prepared: PreparedStep, seconds: float) -> Plan:
-        return plan_within(prepared, resolve(self._limit, prepared),
-                           Effort(solver=self._planning.solver, time_limit=seconds))
+        limit_bytes = resolve(self._limit, prepared)
+        effort = Effort(solver=self._planning.solver, time_limit=seconds)
+        return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
+                      effort)
 
     def _prepared(self, optimizers: tuple[ref[Optimizer], ...] | str | None, accumulates: bool,
                   loss: SeenLoss | None, lives: tuple[Until, ...] | None = None

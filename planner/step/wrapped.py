@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +34,17 @@ def parallel_of(model: nn.Module) -> DataParallel | None:
         return None
     ranks = running.process_group.size()
     return DataParallel("ddp", max(2, ranks), running.gradient_as_bucket_view)
+
+
+def group_of(model: nn.Module) -> list[int]:
+    """The ranks, in the whole run, that train this model together, as far as its wrappers tell."""
+    if sharded_module(model) is not None:
+        from graph_capture.torch_compat.sharding import sharded_modules
+
+        return dist.get_process_group_ranks(next(sharded_modules(model)).group)
+    running = model if isinstance(model, DistributedDataParallel) else wrapping_data_parallel()
+    return ([] if not isinstance(running, DistributedDataParallel)
+            else dist.get_process_group_ranks(running.process_group))
 
 
 def with_wrappers(model: nn.Module, planning: Planning) -> Planning:
@@ -77,7 +89,7 @@ def _of_shards(model: nn.Module) -> DataParallel:
     inner = [each for each in found if each.name]
     first = (inner or found)[0]
     return DataParallel(
-        "fsdp2", first.ranks, units=tuple(each.name for each in inner),
+        "fsdp2", first.group.size(), units=tuple(each.name for each in inner),
         reshard_after_forward=None if first.reshards else False,
         param_dtype=None if first.param_dtype is None else _NAMES[first.param_dtype],
         reduce_dtype=None if first.reduce_dtype is None else _NAMES[first.reduce_dtype],

@@ -1,0 +1,123 @@
+"""One plan for all ranks that ask for the same.
+
+The model of the world: ranks exchange small values through the store of their process group, which
+asks nobody to take part at the same time.  Whoever needs a plan first makes it and puts it there as
+its JSON; the others that put the same question (graph, sizes, budget) wait for it and take it.  A
+rank whose step is another one asks another question, and waits for nobody.
+
+So ranks run the same plan though their solvers might have found different ones, each plan is made
+once, and a rank that stops meanwhile ends the others with an error, after the time-out of the
+group's store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import PlanMismatch, PlannerError
+from planner.plans.file import dumps, loads
+from planner.plans.plan import Plan
+from planner.search.effort import Effort
+from planner.step.prepared import PreparedStep
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+_PREFIX = "checkpoint-planner"
+_FAILED = "no plan"
+
+
+def agreed(make: Callable[[], Plan], prepared: PreparedStep, limit_bytes: int | None,
+           effort: Effort, purpose: str = "") -> Plan:
+    """What `make` returns for this step and limit, made by one rank of the process group, if there
+    is one; `purpose`: what the plan is for beside that.
+
+    Raises what `make` raises, and `PlannerError` where the rank that makes the plan does not give
+    it in time.
+    """
+    from torch import distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return make()
+    from graph_capture.torch_compat.process_group import default_store
+
+    store, rank = default_store(), dist.get_rank()
+    key = f"{_PREFIX}/{_question(prepared, limit_bytes, effort, purpose)}"
+    if store.add(f"{key}/asked", 1) > 1:
+        given = _wait(store, f"{key}/plan", f"{key}/maker")
+        if given != _FAILED:
+            digest, _, text = given.partition("\n")
+            if digest != hashlib.sha256(text.encode()).hexdigest():
+                raise PlannerError("the plan that another rank made arrived damaged: its digest is "
+                                   "not that of its text")
+            return loads(text, name="the plan of another rank")
+        return make()  # which raises here, too
+    store.set(f"{key}/maker", str(rank))
+    try:
+        plan = make()
+    except BaseException:
+        store.set(f"{key}/plan", _FAILED)
+        raise
+    text = dumps(plan)
+    store.set(f"{key}/plan", f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+    return plan
+
+
+def check_same_model(prepared_tensors: Sequence[object], ranks: Sequence[int]) -> None:
+    """Raise `PlanMismatch`, on all of these ranks, unless they train the same model, as the list of
+    its parameters and buffers tells; `PlannerError` where a rank does not say in time."""
+    from torch import distributed as dist
+
+    if len(ranks) < 2:
+        return
+    from graph_capture.torch_compat.process_group import default_store
+
+    store, key = default_store(), f"{_PREFIX}/models/{_hash(list(ranks))}"
+    mine = json.dumps([str(each) for each in prepared_tensors])
+    store.set(f"{key}/{dist.get_rank()}", mine)
+    for rank in ranks:
+        theirs = _wait(store, f"{key}/{rank}", None, rank)
+        if theirs != mine:
+            pairs = zip(json.loads(theirs), json.loads(mine), strict=False)
+            first = next((f"{here} here, {there} there" for there, here in pairs if here != there),
+                         f"{mine.count(',')} and {theirs.count(',')} tensors")
+            raise PlanMismatch(f"rank {rank} trains another model than this one, and one plan is "
+                               f"for all ranks; the first difference: {first}")
+
+
+def _wait(store: dist.Store, key: str, maker: str | None, rank: object = "?") -> str:
+    try:
+        store.wait([key])
+    except Exception as error:  # of the store's kind: a time-out, a connection that was closed
+        if maker is not None and store.check([maker]):
+            rank = store.get(maker).decode()
+        raise PlannerError(
+            f"rank {rank} has not given its part of planning within {_time_out(store)}: it may have "
+            "stopped, or plan for longer than the group's time-out (timeout= of "
+            "init_process_group)") from error
+    text: str = store.get(key).decode()
+    return text
+
+
+def _time_out(store: dist.Store) -> str:
+    found = getattr(store, "timeout", None)
+    return "the group's time-out" if found is None else f"{found.total_seconds():.0f} s"
+
+
+def _question(prepared: PreparedStep, limit_bytes: int | None, effort: Effort, purpose: str) -> str:
+    """Hash of all that a plan depends on, but for measured seconds."""
+    ops = [[op.name, op.digest, op.inputs, op.outputs, op.workspace_bytes, op.replay_state_bytes]
+           for form in prepared.forms for op in form.graph.ops]
+    sizes = [buffer.size_bytes for form in prepared.forms for buffer in form.graph.buffers]
+    budgets = [repr(form.budget) for form in prepared.forms]
+    others = [repr(getattr(prepared, each.name)) for each in fields(prepared)
+              if each.name not in ("forms", "plain")]
+    return _hash([ops, sizes, budgets, others, limit_bytes, effort.solver, purpose])
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
