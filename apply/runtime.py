@@ -99,7 +99,8 @@ def _shallow(module: nn.Module) -> nn.Module:
         raise TypeError(
             f"cannot make another {type(module).__name__} that shares everything with the model "
             f"({type(error).__name__}: {error}); apply the plan before the model is wrapped, as by "
-            "fully_shard, and wrap what plan.apply returns") from error
+            "fully_shard, and wrap what plan.apply returns, or, in place, "
+            "planner.within(model, plan=plan)") from error
     set_forward(copied, rebound(own_forward(module), module, copied))
     return copied
 

@@ -63,7 +63,9 @@ class Tracing:
         if optimizer is None:
             return None
         if self.layout is not None:
-            return self.layout.optimizer(optimizer)
+            found = trace_optimizer(*self.layout.share_of(optimizer))
+            return found if self.layout.holds_optimizer else replace(
+                found, state_bytes=0, step_peak_bytes=0)
         return trace_optimizer(optimizer, self.twin, with_gradient=with_gradient,
                                workspace=self.workspace)
 

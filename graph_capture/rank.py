@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
-from graph_capture.training_graph import BufferKind, OptimizerMemory, ResidentMemory
+from graph_capture.training_graph import BufferKind, ResidentMemory
+
+if TYPE_CHECKING:
+    from graph_capture.twins.fake import FakeTwin
 
 MakeBuffer = Callable[[int, BufferKind], torch.Tensor]
 """Makes a buffer of so many bytes, and is told what it is; those of collectives are temporaries."""
@@ -44,5 +47,9 @@ class RankLayout(Protocol):
     def wrapper(self) -> Wrapper:
         """What runs along with a step."""
 
-    def optimizer(self, optimizer: object) -> OptimizerMemory:
-        """What an optimizer takes on the rank that holds most of its state."""
+    @property
+    def holds_optimizer(self) -> bool:
+        """Whether the optimizer's state is in the memory of the device."""
+
+    def share_of(self, optimizer: object) -> tuple[object, FakeTwin]:
+        """The optimizer of the rank that holds most of its state, and a twin of what it updates."""

@@ -5,7 +5,7 @@ Nothing of the model is executed or changed; see `graph_capture.twins.fake`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from graph_capture.optimizer.step import (
 )
 from graph_capture.plain_step.loss import LossFn
 from graph_capture.plain_step.micro_step import run_without_data, trace_micro_step
+from graph_capture.rank import RankLayout
 from graph_capture.torch_compat import pytree, quiet_fake_tensors, storage_key
 from graph_capture.twins.fake import FakeTwin, make_twin
 
@@ -37,8 +38,10 @@ class PlainLoop:
     def __init__(self, model: nn.Module, args: tuple[Any, ...] = (),
                  kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFn | None = None,
                  device: torch.device | str | None = None, probe: bool = True,
-                 autocast: torch.dtype | None = None, grad_scaler: bool = False) -> None:
-        """`autocast`: forward and loss run within `torch.autocast` to this dtype.  The other
+                 autocast: torch.dtype | None = None, grad_scaler: bool = False,
+                 make_layout: Callable[[FakeTwin], RankLayout] | None = None) -> None:
+        """`autocast`: forward and loss run within `torch.autocast` to this dtype.  `make_layout`:
+        the loop is that of one rank of a data-parallel run, which holds the model so.  The other
         arguments are those of `make_twin` and `OpProbe`.
 
         Raises `CaptureError` where the model has no twin.
@@ -46,6 +49,7 @@ class PlainLoop:
         self.twin = replace(make_twin(model, args, kwargs, device=device,
                                       extra=() if loss_fn is None else (loss_fn,)),
                             autocast=autocast)
+        self._layout = None if make_layout is None else make_layout(self.twin)
         self._loss_fn = None if loss_fn is None else self.twin.extra[0]
         self._probe = OpProbe(self.twin.device, probe=probe)
         self._scaled = grad_scaler
@@ -72,13 +76,17 @@ class PlainLoop:
         """Parameters, buffers and inputs, a block for each storage."""
         twin = self.twin
         seen: set[int] = set()
-        blocks = [*_blocks(twin, Category.PARAMETERS, twin.parameters.items(), seen),
-                  *_blocks(twin, Category.BUFFERS, twin.buffers.items(), seen)]
+        blocks = _blocks(twin, Category.PARAMETERS, twin.parameters.items(), seen)
+        resident = twin.resident
+        if self._layout is not None:
+            resident = self._layout.resident
+            blocks = [Block(resident.parameters_bytes, Category.PARAMETERS,
+                            label="parameters of this rank")]
+        blocks += _blocks(twin, Category.BUFFERS, twin.buffers.items(), seen)
         inputs = [(f"input {number}", leaf) for number, leaf
                   in enumerate(pytree.tree_leaves((twin.args, twin.kwargs)))
                   if isinstance(leaf, torch.Tensor)]
         blocks += _blocks(twin, Category.INPUTS, inputs, seen)
-        resident = twin.resident
         for category, total in ((Category.BUFFERS, resident.buffers_bytes),
                                 (Category.INPUTS, resident.inputs_bytes)):
             rest = total - sum(b.size_bytes for b in blocks if b.category is category)
@@ -101,7 +109,8 @@ class PlainLoop:
             with _explained("the training step"):
                 self._micro_steps[with_gradient] = trace_micro_step(
                     self.twin, self._loss_fn, workspace=self._probe.workspace_bytes,
-                    with_gradient=with_gradient, scaled=self._scaled)
+                    with_gradient=with_gradient, scaled=self._scaled,
+                    wrapper=None if self._layout is None else self._layout.wrapper())
         return self._micro_steps[with_gradient]
 
     @quiet_fake_tensors()
@@ -114,6 +123,11 @@ class PlainLoop:
     def optimizer(self, optimizer: Optimizer | type[Optimizer] | str,
                   settings: OptimizerSettings | None = None) -> OptimizerTrace:
         """Two steps of the optimizer; the parameters that a micro-step reaches have gradients."""
+        if self._layout is not None:
+            share, twin = self._layout.share_of(optimizer)
+            traced = trace_optimizer_steps(share, twin, settings=settings,
+                                           workspace=self._probe.workspace_bytes)
+            return replace(traced, parameters=frozenset(self.twin.parameters))
         return trace_optimizer_steps(
             optimizer, self.twin, with_gradient=frozenset(self.micro_step().gradients.values()),
             sparse=self.micro_step().sparse_gradients, settings=settings,

@@ -18,6 +18,7 @@ from torch import fx
 from graph_capture.dynamo.uncaptured import UncapturedCode
 from graph_capture.joint_graph.lower import LoweredOp, epilogue_name
 from graph_capture.joint_graph.outline import outline
+from graph_capture.memory.trace import COMMUNICATION
 from graph_capture.op_costs.costs import OpCost
 from graph_capture.plain_step.loss import LossFootprint
 from graph_capture.step.regions import RegionUse
@@ -191,7 +192,8 @@ class _Assembly:
                     BufferKind.GRADIENT if storage.parameter else BufferKind.TEMPORARY)
                 self.foreign[index] = self._buffer(
                     storage.size_bytes, kind, kept_to_end=storage.released is None,
-                    label=storage.parameter if kind is BufferKind.GRADIENT else "")
+                    label=storage.parameter if kind is BufferKind.GRADIENT else
+                    COMMUNICATION if storage.kind is BufferKind.TEMPORARY else "")
                 made.append(self.foreign[index])
         if made or last_read or code.workspace_bytes[gap]:
             self._pseudo_op(f"/uncaptured code#{gap}", phase, -1, tuple(dict.fromkeys(last_read)),

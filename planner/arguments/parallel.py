@@ -96,8 +96,9 @@ class DataParallel:
                                  f"{getattr(self, name)!r}")
 
 
-def check_parallel(parallel: object) -> None:
-    """Raise `TypeError` for what is no `DataParallel`."""
+def check_parallel(parallel: object) -> DataParallel:
+    """What is given; raises `TypeError` for what is no `DataParallel`."""
     if not isinstance(parallel, DataParallel):
         raise TypeError("parallel must be a planner.DataParallel, such as "
                         f"DataParallel('ddp', ranks=8), got {type(parallel).__name__}")
+    return parallel

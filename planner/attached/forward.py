@@ -45,6 +45,7 @@ from planner.attached.known import GraphPlanner, Known
 from planner.attached.optimizers import observe
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
+from planner.step.wrapped import other_ranks
 from planner.torch_compile_backend import with_least_memory
 
 log = logging.getLogger("planner")
@@ -185,6 +186,9 @@ class PlanningForward(CountingForward):
         known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
             if not graph.may_serve(call):
+                continue
+            refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
+            if refusal:
                 continue
             self._bring_up_to_date(graph, call, has_gradients, args, kwargs)
             # What does not fit may show when a part has run; then another is tried from the start.

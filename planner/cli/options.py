@@ -15,8 +15,9 @@ from typing import Annotated, Any, get_origin
 
 import typer
 
+from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import flag
-from planner.cli.failures import reported
+from planner.cli.failures import UsageError, reported
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A saved plan.")]
 Budget = Annotated[str | None, typer.Option(
@@ -73,6 +74,32 @@ class SizeOptions:
     multiple_of: int = field(default=1, metadata=flag("Try multiples of this.", kind=int, min=1))
     plan: bool = field(default=True, metadata=flag(
         "Look for the largest with a plan, too.", kind=bool))
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What the command line says of many ranks; the budget is then that of one."""
+
+    parallel: str | None = field(default=None, metadata=flag(
+        "One rank of many: ddp, zero1, zero2, zero3 or fsdp2; needs --ranks.", metavar="KIND"))
+    ranks: int | None = field(default=None, metadata=flag(
+        "How many ranks there are.", kind=int, min=1))
+    units: tuple[str, ...] = field(default=(), metadata=flag(
+        "A module that is sharded by itself, wildcards allowed; may be repeated.",
+        kind=list[str], name="--unit", metavar="NAME"))
+
+    def settings(self) -> DataParallel | None:
+        """What is meant; raises `UsageError`, or `ValueError` as `planner.DataParallel` does."""
+        if self.parallel is None:
+            if self.ranks is not None or self.units:
+                raise UsageError("--ranks and --unit say how --parallel is meant, which is "
+                                 "missing: write --parallel fsdp2 --ranks 8")
+            return None
+        if self.ranks is None:
+            raise UsageError(f"--parallel {self.parallel} needs the number of ranks: write "
+                             f"--parallel {self.parallel} --ranks 8")
+        return DataParallel(self.parallel, self.ranks,  # type: ignore[arg-type]
+                            units=self.units or None)
 
 
 def command(*, without: Collection[str] = (), **only: Collection[str]

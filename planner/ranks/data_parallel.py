@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from graph_capture.data_parallel.rank_step import ParallelStep
     from graph_capture.training_graph import OptimizerMemory
     from graph_capture.twins.fake import FakeTwin
+    from planner.plans.plan import Plan
     from planner.step.rank_layout import FullyShardedLayout, Replicated
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,11 +86,16 @@ class RankMemory:
 
 def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataParallel,
                   loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
-                  device: torch.device | str | None = None, probe: bool = True) -> RankMemory:
-    """The memory of one rank that trains `model` under `parallel`.
+                  plan: Plan | None = None, device: torch.device | str | None = None,
+                  probe: bool = True) -> RankMemory:
+    """The memory of one rank that trains `model` under `parallel`, as it is or as `plan` has it.
 
-    `inputs` are those of one rank's step.  The other arguments, and the errors, are those of
-    `planner.plan`; neither is a process started nor the model executed.
+    `inputs` are those of one rank's step; `plan` may be one of a single device, made by blocks.
+    The other arguments, and the errors, are those of `planner.plan`; neither is a process started
+    nor the model executed.
+
+    Raises `PlanMismatch` where the plan was made for another step, and `ValueError` where it cannot
+    be run so: for a unit inside of what it compiles as one piece.
     """
     from torch import nn
 
@@ -97,7 +103,13 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     args, kwargs = split_inputs(model, inputs)
-    return _trace(model, args, kwargs, parallel, loss_fn, optimizer, device, probe)
+    plain = _trace(model, args, kwargs, parallel, loss_fn, optimizer, device, probe)
+    if plan is None:
+        return plain
+    from planner.ranks.planned_rank import planned_rank
+
+    return planned_rank(model, inputs, plan, plain, loss_fn=loss_fn, optimizer=optimizer,
+                        device=device, probe=probe)
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -105,19 +117,23 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
            optimizer: object, device: torch.device | str | None, probe: bool) -> RankMemory:
     from graph_capture.data_parallel.rank_step import trace_parallel_step
     from graph_capture.op_costs.costs import OpCosts
+    from graph_capture.optimizer.step import trace_optimizer
     from graph_capture.torch_compat import quiet_fake_tensors
-    from graph_capture.twins.fake import make_twin
+    from graph_capture.twins.fake import device_planned_for, make_twin
     from planner.step.rank_layout import layout_of
+    from planner.step.wrapped import beneath_wrappers
 
     with quiet_fake_tensors():
-        twin = make_twin(model, args, kwargs, device=device,
+        twin = make_twin(beneath_wrappers(model, parallel), args, kwargs,
+                         device=device_planned_for(model, device),
                          extra=() if loss_fn is None else (loss_fn,))
         layout = layout_of(model, twin, parallel)
         costs = OpCosts(twin.device, probe=probe)
         step = trace_parallel_step(twin, layout.wrapper(),
                                    None if loss_fn is None else twin.extra[0],
                                    workspace=costs.workspace_bytes)
-        footprint = None if optimizer is None else layout.optimizer(optimizer)
+        footprint = (None if optimizer is None
+                     else trace_optimizer(*layout.share_of(optimizer)))
     notes = [] if not costs.assumed else [
         "workspace is a stated margin, not a measurement, for: " + ", ".join(sorted(costs.assumed))]
     if optimizer is None:

@@ -44,7 +44,9 @@ def plan_report(plan: Plan) -> RenderableType:
     """Summary, memory at the peak, what each module keeps and recomputes, and notes."""
     moment = peak_moment(plan.forward_backward_peak_bytes, plan.optimizer_step_peak_bytes)
     return Group(
-        title("Training step"), _summary(plan), title(f"Memory at the peak, in {moment}"),
+        title("Training step" if plan.parallel is None else
+              f"Training step of one of {plan.parallel.ranks} ranks under {plan.parallel.kind}"),
+        _summary(plan), title(f"Memory at the peak, in {moment}"),
         category_table(plan.memory, "100.0%" if plan.peak_bytes else ""),
         title("What each module keeps for the backward"), _layers(plan),
         *note_lines(plan.notes, optimizer=plan.optimizer))

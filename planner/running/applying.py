@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from apply.errors import PlanMismatch
 from apply.recipe import Recipe
 from apply.step_counts import StepCounts as StepCounts
 
@@ -52,7 +53,17 @@ def apply(model: nn.Module, plan: Plan, *,
         raise TypeError("replan must be a function of a model and its inputs that returns a "
                         f"planner.Plan, got {type(replan).__name__}")
     from apply.runtime import apply_recipe
+    from planner.step.wrapped import other_ranks, unwrapped
 
+    if unwrapped(model) is not model:
+        raise PlanMismatch(
+            f"the plan is for the {type(unwrapped(model)).__name__} inside of this "
+            f"{type(model).__name__}: apply it before the model is wrapped, "
+            "DistributedDataParallel(plan.apply(model)), or, in place, "
+            "planner.within(model, plan=plan)")
+    why = other_ranks(plan.parallel, model)
+    if why:
+        raise PlanMismatch(why)
     return apply_recipe(model, recipe, replan=None if replan is None else _recipes(replan))
 
 

@@ -96,8 +96,8 @@ def _wait(store: dist.Store, key: str, maker: str | None, rank: object = "?") ->
         if maker is not None and store.check([maker]):
             rank = store.get(maker).decode()
         raise PlannerError(
-            f"rank {rank} has not given its part of planning within {_time_out(store)}: it may have "
-            "stopped, or plan for longer than the group's time-out (timeout= of "
+            f"rank {rank} has not given its part of planning within {_time_out(store)}: it may "
+            "have stopped, or plan for longer than the group's time-out (timeout= of "
             "init_process_group)") from error
     text: str = store.get(key).decode()
     return text

@@ -7,19 +7,22 @@ are resident from the start: each micro-batch after the first finds them there a
 beside them.
 
 Blind spots: seconds are estimates (see `graph_capture.op_costs.devices`); the optimizer's own step
-is the same in every choice and not counted; a model whose batch statistics matter (BatchNorm)
-trains differently with other micro-batches.
+is the same in every choice and not counted, nor is communication between ranks; a model whose batch
+statistics matter (BatchNorm) trains differently with other micro-batches.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import absolute_budget
+from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
@@ -56,11 +59,15 @@ class Choice:
     plan: Plan | None = field(repr=False)
     """The plan of one micro-batch, gradients of those before it counted; `None`: the model runs as
     it is."""
+    parallel: DataParallel | None = None
+    """How the run is spread; each rank runs this micro-batch.  `None`: there is one rank."""
 
     def to_dict(self) -> dict[str, Any]:
         """The choice as JSON values, without the plan itself."""
         return {
             "micro_batch": self.micro_batch,
+            "parallel": None if self.parallel is None else {
+                "kind": self.parallel.kind, "ranks": self.parallel.ranks},
             "accumulation": self.accumulation,
             "planned": self.plan is not None,
             "peak_bytes": self.peak_bytes,
@@ -108,30 +115,66 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
            **arguments: Unpack[PlanArguments]) -> Advice:
     """How to train with an effective batch within a budget, the fastest way first.
 
-    Micro-batches are divisors of `effective_batch`, so that all are of one size.  Listed are the
-    largest that fit as the model runs today, and the largest that fit with a plan.
+    Micro-batches are divisors of `effective_batch` (of each rank's part of it), so that all are of
+    one size.  Listed are the largest that fit as the model runs today, and the largest that fit
+    with a plan.
 
     Args:
         make_inputs: `make_inputs(batch)` gives the inputs of a step of that batch.
         effective_batch: samples for each step of the optimizer.
         make_loss_fn: `make_loss_fn(batch)` gives the `loss_fn` of a step of that batch.
+        parallel: how the run is spread over ranks, or several ways to compare; seconds do not count
+            what communication takes beyond what it overlaps with.
         time_limit: seconds for each plan; soft.
 
     The other arguments, and the errors, are those of `planner.plan`, without `accumulation`, which
     is what is looked for; the budget is no percentage.
     Raises `InfeasibleBudget` where nothing fits.
     """
+    parallel: object = arguments.pop("parallel", None)
     planning = Planning.of(advise, arguments)
     count = check_count("effective_batch", effective_batch)
+    spreads = _spreads(parallel, count)
     budget_bytes = absolute_budget(budget_gb, budget, "which differs with the batch")
     if planning.cost_model == "flops":
         raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
     with watched(progress) as report:
-        steps = SizedSteps(model, make_inputs, planning, what="batch", make_loss_fn=make_loss_fn,
-                           accumulation_of=lambda micro_batch: count // micro_batch,
-                           progress=report)
         effort = Effort(planning.solver, planning.time_limit, progress=report)
-        return _Counsel(steps, budget_bytes, count, effort).give()
+        given: list[Advice] = []
+        refusals: list[InfeasibleBudget | CaptureError] = []
+        for spread in spreads:
+            own = count if spread is None else count // spread.ranks
+            steps = SizedSteps(
+                model, make_inputs, replace(planning, parallel=spread), what="batch",
+                make_loss_fn=make_loss_fn, progress=report,
+                accumulation_of=partial(operator.floordiv, own))
+            try:
+                given.append(_Counsel(steps, budget_bytes, own, effort).give())
+            except (InfeasibleBudget, CaptureError) as refusal:
+                refusals.append(refusal)
+    if not given:
+        raise min(refusals, key=lambda refusal: getattr(refusal, "minimum_bytes", math.inf))
+    choices = [choice for advice in given for choice in advice.choices]
+    return Advice(budget_bytes, count, tuple(sorted(choices, key=_merit)),
+                  tuple(sorted({skip for advice in given for skip in advice.skipped})))
+
+
+def _spreads(parallel: object, effective_batch: int) -> tuple[DataParallel | None, ...]:
+    """The ways to spread a run, checked."""
+    if parallel is None:
+        return (None,)
+    given = (parallel if isinstance(parallel, Sequence) and not isinstance(parallel, str)
+             else (parallel,))
+    spreads = [check_parallel(each) for each in given]
+    for each in spreads:
+        if effective_batch % each.ranks:
+            raise ValueError(f"effective_batch {effective_batch} cannot be dealt out evenly to "
+                             f"{each.ranks} ranks; use a multiple of {each.ranks}")
+    return tuple(spreads)
+
+
+def _merit(choice: Choice) -> tuple[float, int]:
+    return choice.seconds_per_sample, choice.peak_bytes
 
 
 class _Counsel:
@@ -155,8 +198,7 @@ class _Counsel:
         choices = plain + self._planned(larger)
         if not choices:
             raise self._nothing_fits()
-        order = sorted(choices, key=lambda choice: (choice.seconds_per_sample, choice.peak_bytes))
-        return Advice(self.budget_bytes, self.effective_batch, tuple(order),
+        return Advice(self.budget_bytes, self.effective_batch, tuple(sorted(choices, key=_merit)),
                       tuple(sorted(self.steps.skipped.items())))
 
     def _fits_plainly(self, micro_batch: int) -> bool | None:
@@ -174,7 +216,7 @@ class _Counsel:
         if step is None or not self._fits_plainly(micro_batch):
             return None
         return Choice(micro_batch, self._accumulation(micro_batch), step.baseline_peak_bytes, 0.0,
-                      self._seconds_per_sample(micro_batch, step, 0.0), None)
+                      self._seconds_per_sample(micro_batch, step, 0.0), None, step.parallel)
 
     def _planned(self, micro_batches: Sequence[int]) -> list[Choice]:
         """The largest of them for which there is a plan."""
@@ -189,7 +231,7 @@ class _Counsel:
                 continue
             choices.append(Choice(
                 micro_batch, self._accumulation(micro_batch), plan.peak_bytes, plan.overhead,
-                self._seconds_per_sample(micro_batch, step, plan.overhead), plan))
+                self._seconds_per_sample(micro_batch, step, plan.overhead), plan, step.parallel))
         return choices
 
     def _accumulation(self, micro_batch: int) -> int:
@@ -203,7 +245,7 @@ class _Counsel:
         device = device_model(graph.device, gpu=self.steps.planning.gpu)
         sums = device.traffic_seconds(3 * graph.gradient_bytes)
         whole = count * graph.step_seconds * (1 + overhead) + (count - 1) * sums
-        return whole / self.effective_batch
+        return whole / self.effective_batch / (1 if step.parallel is None else step.parallel.ranks)
 
     def _nothing_fits(self) -> InfeasibleBudget | CaptureError:
         captured = self.steps.captured

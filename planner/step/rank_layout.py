@@ -12,7 +12,6 @@ import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,9 +28,8 @@ from graph_capture.dynamo.blocks import (
 )
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.optimizer.named import instances
-from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.rank import Wrapper
-from graph_capture.training_graph import OptimizerMemory, ResidentMemory
+from graph_capture.training_graph import ResidentMemory
 from graph_capture.twins.fake import FakeTwin, make_twin
 
 if TYPE_CHECKING:
@@ -52,6 +50,7 @@ class _Layout:
     """Of buckets beside the gradients."""
     bucket_bytes: tuple[int, ...] = ()
     units: tuple[tuple[str, int], ...] = ()
+    holds_optimizer: bool = True
 
     def __init__(self, model: nn.Module, twin: FakeTwin, parallel: DataParallel) -> None:
         self._model, self._twin, self._parallel = model, twin, parallel
@@ -82,13 +81,14 @@ class Replicated(_Layout):
     def wrapper(self) -> Wrapper:
         return IntoBuckets() if self._parallel.gradient_as_bucket_view else Wrapper()
 
-    def optimizer(self, optimizer: object) -> OptimizerMemory:
+    def share_of(self, optimizer: object) -> tuple[object, FakeTwin]:
+        """See `graph_capture.rank.RankLayout`."""
         if self._parallel.kind == "ddp":
-            return trace_optimizer(optimizer, self._twin)
+            return optimizer, self._twin
         parts = partition([p for p in self._model.parameters() if p.requires_grad],
                           self._parallel.ranks)
         most = max(parts, key=lambda part: sum(p.numel() for p in part))
-        return _trace_on({p: p.shape for p in most}, optimizer, self._twin.device)
+        return _share({p: p.shape for p in most}, optimizer, self._twin.device)
 
 
 class FullyShardedLayout(_Layout):
@@ -102,8 +102,8 @@ class FullyShardedLayout(_Layout):
         units = make_units(twin.model, self._names, self._reshard)
         self._precision = _precision(model, parallel)
         # In the host's memory, which on a CPU is the device's own, too.
-        self._is_elsewhere = parallel.offloads and twin.device.type != "cpu"
-        self.parameters_bytes = 0 if self._is_elsewhere else sum(
+        self.holds_optimizer = not parallel.offloads or twin.device.type == "cpu"
+        self.parameters_bytes = 0 if not self.holds_optimizer else sum(
             allocated_bytes(padded_shard_bytes(p, parallel.ranks, self._precision.shards),
                             twin.device) for unit in units for p in unit.parameters)
         self.units = tuple((unit.name, unit.whole_bytes(parallel.ranks))
@@ -114,7 +114,8 @@ class FullyShardedLayout(_Layout):
                        library_copies=self._twin.device.type == "cpu",  # gloo
                        precision=self._precision)
 
-    def optimizer(self, optimizer: object) -> OptimizerMemory:
+    def share_of(self, optimizer: object) -> tuple[object, FakeTwin]:
+        """See `graph_capture.rank.RankLayout`."""
         ranks, given = self._parallel.ranks, instances(optimizer)
         # While a model runs, some of its parameters are gathered: no optimizer knows those.
         parameters = self._model.parameters() if given is None else (
@@ -122,8 +123,7 @@ class FullyShardedLayout(_Layout):
         shards: dict[torch.Tensor, torch.Size] = {
             p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
                   for p in parameters if p.requires_grad}
-        found = _trace_on(shards, optimizer, self._twin.device, self._precision.shards)
-        return replace(found, state_bytes=0, step_peak_bytes=0) if self._is_elsewhere else found
+        return _share(shards, optimizer, self._twin.device, self._precision.shards)
 
 
 def _precision(model: nn.Module, parallel: DataParallel) -> Precision:
@@ -240,15 +240,15 @@ class _StandIn(nn.Module):
         self.parts = nn.ParameterList(self.of.values())
 
 
-def _trace_on(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object,
-              device: torch.device, dtype: torch.dtype | None = None) -> OptimizerMemory:
-    """The footprint of the optimizer on parts of its parameters; `dtype`: of floats among them,
-    where it is another than theirs."""
+def _share(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object, device: torch.device,
+           dtype: torch.dtype | None = None) -> tuple[object, FakeTwin]:
+    """The optimizer on parts of its parameters; `dtype`: of floats among them, where it is another
+    than theirs."""
     stand_in = _StandIn(shapes, dtype)
     if (given := instances(optimizer)) is not None:
         optimizer = [_moved(each, stand_in.of) for each in given]
     stand_in.of = {}
-    return trace_optimizer(optimizer, make_twin(stand_in, device=device))
+    return optimizer, make_twin(stand_in, device=device)
 
 
 def _moved(optimizer: Optimizer, part_of: Mapping[int, nn.Parameter]) -> Optimizer:

@@ -36,6 +36,19 @@ def parallel_of(model: nn.Module) -> DataParallel | None:
     return DataParallel("ddp", max(2, ranks), running.gradient_as_bucket_view)
 
 
+def other_ranks(planned: DataParallel | None, model: nn.Module) -> str:
+    """Why a plan for one rank of `planned` is none for this run, in words; empty if it may be."""
+    if planned is None or not dist.is_available() or not dist.is_initialized():
+        return ""
+    found = parallel_of(model)
+    # Where the model is not wrapped yet, its group may be a part of all ranks.
+    here = dist.get_world_size() if found is None else found.ranks
+    fits = here == planned.ranks if found is not None else here % planned.ranks == 0
+    return "" if fits or planned.is_replicated else (
+        f"the plan is for one of {planned.ranks} ranks under {planned.kind}, and there are {here} "
+        f"here, each of which holds more or less of the model: plan again with ranks={here}")
+
+
 def group_of(model: nn.Module) -> list[int]:
     """The ranks, in the whole run, that train this model together, as far as its wrappers tell."""
     if sharded_module(model) is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.arguments.inputs import split_inputs
+from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
 from planner.errors import PlanMismatch
 from planner.progress import Progress, watched
@@ -33,8 +34,9 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
            grad_clip: float | None = None, grad_scaler: bool = False, set_to_none: bool = True,
            zero_grad: Literal["after_step", "before_backward"] = "after_step",
            hold_output: Literal["backward", "step", "loop"] = "step",
-           load_state_dict: bool = False, device: torch.device | str | None = None,
-           probe: bool = True, progress: Progress | None = None) -> MemoryReport:
+           load_state_dict: bool = False, parallel: DataParallel | None = None,
+           device: torch.device | str | None = None, probe: bool = True,
+           progress: Progress | None = None) -> MemoryReport:
     """What a training loop of `model` takes, phase by phase: loading, forward, loss, backward, the
     optimizer's step, and what is left for the next iteration; in the first step and in later ones.
 
@@ -61,6 +63,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         hold_output: how long the output and the loss are held: to the end of the `"backward"`, to
             the end of the `"step"`, or in a `"loop"` whose names live on into the next iteration.
         load_state_dict: whether the parameters come from a state dict on the same device.
+        parallel: how the run is spread over ranks; the loop is then that of one rank.
 
     Raises:
         CaptureError: the step cannot be traced; a sparse gradient with more than one micro-step.
@@ -70,9 +73,16 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     dtype = Planning(loss_fn=loss_fn, accumulation=accumulation, autocast=autocast).autocast_dtype
     loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
     _check_clip(grad_clip)
+    if parallel is not None and not check_parallel(parallel).is_replicated and accumulation > 1:
+        raise ValueError(f"accumulation={accumulation}: gradients of shards that add up are not "
+                         "followed through the loop; planner.plan(accumulation=…, parallel=…) "
+                         "counts them")
     from graph_capture.optimizer.named import optimizer_name
     from graph_capture.optimizer.step import OptimizerSettings
     from graph_capture.plain_step.loop import PlainLoop
+    from graph_capture.twins.fake import device_planned_for
+    from planner.step.rank_layout import layout_of
+    from planner.step.wrapped import beneath_wrappers
 
     if plan is not None and plan.backend != "eager":
         raise ValueError(f"plan: the blocks of a plan for the backend {plan.backend!r} are not "
@@ -84,13 +94,16 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
                                  set_to_none=set_to_none)
     with watched(progress) as report:
         report("tracing the plain step")
-        plain = PlainLoop(model, args, kwargs, loss_fn=loss_fn, device=device, probe=probe,
-                          autocast=dtype, grad_scaler=grad_scaler)
+        plain = PlainLoop(
+            beneath_wrappers(model, parallel), args, kwargs, loss_fn=loss_fn,
+            device=device_planned_for(model, device), probe=probe, autocast=dtype,
+            grad_scaler=grad_scaler, make_layout=None if parallel is None else (
+                lambda twin: layout_of(model, twin, parallel)))
         plain.micro_step()
         micro_steps: MicroSteps = plain.micro_step
         if plan is not None:
             report("capturing the step that the plan is for")
-            micro_steps = _planned(model, inputs, plan, plain, loss_fn)
+            micro_steps = _planned(model, inputs, plan, plain, loss_fn, parallel)
         return _report(plain, micro_steps, optimizer, settings, loop, plan, report)
 
 
@@ -138,8 +151,8 @@ def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any
-             ) -> MicroSteps:
+def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,
+             parallel: DataParallel | None) -> MicroSteps:
     """The micro-steps of a plan; raises `PlanMismatch` where it was made for another step."""
     from planner.api import capture
     from planner.plans.decisions import build_recipe, schedule_of
@@ -149,7 +162,8 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
     prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
                        cost_model=plan.cost_model, device=plain.twin.device,
                        regions=plan.recipe.blocks or "model", autocast=plain.twin.autocast,
-                       output="held" if plan.recipe.holds_output else "dropped")
+                       output="held" if plan.recipe.holds_output else "dropped",
+                       parallel=parallel)
     form = prepared.form_of(plan.recipe)
     timeline = unroll(form.problem, schedule_of(form, plan.recipe))
     made = build_recipe(prepared, form, timeline)

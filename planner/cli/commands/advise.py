@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from planner.arguments.planning import Planning
-from planner.cli.options import Json, Output, SizeBudget, SizedTargetOptions, command
+from planner.cli.options import (
+    Json,
+    Output,
+    RankOptions,
+    SizeBudget,
+    SizedTargetOptions,
+    command,
+)
 from planner.cli.output import check_writable, print_result
 
 
@@ -17,7 +24,7 @@ def run(
     target: SizedTargetOptions, budget: SizeBudget,
     effective_batch: Annotated[int, typer.Option(
         "--effective-batch", min=1, help="Samples for each step of the optimizer.")],
-    planning: Planning, save_to: Output = None, json: Json = False,
+    planning: Planning, ranks: RankOptions, save_to: Output = None, json: Json = False,
 ) -> None:
     """List the ways to run an effective batch of TARGET within a budget, the fastest first."""
     from planner.arguments.budget import absolute_budget
@@ -27,6 +34,7 @@ def run(
 
     absolute_budget(None, budget, "which differs with the batch")
     check_writable(save_to)
+    planning = replace(planning, parallel=ranks.settings())
     found = load_sized_target(target, "batch", first=1, device="meta")
     arguments = replace(planning, loss_fn=found.loss_fn).arguments()
     del arguments["accumulation"]

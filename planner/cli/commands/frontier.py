@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from planner.arguments.planning import Planning
-from planner.cli.options import Json, TargetOptions, command
+from planner.cli.options import Json, RankOptions, TargetOptions, command
 from planner.cli.output import check_writable, print_result
 
 
 @command()
 def run(
-    target: TargetOptions, planning: Planning,
+    target: TargetOptions, planning: Planning, ranks: RankOptions,
     points: Annotated[int, typer.Option("--points", min=2, help="How many budgets.")] = 20,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the curve: .png, .svg.")] = None,
     json: Json = False,
@@ -26,9 +26,10 @@ def run(
     from planner.sizes.frontier import frontier
 
     check_writable(plot)
+    parallel = ranks.settings()
     model, example, loss_fn = load_target(target, device="meta")
     curve = frontier(model, example, points=points,
-                     **replace(planning, loss_fn=loss_fn).arguments())
+                     **replace(planning, loss_fn=loss_fn, parallel=parallel).arguments())
     if plot is not None:
         curve.plot(plot)
     print_result(curve, lambda curve: frontier_report(curve.plans), json=json)

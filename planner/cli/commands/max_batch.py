@@ -7,15 +7,23 @@ from pathlib import Path
 
 from planner.arguments.planning import Planning
 from planner.cli.failures import UsageError
-from planner.cli.options import Json, Output, SizedTargetOptions, SizeOptions, command
+from planner.cli.options import (
+    Json,
+    Output,
+    RankOptions,
+    SizedTargetOptions,
+    SizeOptions,
+    command,
+)
 from planner.cli.output import check_writable, print_result
 
 
 @command(without=("batch", "inputs"))
-def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, save_to: Output = None,
-        json: Json = False) -> None:
+def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, ranks: RankOptions,
+        save_to: Output = None, json: Json = False) -> None:
     """Find the largest batch of TARGET whose training step fits a budget."""
-    find_largest("batch", target, sizes, planning, save_to, json)
+    find_largest("batch", target, sizes, replace(planning, parallel=ranks.settings()), save_to,
+                 json)
 
 
 def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, planning: Planning,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from planner.arguments.planning import Planning
-from planner.cli.options import Budget, Json, TargetOptions, command
+from planner.cli.options import Budget, Json, RankOptions, TargetOptions, command
 from planner.cli.output import check_writable, print_json, print_report
 
 
@@ -31,7 +31,7 @@ class HoldOutput(StrEnum):
 
 @command(planning=("optimizer", "accumulation", "device", "probe", "autocast"))
 def run(
-    target: TargetOptions, planning: Planning, budget: Budget = None,
+    target: TargetOptions, planning: Planning, ranks: RankOptions, budget: Budget = None,
     plan_path: Annotated[Path | None, typer.Option(
         "--plan", metavar="PLAN.json", help="Count forward and backward as this plan has them.")
     ] = None,
@@ -69,7 +69,7 @@ def run(
         accumulation=planning.accumulation, autocast=planning.autocast, grad_clip=grad_clip,
         grad_scaler=grad_scaler, set_to_none=set_to_none, zero_grad=zero_grad.value,
         hold_output=hold_output.value, load_state_dict=load_state_dict,
-        device=planning.device, probe=planning.probe)
+        parallel=ranks.settings(), device=planning.device, probe=planning.probe)
     if snapshot is not None:
         report.save_snapshot(snapshot)
     check = None if limit is None else check_budget(report, limit)

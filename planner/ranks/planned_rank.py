@@ -1,0 +1,70 @@
+"""The memory of one rank under a plan, which may be one of a single device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import PlanMismatch
+from planner.step.accounting import account
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from planner.plans.plan import Plan
+    from planner.ranks.data_parallel import RankMemory
+    from planner.step.form import Form
+    from solvers.simulator import Timeline
+
+
+def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
+                 **arguments: Any) -> RankMemory:
+    """The report of a rank whose plain step is `plain`; `arguments`: further ones of `plan`."""
+    from planner.api import capture
+    from planner.plans.decisions import build_recipe, schedule_of
+    from planner.ranks.data_parallel import RankCategories
+    from solvers.simulator import unroll
+
+    if plan.backend != "eager":
+        raise ValueError(f"plan: a plan for the backend {plan.backend!r} is one for one device; "
+                         'plan with backend="eager" and parallel=')
+    prepared = capture(model, inputs, parallel=plain.parallel, cost_model=plan.cost_model,
+                       regions=plan.recipe.blocks or "model",
+                       output="held" if plan.recipe.holds_output else "dropped", **arguments)
+    form = prepared.form_of(plan.recipe)
+    timeline = unroll(form.problem, schedule_of(form, plan.recipe))
+    if build_recipe(prepared, form, timeline).regions != plan.recipe.regions:
+        raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
+                           "blocks; plan this model with these inputs and parallel= anew")
+    found = account(form, timeline)
+    alive: Counter[str] = Counter(found.memory)
+    budget = form.budget
+    # Resident buckets count as buffers in a plan, and by themselves here.
+    buckets = sum(plain.bucket_bytes)
+    where = "gradients" if plain.parallel.gradient_as_bucket_view else "communication"
+    alive.update({"buffers": -buckets, where: buckets})
+    if found.peak_bytes == found.forward_backward_peak_bytes:
+        gathered, sent = _of_wrapper(form, timeline)
+        alive.update({"parameters": -gathered, "unsharded_parameters": gathered,
+                      "temporaries": -sent, "communication": sent})
+    return replace(plain, peak_bytes=found.peak_bytes, memory=RankCategories(**alive),
+                   resident_bytes=budget.resident_bytes,
+                   forward_backward_peak_bytes=found.forward_backward_peak_bytes,
+                   optimizer_step_peak_bytes=budget.optimizer_step_bytes,
+                   notes=(*plain.notes, f"under a plan: the plain step takes "
+                          f"{plain.peak_bytes:,} bytes"))
+
+
+def _of_wrapper(form: Form, timeline: Timeline) -> tuple[int, int]:
+    """Bytes of gathered parameters, and of buffers of collectives, at the peak."""
+    from graph_capture.memory.trace import COMMUNICATION
+    from graph_capture.training_graph import BufferKind
+
+    position, gathered, sent = timeline.peak_position, 0, 0
+    for instance in timeline.instances:
+        buffer = form.graph.buffers[instance.storage]
+        if instance.birth <= position <= instance.death:
+            gathered += buffer.size_bytes if buffer.kind is BufferKind.PARAMETER else 0
+            sent += buffer.size_bytes if buffer.label == COMMUNICATION else 0
+    return gathered, sent
