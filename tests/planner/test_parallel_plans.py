@@ -1,0 +1,173 @@
+"""Plans of one rank: accounts that agree, units and blocks, what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.api import capture
+from tests.support.command_line import TINY_GPT2, run
+from tests.support.models import gpt2
+
+RANKS = {
+    "ddp": planner.DataParallel("ddp", 2),
+    "bucket views": planner.DataParallel("ddp", 2, gradient_as_bucket_view=True),
+    "zero1": planner.DataParallel("zero1", 2),
+    "zero2": planner.DataParallel("zero2", 4),
+    "fsdp2": planner.DataParallel("fsdp2", 2),
+    "mixed": planner.DataParallel("fsdp2", 2, param_dtype="bf16", reduce_dtype="fp32"),
+}
+
+
+@pytest.fixture(scope="module")
+def case():
+    return gpt2(layers=3, batch=4, seq=32, width=32)
+
+
+def plan_of(case, parallel, budget="80%", **arguments):
+    return planner.plan(case.model, case.inputs, budget=budget, optimizer="adamw",
+                        parallel=parallel, time_limit=2, **arguments)
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_three_accounts_of_a_rank_agree(case, kind):
+    """The plan's, the report's (traced hooks) and the loop's (composed of parts)."""
+    parallel = RANKS[kind]
+    plan = plan_of(case, parallel)
+    assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
+    assert sum(plan.memory.values()) == plan.peak_bytes
+    assert plan.recipe.blocks == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
+    plain = planner.data_parallel(case.model, case.inputs, parallel=parallel, optimizer="adamw")
+    loop = planner.memory(case.model, case.inputs, parallel=parallel, optimizer="adamw")
+    assert plan.baseline_peak_bytes == plain.peak_bytes == loop.steady.peak_bytes
+    assert plan.resident_bytes == plain.resident_bytes
+    planned = planner.data_parallel(case.model, case.inputs, parallel=parallel, optimizer="adamw",
+                                    plan=plan)
+    assert planned.peak_bytes == plan.peak_bytes == sum(planned.memory.values())
+    assert planned.memory["unsharded_parameters"] + planned.memory["parameters"] == (
+        plan.memory["parameters"])
+    with_plan = planner.memory(case.model, case.inputs, parallel=parallel, optimizer="adamw",
+                               plan=plan)
+    assert with_plan.steady.peak_bytes == plan.peak_bytes
+
+
+def test_what_a_rank_holds_falls_with_the_ranks(case):
+    peaks = [capture(case.model, case.inputs, optimizer="adamw",
+                     parallel=planner.DataParallel("fsdp2", ranks)).resident_bytes
+             for ranks in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 3 * peaks[-1]
+
+
+def test_a_plan_of_one_device_on_ranks(case):
+    plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
+    found = planner.data_parallel(case.model, case.inputs, parallel=RANKS["fsdp2"],
+                                  optimizer="adamw", plan=plan)
+    plain = planner.data_parallel(case.model, case.inputs, parallel=RANKS["fsdp2"],
+                                  optimizer="adamw")
+    assert found.peak_bytes < plain.peak_bytes
+    with pytest.raises(planner.PlanMismatch, match="another step"):
+        planner.data_parallel(case.model, {name: ids[:2] for name, ids in case.inputs.items()},
+                              parallel=RANKS["fsdp2"], plan=plan)
+
+
+def test_the_file_says_of_which_run_the_plan_is(case, tmp_path):
+    parallel = planner.DataParallel("fsdp2", 2, units=("transformer.h.*",))
+    plan = plan_of(case, parallel)
+    plan.save(tmp_path / "rank.json")
+    assert planner.load(tmp_path / "rank.json") == plan and plan.parallel == parallel
+    assert "one of 2 ranks under fsdp2" in str(plan)
+
+
+def test_gradients_are_those_of_the_model(case):
+    """On one device: nothing of the wrapper is in the graphs."""
+    plan = plan_of(case, RANKS["fsdp2"], "75%")
+    applied = plan.apply(case.model)
+    torch.manual_seed(0)
+    applied(**case.inputs).loss.backward()
+    found = {name: p.grad for name, p in case.model.named_parameters()}
+    case.model.zero_grad()
+    torch.manual_seed(0)
+    case.model(**case.inputs).loss.backward()
+    for name, parameter in case.model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-7)
+    case.model.zero_grad()
+
+
+def test_an_impossible_budget_names_one_that_works(case):
+    with pytest.raises(planner.InfeasibleBudget) as caught:
+        plan_of(case, RANKS["fsdp2"], 1000)
+    assert plan_of(case, RANKS["fsdp2"], caught.value.minimum_bytes).peak_bytes <= (
+        caught.value.minimum_bytes)
+
+
+def test_several_ways_to_spread_a_batch_are_compared():
+    case = gpt2(layers=2, batch=2, seq=16, width=32)
+
+    def inputs(batch):
+        ids = torch.zeros(batch, 16, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    advice = planner.advise(inputs, case.model, effective_batch=8, budget="2MB", time_limit=1,
+                            parallel=[RANKS["ddp"], RANKS["zero2"]], optimizer="sgd")
+    kinds = {choice.parallel.kind for choice in advice.choices}
+    assert kinds == {"ddp", "zero2"} and "4 zero2" in str(advice)
+    for choice in advice.choices:
+        assert choice.micro_batch * choice.accumulation * choice.parallel.ranks == 8
+    with pytest.raises(ValueError, match="dealt out evenly to 3"):
+        planner.advise(inputs, case.model, effective_batch=8, budget="2MB",
+                       parallel=planner.DataParallel("ddp", 3))
+
+
+def test_units_and_blocks_that_do_not_go_together(case):
+    inside = planner.DataParallel("fsdp2", 2, units=("transformer.h.*.mlp",))
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.mlp lies inside"):
+        plan_of(case, inside)
+    with pytest.raises(ValueError, match="leave out regions"):
+        plan_of(case, RANKS["fsdp2"], regions="model")
+    with pytest.raises(ValueError, match=r"layers\.\*"):
+        plan_of(case, planner.DataParallel("fsdp2", 2, units=("layers.*",)))
+    # One unit, the model itself: there is nothing that is gathered in between.
+    whole = plan_of(case, planner.DataParallel("fsdp2", 2, units=()), regions="model")
+    assert whole.recipe.blocks == () and whole.peak_bytes <= whole.budget_bytes
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"param_dtype": "bf32"}, "param_dtype must be one of bf16"),
+    ({"kind": "ddp", "param_dtype": "bf16"}, "settings of fsdp2"),
+    ({"kind": "zero3", "offloads": True}, "settings of fsdp2"),
+])
+def test_settings_that_do_not_belong_together(settings, message):
+    with pytest.raises(ValueError, match=message):
+        planner.DataParallel(**{"kind": "fsdp2", "ranks": 2, **settings})
+
+
+def test_arguments_that_do_not_belong_together(case):
+    with pytest.raises(TypeError, match=r"planner\.DataParallel"):
+        plan_of(case, "fsdp2")
+    with pytest.raises(ValueError, match='use backend="eager"'):
+        plan_of(case, RANKS["ddp"], backend="inductor")
+    with pytest.raises(ValueError, match="accumulation=2"):
+        planner.memory(case.model, case.inputs, parallel=RANKS["fsdp2"], accumulation=2)
+
+
+def test_from_the_command_line(tmp_path):
+    ranks = ("--parallel", "fsdp2", "--ranks", "4", "--unit", "transformer.h.*")
+    made = run("plan", *TINY_GPT2, "--budget", "90%", *ranks, "-o", tmp_path / "rank.json")
+    assert "one of 4 ranks under fsdp2" in made.stdout
+    assert planner.load(tmp_path / "rank.json").parallel.units == ("transformer.h.*",)
+    assert "parameters" in run("memory", *TINY_GPT2, *ranks, "--optimizer", "adamw").stdout
+    assert "--ranks 8" in run("plan", *TINY_GPT2, "--parallel", "fsdp2", code=2).stderr
+    assert "--parallel" in run("plan", *TINY_GPT2, "--ranks", 4, code=2).stderr
+    wrong = run("plan", *TINY_GPT2, "--parallel", "fsdp3", "--ranks", 4, code=2)
+    assert "known: ddp" in wrong.stderr
+
+
+def test_a_wrapped_model_is_refused_with_the_way_out(case):
+    class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+        def __init__(self, module):  # without a process group
+            nn.Module.__init__(self)
+            self.module = module
+
+    plan = plan_of(case, RANKS["ddp"])
+    with pytest.raises(planner.PlanMismatch, match=r"planner\.within\(model, plan=plan\)"):
+        plan.apply(DistributedDataParallel(case.model))
