@@ -51,8 +51,8 @@ class LossMemory:
     cotangents_held: bool = False
     """Autograd's caller holds the cotangents to the end: they start the backward."""
     cotangent_bytes: tuple[int, ...] = ()
-    """Of each tensor of the output, as they flow in; that of a sum is one number, expanded, of which
-    torch makes a whole tensor for the region's backward."""
+    """Of each tensor of the output, as they flow in; that of a sum is one number, expanded, of
+    which torch makes a whole tensor for the region's backward."""
 
     @classmethod
     def of(cls, footprint: LossFootprint) -> LossMemory:
