@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,9 @@ class PlannedCode:
     def __init__(self, name: str, model: nn.Module, recipe: Recipe,
                  regions: Sequence[int] | None = None) -> None:
         """`regions`: those of the recipe that may be met here, by default all."""
-        self._backend = _backend_of(model, recipe, regions)
-        self._compiled = compile_forward(name, self._backend)
+        self._name, self._backend = name, _backend_of(model, recipe, regions)
+        self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
+        """By which parameters are trained: torch 2.11 does not look again where that changes."""
         self._donated_buffers = recipe.backend == "inductor"
 
     @property
@@ -65,10 +66,13 @@ class PlannedCode:
         backend = self._backend
         backend.has_run = backend.has_begun = False
         backend.planned_runs, backend.running = 0, module
+        trained = tuple(p.requires_grad for p in module.parameters())
+        if trained not in self._compiled:
+            self._compiled[trained] = compile_forward(self._name, backend)
         with (compile_settings(donated_buffers=self._donated_buffers),
               sizes_as_they_are((args, kwargs))):
             try:
-                return self._compiled(module, own, *args, **kwargs)
+                return self._compiled[trained](module, own, *args, **kwargs)
             except BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, PlanMismatch):
                     raise error.inner_exception from None

@@ -134,7 +134,7 @@ class _PlannedGraph:
         key = tuple(
             arg if not isinstance(arg, torch.Tensor) else
             # Dynamo runs one graph for all modules that are alike; each has parameters of its own.
-            id(arg) if isinstance(arg, nn.Parameter) else
+            (id(arg), arg.requires_grad) if isinstance(arg, nn.Parameter) else
             (arg.shape, arg.stride(), arg.dtype, arg.item() if index in self._numbers else None)
             for index, arg in enumerate(args))
         if key in self._applied:

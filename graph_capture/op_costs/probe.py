@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -265,8 +266,10 @@ class _Materializer:
 
     def _sparse(self, known: torch.Tensor) -> torch.Tensor:
         values, indices = strided_tensors(known)
-        made = torch.sparse_coo_tensor(indices.to(self._device, copy=True), self._real(values),
-                                       known.shape, check_invariants=False)
+        with warnings.catch_warnings():  # torch 2.11 has one for whoever says that he wants none
+            warnings.filterwarnings("ignore", "Sparse invariant checks")
+            made = torch.sparse_coo_tensor(indices.to(self._device, copy=True),
+                                           self._real(values), known.shape, check_invariants=False)
         return made._coalesced_(known.is_coalesced())
 
     def _real(self, fake: torch.Tensor | Layout) -> torch.Tensor:

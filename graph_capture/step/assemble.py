@@ -51,6 +51,9 @@ class LossMemory:
     """While its backward runs, beyond the cotangents that it makes."""
     cotangents_held: bool = False
     """Autograd's caller holds the cotangents to the end: they start the backward."""
+    cotangent_bytes: tuple[int, ...] = ()
+    """Of each tensor of the output, as they flow in; that of a sum is one number, expanded, of
+    which torch makes a whole tensor for the region's backward."""
 
     @classmethod
     def of(cls, footprint: LossFootprint) -> LossMemory:
@@ -58,7 +61,8 @@ class LossMemory:
         cotangents = sum(gradient.size_bytes for gradient in footprint.outputs)
         retained = footprint.retained_bytes
         return cls(retained, footprint.forward_peak_bytes - retained,
-                   max(0, footprint.backward_peak_bytes - retained - cotangents))
+                   max(0, footprint.backward_peak_bytes - retained - cotangents),
+                   cotangent_bytes=tuple(each.size_bytes for each in footprint.outputs))
 
 
 def assemble(
@@ -231,11 +235,21 @@ class _Assembly:
         for op in lowered.ops[lowered.num_forward:]:
             self._op(number, op)
         if AUTOGRAD_HOLDS_COTANGENTS and len(self.ops) > start:
-            self._hold_to_last_op({self.index[number, storage] for storage
-                                   in lowered.cotangent_storages if storage is not None})
+            self._hold_to_last_op({
+                self.index[number, storage]
+                for position, storage in enumerate(lowered.cotangent_storages)
+                if storage is not None and not self._is_copied(number, position, storage)})
         for storage, primal in lowered.gradient_storages:
             self._hand_over_gradient(number, storage, primal)
         return range(start, len(self.ops))
+
+    def _is_copied(self, number: int, position: int, storage: int) -> bool:
+        """Whether the region's backward gets a copy of its own of an expanded cotangent."""
+        output = self._output_of_cotangent(number, position)
+        tensors, _ = self.uses[number].returned.get(-1 if output is None else output, ([], []))
+        size = self.uses[number].lowered.storages[storage].size_bytes
+        return bool(tensors and self.loss.cotangent_bytes) and all(
+            self.loss.cotangent_bytes[tensor] < size for tensor in tensors)
 
     def _hold_to_last_op(self, buffers: set[int]) -> None:
         """Keep these buffers, which are not to be reused, until the last op so far has run."""

@@ -119,7 +119,7 @@ def _standing(module: nn.Module) -> PlanningForward | None:
 _WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Where wrappers keep the module that they wrap."""
 _WRAPPERS = ("OptimizedModule", "DistributedDataParallel", "DataParallel",
-             "FullyShardedDataParallel", "CheckpointWrapper", "AveragedModel")
+             "FullyShardedDataParallel", "CheckpointWrapper", "AveragedModel", "_FabricModule")
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -80,7 +80,7 @@ def test_quiet():
 def test_refusals():
     with pytest.raises(ValueError, match="expected a cpu or cuda device, got `meta`"):
         record_peak(lambda: None, "meta")
-    with (profile(activities=[ProfilerActivity.CPU]),
+    with (profile(activities=[ProfilerActivity.CPU], acc_events=True),
           pytest.raises(RuntimeError, match="while a profiler is running")):
         record_peak(lambda: None, "cpu")
 

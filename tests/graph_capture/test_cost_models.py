@@ -46,8 +46,10 @@ def test_measured_seconds_are_kept_for_the_next_plan(monkeypatch, tmp_path):
 
 def test_a_plan_by_measured_seconds():
     case = models.language_model(layers=1)
-    plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, budget="95%",
-                        cost_model="measured", time_limit=3)
+    options = {"loss_fn": case.loss_fn, "cost_model": "measured", "time_limit": 3}
+    with pytest.raises(planner.InfeasibleBudget) as refusal:
+        planner.plan(case.model, case.inputs, budget=1, **options)
+    plan = planner.plan(case.model, case.inputs, budget=refusal.value.minimum_bytes, **options)
     assert plan.cost_model == "measured" and 0 < plan.overhead_bound <= plan.overhead
 
 

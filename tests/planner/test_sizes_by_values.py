@@ -33,9 +33,8 @@ class Sized(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [
-    "maximum", "mask", *(pytest.param(kind, marks=pytest.mark.slow)
-                         for kind in ("mask of the inputs", "nonzero"))])
-@pytest.mark.slow
+    "mask", *(pytest.param(kind, marks=pytest.mark.slow)
+              for kind in ("maximum", "mask of the inputs", "nonzero"))])
 def test_sizes_that_values_decide(kind):
     torch.manual_seed(5)
     batches = [torch.randn(16, 32, 32) * scale for scale in (2, 3, 3, 1, 2.5)]

@@ -145,7 +145,8 @@ def test_the_loss_of_the_model_itself():
     assert max(measured) + resident <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("given", [{}, {"accumulation": 3}])
+@pytest.mark.parametrize("given", [
+    {}, pytest.param({"accumulation": 3}, marks=pytest.mark.slow)])
 def test_gradients_of_earlier_micro_steps_count(given):
     batches = [batch(seed=seed) for seed in range(6)]
     losses, peaks = train(model(), batches, accumulation=3)

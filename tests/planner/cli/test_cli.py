@@ -101,7 +101,8 @@ def test_a_model_that_cannot_be_captured_or_made_exits_with_1(tmp_path, monkeypa
     sys.modules.pop("own")
 
 
-@pytest.mark.parametrize("columns", [None, 60, 160])
+@pytest.mark.parametrize("columns", [
+    60, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (None, 160))])
 def test_tables_fit_the_terminal(saved, tmp_path, monkeypatch, columns):
     if columns is not None:
         monkeypatch.setenv("COLUMNS", str(columns))

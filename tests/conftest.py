@@ -1,0 +1,18 @@
+"""What is done around every test."""
+
+import gc
+import logging
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Leave alone what only costs time."""
+    # Measurements and plans collect garbage, which takes as long as there are objects: a million
+    # when torch and transformers are loaded.  What was there before need not be looked at.
+    gc.collect()
+    gc.freeze()
+    # pytest listens to each logger that does not propagate; torch prints every graph for this one
+    # as soon as anybody does.
+    logging.getLogger("torch.__trace").propagate = True
