@@ -71,6 +71,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - One code object may be compiled for many models and plans.
     - Under DistributedDataParallel the graph is not cut at the buckets.
     - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
+    - Code in which there was nothing to capture when it first ran is looked at again when it runs
+      another way; torch would pass it by for ever.
     """
     loggers = {method for name in _LOG_METHODS
                if callable(method := getattr(logging.Logger, name, None))}
@@ -80,6 +82,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             suppress_errors=False,
             recompile_limit=max(dynamo_config.recompile_limit, 256),
             accumulated_recompile_limit=max(dynamo_config.accumulated_recompile_limit, 4096),
+            allow_empty_graphs=True,
             allow_rnn=True,
             automatic_dynamic_shapes=False,
             optimize_ddp=False,
@@ -262,6 +265,25 @@ def pass_absent_gradients(outputs: object) -> None:
                 node.set_materialize_grads(False)
                 break
             node = node.next_functions[0][0] if node.next_functions else None
+
+
+def uncompiled_operations(outputs: object, inputs: object, *, behind_regions: bool) -> int:
+    """How many operations autograd has recorded between a model's inputs and its outputs that are
+    in no compiled region; `behind_regions`: also those that a region reads the results of."""
+    seen = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
+    waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs)
+               if isinstance(leaf, torch.Tensor)]
+    count = 0
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_region = type(node).__name__ == "CompiledFunctionBackward"
+        if behind_regions or not is_region:
+            waiting += [following for following, _ in node.next_functions]
+        count += not (is_region or type(node).__name__ == "AccumulateGrad")
+    return count
 
 
 def primal_indices(primals: Sequence[fx.Node]) -> list[int]:

@@ -85,9 +85,12 @@ class PlannedGraph:
 
     def adopt(self, module: nn.Module, plan: Plan) -> None:
         """Run under this plan from here on."""
+        earlier = getattr(self, "code", None)
         self.plan = plan
         self.code = code_of(module, plan.recipe)
         self.code.fall_back(with_least_memory)
+        if earlier is not None:
+            self.code.compare_with(earlier)
 
     @property
     def is_steered(self) -> bool:
