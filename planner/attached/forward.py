@@ -236,7 +236,7 @@ class PlanningForward(CountingForward):
             regions = settings.regions or regions_under_wrappers(module)
             planner = GraphPlanner(module, args, kwargs,
                                    replace(settings.planning, regions=regions), settings.limit,
-                                   settings.batches_ahead)
+                                   settings.batches_ahead, self._seen_optimizers)
             known = self._known(planner, None, has_gradients, self._expected_output(planner))
             if known is not None:
                 plan = planner.plan(known)
@@ -266,6 +266,9 @@ class PlanningForward(CountingForward):
             graph.adopt(self.__self__, graph.planner.plan(known))
         graph.known = known
         self._say(graph, self._words(known))
+
+    def _seen_optimizers(self) -> list[Optimizer]:
+        return [found for each in self._optimizers if (found := each()) is not None]
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
