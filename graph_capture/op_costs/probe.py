@@ -8,9 +8,9 @@ run in a process of their own (`graph_capture.op_costs.isolated`); on a CPU also
 would exceed what the caller's budget leaves in this process.
 
 Where an op cannot be run (no such device here, too large for the memory that is free or, on a GPU,
-for what the budget leaves, an error, an op that is not torch's own) a margin stands in, and the op's name is added to `assumed`:
-a convolution counts its operands and results once more, a matrix product copies of its operands
-where the kernel may want them rearranged, any other op nothing.
+for what the budget leaves, an error, an op that is not torch's own) a margin stands in, and the
+op's name is added to `assumed`: a convolution counts its operands and results once more, a matrix
+product copies of its operands where the kernel may want them rearranged, any other op nothing.
 
 Blind spots: what a library takes from the operating system; workspace that depends on the values.
 """
@@ -335,11 +335,11 @@ def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[to
     if torch.Tag.pointwise in target.tags:
         # On the CPU, operands of another dtype than the common one are converted in full first,
         # and a number in the place of a tensor becomes one.
-        return device.type == "cuda" or (len(dtypes) <= 1 and not _has_number_operand(target, args))
+        return device.type == "cuda" or (len(dtypes) <= 1 and not has_number_operand(target, args))
     return name in _FREE_IF_CONTIGUOUS and sum(dtype.is_floating_point for dtype in dtypes) <= 1
 
 
-def _has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
+def has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether a number stands where the op has an operand (not a mere setting such as `alpha`)."""
     return any(isinstance(value, (bool, int, float, complex)) and argument.name in ("self", "other")
                for argument, value in zip(target._schema.arguments, args, strict=False))
