@@ -15,6 +15,9 @@ from graph_capture.torch_compat.compilation import OpOverload as OpOverload
 from graph_capture.torch_compat.compilation import PartitionFunction as PartitionFunction
 from graph_capture.torch_compat.compilation import TorchDynamoException as TorchDynamoException
 from graph_capture.torch_compat.compilation import aot_backend as aot_backend
+from graph_capture.torch_compat.compilation import (
+    before_double_backward as before_double_backward,
+)
 from graph_capture.torch_compat.compilation import boxed as boxed
 from graph_capture.torch_compat.compilation import compile_forward as compile_forward
 from graph_capture.torch_compat.compilation import compile_module as compile_module
