@@ -29,7 +29,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          optimizer: object = None, solver: str = "auto", backend: str = "eager",
          cost_model: str = "roofline", device: torch.device | str | None = None,
          gpu: str | None = None, probe: bool = True, time_limit: float = 60.0,
-         keep: Sequence[str] = (), accumulation: int = 1, regions: str | Sequence[str] = "model",
+         keep: Sequence[str] = (), accumulation: int = 1,
+         regions: str | Sequence[str] | None = "model",
          autocast: torch.dtype | str | None = None, output: str = "held",
          progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
@@ -66,11 +67,11 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         accumulation: micro-steps to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
-        regions: what is compiled as one piece. `"model"`: all of it; `"blocks"`: each of its
-            repeated blocks by itself, with one budget over all of them, while the rest runs as it
-            is written (counted, not planned), which compiles in a time that grows with the number
-            of different decisions instead of with depth, and leaves blocks in place for wrappers;
-            or names of modules, wildcards allowed.
+        regions: what is compiled as one piece. `"model"` (or `None`): all of it; `"blocks"`: each
+            of its repeated blocks by itself, with one budget over all of them, while the rest runs
+            as it is written (counted, not planned), which compiles in a time that grows with the
+            number of different decisions instead of with depth, and leaves blocks in place for
+            wrappers; or names of modules, wildcards allowed.
         autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
             the backward outside; the applied model is to be called so, too.  An autocast that is
             active at the time of the call counts as well.
@@ -145,8 +146,8 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         model, args, kwargs, loss_fn=planning.loss_fn or unknown_loss, device=planning.device,
         gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
         cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
-        accumulated=planning.accumulation > 1, regions=planning.regions, answers=answers,
-        autocast=planning.autocast_dtype, holds_output=planning.output == "held",
+        accumulated=planning.accumulation > 1, regions=planning.regions or "model",
+        answers=answers, autocast=planning.autocast_dtype, holds_output=planning.output == "held",
         probe_room=probe_room, progress=progress)
 
 

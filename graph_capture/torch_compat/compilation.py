@@ -270,8 +270,9 @@ def before_double_backward(outputs: object, call: Callable[[], object]) -> None:
             node.register_hook(made)
 
     def made(gradients: Sequence[torch.Tensor | None], _: object) -> None:
-        for node in {gradient.grad_fn for gradient in gradients if gradient is not None} - {None}:
-            node.register_prehook(lambda _: call())
+        for node in {gradient.grad_fn for gradient in gradients if gradient is not None}:
+            if node is not None:
+                node.register_prehook(lambda _: call())
 
     for node in dict.fromkeys(_region_nodes(outputs)):
         node.register_prehook(functools.partial(begun, node=weakref.proxy(node)))

@@ -49,7 +49,7 @@ class PlanArguments(TypedDict, total=False):
     keep: Sequence[str]
     probe: bool
     accumulation: int
-    regions: str | Sequence[str]
+    regions: str | Sequence[str] | None
     autocast: torch.dtype | str | None
     output: str
 
@@ -98,8 +98,9 @@ class Planning:
         "Measure the workspace of single ops.", kind=bool))
     accumulation: int = field(default=1, metadata=flag(
         "Micro-steps to each step of the optimizer.", kind=int, min=1))
-    regions: str | Sequence[str] = field(default="model", metadata=flag(
+    regions: str | Sequence[str] | None = field(default="model", metadata=flag(
         "Compiled as one piece: model, blocks, or names of modules."))
+    """`None`, in `planner.within`: what suits the wrappers of the model; elsewhere the model."""
     autocast: torch.dtype | str | None = field(default=None, metadata=flag(
         "Forward and loss run within torch.autocast: bf16 or fp16."))
     output: str = field(default="held", metadata=flag(

@@ -20,7 +20,7 @@ import gc
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -57,12 +57,11 @@ class Settings:
     """What the user asked for."""
 
     planning: Planning
+    """Its `regions` are `None` for what suits the wrappers of the model."""
     limit: Budget | None
     on_new: OnNew = "replan"
     given: Plan | None = None
     """A saved plan."""
-    regions: str | Sequence[str] | None = None
-    """What is compiled as one piece; `None`: what suits the wrappers of the model."""
     batches_ahead: int = 0
     """How many batches the caller holds beside the one in use."""
 
@@ -233,7 +232,7 @@ class PlanningForward(CountingForward):
         """Capture and plan a step that no plan serves."""
         settings, module = self.settings, self.__self__
         with self._planning():
-            regions = settings.regions or regions_under_wrappers(module)
+            regions = settings.planning.regions or regions_under_wrappers(module)
             planner = GraphPlanner(module, args, kwargs,
                                    replace(settings.planning, regions=regions), settings.limit,
                                    settings.batches_ahead, self._seen_optimizers)

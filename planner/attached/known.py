@@ -139,10 +139,10 @@ class GraphPlanner:
         batches_bytes = (1 + self._batches_ahead) * self._input_bytes
         resident_bytes = batches_bytes + sum(
             tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        limit, stepping = self._limit, self._stepping
-        return ProbeRoom(
-            limit.fraction if limit.size_bytes is None else limit.size_bytes,
-            lambda: batches_bytes + held_bytes(model, stepping()), resident_bytes)
+        limit, stepping = self._limit.size_bytes or self._limit.fraction, self._stepping
+        assert limit is not None
+        return ProbeRoom(limit, lambda: batches_bytes + held_bytes(model, stepping()),
+                         resident_bytes)
 
     @property
     def output_tensors(self) -> int:

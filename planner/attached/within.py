@@ -66,8 +66,7 @@ def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew
                 plan: Plan | str | PathLike[str] | None, arguments: PlanArguments) -> Settings:
     """What `within` is asked for, checked."""
     limit = parse_budget(budget_gb, budget)
-    regions = arguments.pop("regions", None)
-    planning = Planning.of(within, arguments)
+    planning = Planning.of(within, {"regions": None, **arguments})
     if on_new not in ("replan", "refuse"):
         raise ValueError(f'on_new must be "replan" or "refuse", got {on_new!r}')
     given = load(plan) if isinstance(plan, str | PathLike) else plan
@@ -78,7 +77,7 @@ def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew
             given.peak_bytes > limit.size_bytes):
         raise ValueError(f"the plan that was given peaks at {given.peak_bytes:,} bytes, more than "
                          f"the budget of {limit.size_bytes:,} bytes; plan anew, or leave it out")
-    return Settings(planning, limit, on_new, given, regions)
+    return Settings(planning, limit, on_new, given)
 
 
 def attach(model: nn.Module, settings: Settings) -> None:
