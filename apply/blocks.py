@@ -21,7 +21,7 @@ from torch import nn
 
 from apply.errors import PlanMismatch
 from apply.plan_backend import Fallback
-from apply.planned_code import PlannedCode
+from apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, call_forward, in_place_of_forwards, own_forward
@@ -39,6 +39,7 @@ class PlannedBlocks:
         """Whether a block that is not the plan's ends the call though others have run."""
         self._falls_back = False
         self._runs = 0
+        self._did_more_outside = False
         check_blocks(model, recipe)
         self._code_of = {name: code for shared in shared_code(recipe)
                          for code in [_code_of_blocks(model, recipe, shared)]
@@ -52,6 +53,13 @@ class PlannedBlocks:
         for code in self._codes:
             code.fall_back(fallback)
 
+    def compare_with(self, earlier: Code) -> None:
+        """As `PlannedCode.compare_with`."""
+        found = {} if not isinstance(earlier, PlannedBlocks) else earlier._code_of
+        for name, code in self._code_of.items():
+            if name in found:
+                code.compare_with(found[name])
+
     @property
     def compilations(self) -> int:
         """Graphs that were compiled so far."""
@@ -60,7 +68,7 @@ class PlannedBlocks:
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
         """`own`: the forward that the instance has, `None`: that of its class."""
-        self.has_begun, self._runs = True, 0
+        self.has_begun, self._runs, self._did_more_outside = True, 0, False
         blocks = [(self._model.get_submodule(name), code) for name, code in self._code_of.items()]
         with in_place_of_forwards((block, self._call_of(block, code)) for block, code in blocks):
             return call_forward(module, own, *args, **kwargs)
@@ -82,13 +90,16 @@ class PlannedBlocks:
                               f"{mismatch}", stacklevel=2)
                 return as_written(*args, **kwargs)
             self._runs += code.planned_runs
+            self._did_more_outside |= code.did_more_outside
             return result
 
         return call
 
     def why_unplanned(self) -> str | None:
         """Why the last call, which went well, did not run under the plan; `None` where it did."""
-        return None if self._runs else _NO_BLOCK
+        if not self._runs:
+            return _NO_BLOCK
+        return DID_MORE_OUTSIDE if self._did_more_outside else None
 
 
 Code = PlannedCode | PlannedBlocks

@@ -20,6 +20,7 @@ from apply.errors import PlanMismatch
 from apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
+from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
 from graph_capture.joint_graph.lower import LoweredRegion
 from graph_capture.joint_graph.naming import name_modules
@@ -31,6 +32,7 @@ from graph_capture.torch_compat import (
     OpOverload,
     PartitionFunction,
     aot_backend,
+    before_double_backward,
     boxed,
     mutated_inputs,
     pass_absent_gradients,
@@ -138,6 +140,7 @@ class PlanBackend:
             self.planned_runs += match is not None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
+            before_double_backward(outputs, _refuse_double_backward)
             watch(outputs, watched, self._output_is_held)
             return outputs
 
@@ -221,6 +224,15 @@ class PlanBackend:
             return None
         return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
                 f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
+
+
+def _refuse_double_backward() -> None:
+    raise CaptureError(
+        "a gradient that came through the planned step is differentiated again (create_graph=True, "
+        "as for a gradient penalty), and what torch.compile has captured can be differentiated "
+        "once only. Make such a loss of the model as it is written: "
+        "type(model).forward(model, ...) calls it without its plan; or plan only parts of the "
+        "model that are differentiated once")
 
 
 def _leaves_no_trace(graph: fx.Graph) -> bool:

@@ -16,7 +16,14 @@ from graph_capture.torch_compat import (
     compile_forward,
     compile_settings,
     sizes_as_they_are,
+    uncompiled_operations,
 )
+
+DID_MORE_OUTSIDE = (
+    "a part of the model that torch.compile does not capture (code under torch.compiler.disable, "
+    "or code that torch gave up on) did more in this step than when it was planned; that part ran "
+    "as it is written, and the step may have taken more than the budget. Let it do in the first "
+    "step the most that it ever does, or take it out of the model")
 
 
 class PlannedCode:
@@ -30,6 +37,12 @@ class PlannedCode:
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which parameters are trained: torch 2.11 does not look again where that changes."""
         self._donated_buffers = recipe.backend == "inductor"
+        self._has_several_regions = len(recipe.regions if regions is None else regions) > 1
+        self._operations_outside: int | None = None
+        """What autograd recorded outside of all regions in the first call; `None`: there was none.
+        """
+        self.did_more_outside = False
+        """Whether it recorded more there in the last call."""
 
     @property
     def has_begun(self) -> bool:
@@ -40,6 +53,12 @@ class PlannedCode:
         """In a step that has begun, a region that is not the plan's is from now on run by what
         `fallback` makes of it, with a warning, instead of ending the step with `PlanMismatch`."""
         self._backend.fallback = fallback
+
+    def compare_with(self, earlier: object) -> None:
+        """Take what ran outside of the regions of earlier code of the same graph for what was
+        planned, instead of what does in the first call."""
+        if isinstance(earlier, PlannedCode):
+            self._operations_outside = earlier._operations_outside
 
     @property
     def is_trial(self) -> bool:
@@ -72,11 +91,17 @@ class PlannedCode:
         with (compile_settings(donated_buffers=self._donated_buffers),
               sizes_as_they_are((args, kwargs))):
             try:
-                return self._compiled[trained](module, own, *args, **kwargs)
+                output = self._compiled[trained](module, own, *args, **kwargs)
             except BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, PlanMismatch):
                     raise error.inner_exception from None
                 raise
+        outside = uncompiled_operations(output, (args, kwargs),
+                                        behind_regions=self._has_several_regions)
+        if self._operations_outside is None:
+            self._operations_outside = outside
+        self.did_more_outside = outside > self._operations_outside
+        return output
 
     def why_unplanned(self) -> str | None:
         """Why the last call, which went well, did not run under the plan; `None` where it did."""
@@ -86,6 +111,8 @@ class PlannedCode:
                     "up in its first call, call it once before the plan is applied")
         if not self.planned_runs:
             return "nothing that was captured of this step needed a gradient"
+        if self.did_more_outside:
+            return DID_MORE_OUTSIDE
         return None
 
 

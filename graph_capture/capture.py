@@ -24,6 +24,7 @@ from graph_capture.inductor.fused_costs import FusedCosts
 from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
 from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
+from graph_capture.op_costs.room import ProbeRoom
 from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
@@ -116,7 +117,8 @@ def capture_step(
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
     autocast: torch.dtype | None = None, holds_output: bool = True,
-    answers: tuple[Any, ...] | None = None, progress: Progress | None = None,
+    answers: tuple[Any, ...] | None = None, probe_room: ProbeRoom | None = None,
+    progress: Progress | None = None,
     make_layout: Callable[[FakeTwin], RankLayout] | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
@@ -131,7 +133,8 @@ def capture_step(
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
     captured in pieces.  `holds_output`: the caller holds the model's output until the backward
     ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
-    data-parallel run, which holds the model so.
+    data-parallel run, which holds the model so.  `probe_room`: what running single ops may take
+    where a loop has begun to train.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -144,7 +147,10 @@ def capture_step(
                      extra=() if loss_fn is None else (loss_fn,))
     twin_loss = None if loss_fn is None else twin.extra[0]
     twin = replace(twin, answers=answers, autocast=autocast)
-    costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say)
+    room = None if not probe or probe_room is None else probe_room.left(
+        lambda: _least_plain_peak(twin, twin_loss))
+    costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say,
+                    room=room)
     inductor = backend == "inductor"
     if inductor:
         check_compiler(twin.device, twin.trace_device)
@@ -209,6 +215,15 @@ def capture_step(
             traced, traced_loss, costs, recording.graphs, twin, holds_output),
         outputs=outputs,
         tracing=tracing)
+
+
+def _least_plain_peak(twin: FakeTwin, loss_fn: LossFn | None) -> int:
+    """The peak of the plain step above what is resident, but for the workspace of its ops; 0 where
+    it cannot be traced, which is an error later."""
+    try:
+        return trace_eager_step(twin, loss_fn, workspace=lambda *call: 0).peak_bytes
+    except Exception:  # whatever the user's code raises
+        return 0
 
 
 def _without(twin: FakeTwin, names: Set[str]) -> FakeTwin:

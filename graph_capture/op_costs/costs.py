@@ -52,13 +52,14 @@ class OpCosts:
     def __init__(
         self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True,
         gpu: str | None = None, progress: Progress | None = None,
+        room: Callable[[], int] | None = None,
     ) -> None:
         """`gpu`: whose figures to take, by the table; `progress` is told now and then how many ops
-        have been timed."""
+        have been timed; `room`: as for `OpProbe`."""
         self.device_model = device_model(device, gpu=gpu)
         self.assumption = None if cost_model == "flops" else assumption(device, gpu)
         self._cost_model = cost_model
-        self._probe = OpProbe(device, probe=probe)
+        self._probe = OpProbe(device, probe=probe, room=room)
         self._progress = progress or (lambda message: None)
         self._timed = 0
 

@@ -4,12 +4,13 @@ The model of the world: that depends on the op, the shapes, strides and dtypes o
 other arguments, the device, the torch version and the number of threads, and on nothing else.  So
 it is measured by running the op alone on throw-away tensors, once per such signature, and kept.
 Ops whose kernels are known to need nothing are not run; those that may not bear made-up operands
-run in a process of their own (`graph_capture.op_costs.isolated`).
+run in a process of their own (`graph_capture.op_costs.isolated`); on a CPU also those whose tensors
+would exceed what the caller's budget leaves in this process.
 
-Where an op cannot be run (no such device here, too large for the memory that is free, an error,
-an op that is not torch's own) a margin stands in, and the op's name is added to `assumed`:
-a convolution counts its operands and results once more, a matrix product copies of its operands
-where the kernel may want them rearranged, any other op nothing.
+Where an op cannot be run (no such device here, too large for the memory that is free or, on a GPU,
+for what the budget leaves, an error, an op that is not torch's own) a margin stands in, and the
+op's name is added to `assumed`: a convolution counts its operands and results once more, a matrix
+product copies of its operands where the kernel may want them rearranged, any other op nothing.
 
 Blind spots: what a library takes from the operating system; workspace that depends on the values.
 """
@@ -61,9 +62,11 @@ class OpProbe:
     """Measures ops of one device, each signature once."""
 
     def __init__(self, device: torch.device | str, *, probe: bool = True,
-                 directory: Path | None = None) -> None:
+                 directory: Path | None = None, room: Callable[[], int] | None = None) -> None:
         """`probe=False` measures nothing; `directory` holds the cache on disk, by default
-        `op_cache.cache_directory()`."""
+        `op_cache.cache_directory()`; `room`: how many bytes throw-away tensors may take in this
+        process now, `None`: all that may be used of the memory that is free."""
+        self._room = room
         self.device = torch.device(device)
         self.assumed: set[str] = set()
         """Names of the ops for which a margin was taken."""
@@ -123,8 +126,9 @@ class OpProbe:
         known = self.known_seconds(text, args, kwargs)
         if known is not None or not self._enabled:
             return known
-        measured = self._run_alone(function, args, kwargs, strided_tensors((args, kwargs)),
-                                   "seconds")
+        tensors = strided_tensors((args, kwargs))
+        measured = None if not self._fits_here(tensors) else self._run_alone(
+            function, args, kwargs, tensors, "seconds")
         if measured is not None:
             self._cache.put(_kernel_key(text, args, kwargs), measured)
         return measured
@@ -137,9 +141,13 @@ class OpProbe:
             return None
         if self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS:
             return None
-        if is_trusted(target) or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
-            return self._run_alone(lambda: target, args, kwargs, [*inputs, *outputs], quantity)
-        if not self._has_room([*inputs, *outputs]):
+        tensors = [*inputs, *outputs]
+        fits = self._fits_here(tensors, self._margin(target, inputs, outputs))
+        if fits and (is_trusted(target)
+                     or any(map(is_sparse, pytree.tree_leaves((args, kwargs))))):
+            return self._run_alone(lambda: target, args, kwargs, tensors, quantity)
+        # The memory of another process is no part of the budget, but that of a GPU is one memory.
+        if not self._has_room(tensors) or not (fits or self.device.type == "cpu"):
             return None
         return self._isolated.measure(target, args, kwargs, quantity)
 
@@ -168,6 +176,11 @@ class OpProbe:
     def _has_room(self, tensors: list[torch.Tensor]) -> bool:
         return (sum(map(_extent_bytes, tensors))
                 <= _SAFE_FRACTION * free_bytes(self.device))
+
+    def _fits_here(self, tensors: list[torch.Tensor], margin_bytes: int = 0) -> bool:
+        """Whether such tensors, and a margin, are within what the caller's budget leaves."""
+        return self._room is None or (
+            sum(map(_extent_bytes, tensors)) + margin_bytes <= self._room())
 
     def _estimated_seconds(self, target: OpOverload, args: tuple[Any, ...],
                            kwargs: Mapping[str, Any], outputs: list[torch.Tensor]) -> float:
@@ -325,11 +338,11 @@ def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[to
     if torch.Tag.pointwise in target.tags:
         # On the CPU, operands of another dtype than the common one are converted in full first,
         # and a number in the place of a tensor becomes one.
-        return device.type == "cuda" or (len(dtypes) <= 1 and not _has_number_operand(target, args))
+        return device.type == "cuda" or (len(dtypes) <= 1 and not has_number_operand(target, args))
     return name in _FREE_IF_CONTIGUOUS and sum(dtype.is_floating_point for dtype in dtypes) <= 1
 
 
-def _has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
+def has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether a number stands where the op has an operand (not a mere setting such as `alpha`)."""
     return any(isinstance(value, (bool, int, float, complex)) and argument.name in ("self", "other")
                for argument, value in zip(target._schema.arguments, args, strict=False))

@@ -8,8 +8,10 @@ what of that is still alive when the gradients arrive, and is none of them, the 
 `LossWatch` follows one such stretch of a real step, as the memory tracker follows a traced one;
 `ReplayedLoss` takes in a traced step what was seen.  Values are not changed: the very ops run.
 
-Blind spots: memory that kernels take for themselves; losses on another thread; where the caller is
-in a dispatch mode of its own, or the output is of a subclass of tensors, nothing is followed.
+Blind spots: memory that kernels take for themselves, but for the numbers among their operands; a
+maximum or product over all elements, whose gradient autograd computes otherwise when watched;
+losses on another thread; where the caller is in a dispatch mode of its own, or the output is of a
+subclass of tensors, nothing is followed.
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ import torch
 
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.tracker import MemoryTracker
+from graph_capture.op_costs.probe import has_number_operand
 from graph_capture.plain_step.loss import OutputGradient, Until, output_tensors
-from graph_capture.torch_compat import active_modes, storage_key
+from graph_capture.torch_compat import (
+    OpOverload,
+    active_modes,
+    pytree,
+    storage_key,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ class LossWatch(MemoryTracker):
                         for tensor in tensors]
         device = next((tensor.device for tensor in tensors if tensor.requires_grad),
                       torch.device("cpu"))
-        super().__init__(lambda *call: 0, device=device, trace_device=device, resident=())
+        super().__init__(_bytes_of_numbers, device=device, trace_device=device, resident=())
         for tensor in tensors:
             self.follow(tensor)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
@@ -125,13 +133,16 @@ class LossWatch(MemoryTracker):
                 found = gradients[place[1]] if place[0] == node else None
                 if place[0] == node and found is None:
                     return OutputGradient(False, 0, until)
-                return OutputGradient(True, 0 if found is None else allocated_bytes(
-                    found.untyped_storage().nbytes(), device), until)
+                # What the backward began with, the caller holds to its end.
+                size = 0 if found is None or self._is_seed(found) else allocated_bytes(
+                    found.untyped_storage().nbytes(), device)
+                return OutputGradient(True, size, until)
 
             outputs = tuple(map(gradient, self._places, self._numbers, self._tensors))
             output_bytes = sum(self._sizes[number] for number in {*self._numbers} & there
                                if number is not None)
-            made = {number for found in gradients if found is not None
+            made = {number for found in gradients
+                    if found is not None and not self._is_seed(found)
                     for number in self.numbers_of(found)} - {*self._numbers}
             held = self.live_bytes - output_bytes - sum(self._sizes[number] for number in made)
             peak = self.peak_bytes - output_bytes
@@ -140,11 +151,26 @@ class LossWatch(MemoryTracker):
 
         return arrived
 
+    def _is_seed(self, gradient: torch.Tensor) -> bool:
+        """Whether it is a view of the ones that the backward began with."""
+        number = self.number_of(gradient)
+        return number is not None and self._makers[number][0] == "aten.ones_like"
+
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if self._closed:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _bytes_of_numbers(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                      out: Any) -> int:
+    """A kernel of the CPU makes a tensor of a number in the place of an operand, and of what a mean
+    divides by."""
+    on_cpu = any(leaf.device.type == "cpu" for leaf in pytree.tree_leaves(args)
+                 if isinstance(leaf, torch.Tensor))
+    has_number = has_number_operand(target, args) or target._schema.name == "aten::mean"
+    return _NUMBER_BYTES if on_cpu and has_number else 0
 
 
 def _life(is_held: bool, is_there: bool) -> Until:
@@ -191,6 +217,7 @@ class ReplayedLoss:
         return loss
 
 
+_NUMBER_BYTES = 8
 _SCALAR_BYTES = 4
 """Size of the loss, and of the 1 that its backward starts from."""
 

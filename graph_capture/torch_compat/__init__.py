@@ -15,6 +15,9 @@ from graph_capture.torch_compat.compilation import OpOverload as OpOverload
 from graph_capture.torch_compat.compilation import PartitionFunction as PartitionFunction
 from graph_capture.torch_compat.compilation import TorchDynamoException as TorchDynamoException
 from graph_capture.torch_compat.compilation import aot_backend as aot_backend
+from graph_capture.torch_compat.compilation import (
+    before_double_backward as before_double_backward,
+)
 from graph_capture.torch_compat.compilation import boxed as boxed
 from graph_capture.torch_compat.compilation import compile_forward as compile_forward
 from graph_capture.torch_compat.compilation import compile_module as compile_module
@@ -34,6 +37,7 @@ from graph_capture.torch_compat.compilation import quiet_fake_tensors as quiet_f
 from graph_capture.torch_compat.compilation import sharded_module as sharded_module
 from graph_capture.torch_compat.compilation import sizes_as_they_are as sizes_as_they_are
 from graph_capture.torch_compat.compilation import split_joint_graph as split_joint_graph
+from graph_capture.torch_compat.compilation import uncompiled_operations as uncompiled_operations
 from graph_capture.torch_compat.compilation import wrapping_data_parallel as wrapping_data_parallel
 from graph_capture.torch_compat.memory import FakeTensor as FakeTensor
 from graph_capture.torch_compat.memory import FakeTensorMode as FakeTensorMode

@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - One code object may be compiled for many models and plans.
     - Under DistributedDataParallel the graph is not cut at the buckets.
     - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
+    - Code in which there was nothing to capture when it first ran is looked at again when it runs
+      another way; torch would pass it by for ever.
     """
     loggers = {method for name in _LOG_METHODS
                if callable(method := getattr(logging.Logger, name, None))}
@@ -80,6 +83,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             suppress_errors=False,
             recompile_limit=max(dynamo_config.recompile_limit, 256),
             accumulated_recompile_limit=max(dynamo_config.accumulated_recompile_limit, 4096),
+            allow_empty_graphs=True,
             allow_rnn=True,
             automatic_dynamic_shapes=False,
             optimize_ddp=False,
@@ -253,15 +257,57 @@ def cotangent_sources(
 def pass_absent_gradients(outputs: object) -> None:
     """Let the compiled region behind `outputs` receive `None` for an output without a gradient,
     instead of zeros of its size (`set_materialize_grads` on its autograd node)."""
+    for node in _region_nodes(outputs):
+        node.set_materialize_grads(False)
+
+
+def before_double_backward(outputs: object, call: Callable[[], object]) -> None:
+    """Call `call` where a backward is about to differentiate gradients that came of the compiled
+    region behind `outputs`, which torch refuses."""
+
+    def begun(_: object, node: Any) -> None:
+        if torch.is_grad_enabled():  # create_graph=True
+            node.register_hook(made)
+
+    def made(gradients: Sequence[torch.Tensor | None], _: object) -> None:
+        for node in {gradient.grad_fn for gradient in gradients if gradient is not None}:
+            if node is not None:
+                node.register_prehook(lambda _: call())
+
+    for node in dict.fromkeys(_region_nodes(outputs)):
+        node.register_prehook(functools.partial(begun, node=weakref.proxy(node)))
+
+
+def _region_nodes(outputs: object) -> Iterator[Any]:
+    """The autograd node of the compiled region behind each of its outputs."""
     for output in pytree.tree_leaves(outputs):
         node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
         for _ in range(4):  # An output that is a view stands a few autograd nodes further.
             if node is None:
                 break
             if type(node).__name__ == "CompiledFunctionBackward":
-                node.set_materialize_grads(False)
+                yield node
                 break
             node = node.next_functions[0][0] if node.next_functions else None
+
+
+def uncompiled_operations(outputs: object, inputs: object, *, behind_regions: bool) -> int:
+    """How many operations autograd has recorded between a model's inputs and its outputs that are
+    in no compiled region; `behind_regions`: also those that a region reads the results of."""
+    seen = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
+    waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs)
+               if isinstance(leaf, torch.Tensor)]
+    count = 0
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_region = type(node).__name__ == "CompiledFunctionBackward"
+        if behind_regions or not is_region:
+            waiting += [following for following, _ in node.next_functions]
+        count += not (is_region or type(node).__name__ == "AccumulateGrad")
+    return count
 
 
 def primal_indices(primals: Sequence[fx.Node]) -> list[int]:

@@ -29,9 +29,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "compilation": (
         "torch._dynamo.backends.common.aot_autograd("
         "fw_compiler=, bw_compiler=, inference_compiler=, partition_fn=)",
-        *_of("torch._dynamo.config", "accumulated_recompile_limit", "allow_rnn",
-             "automatic_dynamic_shapes", "ignore_logging_functions", "optimize_ddp", "patch",
-             "recompile_limit", "suppress_errors"),
+        *_of("torch._dynamo.config", "accumulated_recompile_limit", "allow_empty_graphs",
+             "allow_rnn", "automatic_dynamic_shapes", "ignore_logging_functions", "optimize_ddp",
+             "patch", "recompile_limit", "suppress_errors"),
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.lookup_backend(name)",
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",

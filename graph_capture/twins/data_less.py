@@ -42,6 +42,12 @@ from graph_capture.twins.fake import FakeTwin, TwinCopier, twin_by
 _KNOWN_BYTES = 1 << 24
 """Known values are followed through tensors of at most this size."""
 
+_EMPTY = frozenset({
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default})
+"""Ops that make no values; where these are integers, code may write known ones and look at them."""
+
 VALUE_OPS = frozenset({
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default})
@@ -162,9 +168,10 @@ class DataLessMode(TorchDispatchMode):
             answer = self._answer(func, args, kwargs)
         except NoStaticShape:
             return func(*args, **kwargs)
-        size = sum(leaf.untyped_storage().nbytes() for leaf in pytree.tree_leaves(answer)
-                   if isinstance(leaf, torch.Tensor))
-        if size <= _KNOWN_BYTES:
+        made = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
+        if func in _EMPTY and all(leaf.is_floating_point() for leaf in made):
+            return answer
+        if sum(leaf.untyped_storage().nbytes() for leaf in made) <= _KNOWN_BYTES:
             return func(*args, **kwargs)
         self._note_overwritten(func, args, kwargs)
         return answer

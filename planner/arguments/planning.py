@@ -103,6 +103,7 @@ class Planning:
         "Micro-steps to each step of the optimizer.", kind=int, min=1))
     regions: str | Sequence[str] | None = field(default=None, metadata=flag(
         "Compiled as one piece: model, blocks, or names of modules."))
+    """`None`, in `planner.within`: what suits the wrappers of the model; elsewhere the model."""
     autocast: torch.dtype | str | None = field(default=None, metadata=flag(
         "Forward and loss run within torch.autocast: bf16 or fp16."))
     output: str = field(default="held", metadata=flag(

@@ -58,6 +58,7 @@ class Settings:
     """What the user asked for."""
 
     planning: Planning
+    """Its `regions` are `None` for what suits the wrappers of the model."""
     limit: Budget | None
     on_new: OnNew = "replan"
     given: Plan | None = None
@@ -84,9 +85,12 @@ class PlannedGraph:
 
     def adopt(self, module: nn.Module, plan: Plan) -> None:
         """Run under this plan from here on."""
+        earlier = getattr(self, "code", None)
         self.plan = plan
         self.code = code_of(module, plan.recipe)
         self.code.fall_back(with_least_memory)
+        if earlier is not None:
+            self.code.compare_with(earlier)
 
     @property
     def is_steered(self) -> bool:
@@ -233,7 +237,7 @@ class PlanningForward(CountingForward):
         settings, module = self.settings, self.__self__
         with self._planning():
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
-                                   settings.batches_ahead)
+                                   settings.batches_ahead, self._seen_optimizers)
             known = self._known(planner, None, has_gradients, self._expected_output(planner))
             if known is not None:
                 plan = planner.plan(known)
@@ -263,6 +267,9 @@ class PlanningForward(CountingForward):
             graph.adopt(self.__self__, graph.planner.plan(known))
         graph.known = known
         self._say(graph, self._words(known))
+
+    def _seen_optimizers(self) -> list[Optimizer]:
+        return [found for each in self._optimizers if (found := each()) is not None]
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,7 @@ from graph_capture.completed import (
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from graph_capture.errors import CaptureError, ValueAsked
+from graph_capture.op_costs.room import ProbeRoom
 from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
@@ -47,6 +48,7 @@ from planner.api import capture_call, resolve
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
+from planner.attached.held import held_bytes
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import watched
@@ -96,10 +98,12 @@ class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 planning: Planning, limit: Budget | None, batches_ahead: int = 0) -> None:
+                 planning: Planning, limit: Budget | None, batches_ahead: int = 0,
+                 stepping: Callable[[], Sequence[Optimizer]] = tuple) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
-        holds beside this one."""
+        holds beside this one; `stepping`: the optimizers that were seen so far."""
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
+        self._stepping = stepping
         self.is_steered = False
         """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
@@ -118,15 +122,17 @@ class GraphPlanner:
             planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))
         self._parallel = planning.parallel
         unknown = OpenLoss(self._input_bytes)
+        room = self._probe_room(model)
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report,
-                                          unknown_loss=unknown)
+                                          unknown_loss=unknown, probe_room=room)
             except ValueAsked:
                 answers = asked_values(model, lambda: model.forward(*args, **kwargs))
                 try:
                     self._step = capture_call(model, args, kwargs, planning, report,
-                                              answers=answers, unknown_loss=unknown)
+                                              answers=answers, unknown_loss=unknown,
+                                              probe_room=room)
                 except ValueAsked as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.is_steered = True
@@ -139,6 +145,19 @@ class GraphPlanner:
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(self._tensors, group_of(model))
         self._circumstances = circumstances_of(model, args, kwargs)
+
+    def _probe_room(self, model: nn.Module) -> ProbeRoom | None:
+        """What the budget leaves to ops that are run to measure them."""
+        if self._limit is None:
+            return None
+        # No more of the batch than its size: what is planned may be planned again in a later step.
+        batches_bytes = (1 + self._batches_ahead) * self._input_bytes
+        resident_bytes = batches_bytes + sum(
+            tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        limit, stepping = self._limit.size_bytes or self._limit.fraction, self._stepping
+        assert limit is not None
+        return ProbeRoom(limit, lambda: batches_bytes + held_bytes(model, stepping()),
+                         resident_bytes)
 
     @property
     def output_tensors(self) -> int:

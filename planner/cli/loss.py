@@ -2,7 +2,8 @@
 
 A name such as `cross_entropy` is that of a function of `torch.nn.functional`, called with the
 model's prediction - the output's `logits`, else its first tensor - and a target that fits it.  As
-there, classes are the second dimension.
+there, classes are the second dimension; but where the model takes sequences of tokens, or the
+output has `logits` of three dimensions, they are the last, and each place of each sequence counts.
 
 Blind spot: the target is made of zeros in the loss, so that it counts as the loss's memory and not
 as an input.
@@ -46,11 +47,29 @@ def find_loss(text: str | None) -> Callable[[Any], torch.Tensor] | None:
     return loss
 
 
+def fitted_to(loss: Callable[[Any], torch.Tensor] | None, inputs: object
+              ) -> Callable[[Any], torch.Tensor] | None:
+    """What `find_loss` found, for a model that is given such inputs."""
+    return _FunctionalLoss(loss.name, _has_tokens(inputs)) if isinstance(
+        loss, _FunctionalLoss) else loss
+
+
+def _has_tokens(inputs: object) -> bool:
+    """Whether sequences of whole numbers are among the inputs: `(batch, sequence)`."""
+    import torch
+
+    from graph_capture.torch_compat import pytree
+
+    return any(isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and leaf.dtype != torch.bool
+               and not (leaf.is_floating_point() or leaf.is_complex())
+               for leaf in pytree.tree_leaves(inputs))
+
+
 class _FunctionalLoss:
     """A function of `torch.nn.functional`, with a target of zeros."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, of_tokens: bool = False) -> None:
+        self.name, self._of_tokens = name, of_tokens
 
     def __call__(self, output: Any) -> torch.Tensor:
         """The loss."""
@@ -58,14 +77,29 @@ class _FunctionalLoss:
 
         from graph_capture.plain_step.loss import output_tensors
 
-        prediction = getattr(output, "logits", None)
-        if prediction is None:
-            prediction = output_tensors(output)[0]
-        if self._name in OF_CLASSES:
+        logits = getattr(output, "logits", None)
+        tensors = [logits] if isinstance(logits, torch.Tensor) else output_tensors(output)
+        prediction = next((each for each in tensors if each.is_floating_point()), None)
+        if prediction is None or prediction.dim() == 0:
+            raise UsageError(
+                f"--loss {self.name} is made of the output's `logits` or first tensor of floats; "
+                f"the model returns {_described(output)}. Give --loss file.py:function, a function "
+                "of the output" + ("" if prediction is None else
+                                   ", or leave --loss out: a number is taken for the loss"))
+        if self.name in OF_CLASSES:
+            if prediction.dim() == 3 and (self._of_tokens or logits is not None):
+                prediction = prediction.flatten(0, 1)
             # One class for each place; of a sample alone there is one place.
             place = prediction.select(1 if prediction.dim() > 1 else 0, 0)
             target = torch.zeros_like(place, dtype=torch.long)
         else:
             target = torch.zeros_like(prediction)
-        loss: torch.Tensor = getattr(torch.nn.functional, self._name)(prediction, target)
+        loss: torch.Tensor = getattr(torch.nn.functional, self.name)(prediction, target)
         return loss
+
+
+def _described(output: object) -> str:
+    import torch
+
+    return (f"a tensor of {str(output.dtype).removeprefix('torch.')}{list(output.shape)}"
+            if isinstance(output, torch.Tensor) else type(output).__name__)

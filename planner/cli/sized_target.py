@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from planner.cli.failures import TargetError, UsageError
-from planner.cli.loss import find_loss
+from planner.cli.loss import find_loss, fitted_to
 from planner.cli.options import TargetOptions
 from planner.cli.target import LossFn, Target, call_factory, find_factory, refuse_hf_options
 
@@ -76,8 +76,8 @@ def load_sized_target(options: TargetOptions, what: str, *, first: int,
 
     target = make(first)
     own_loss = target.loss_fn is not None and loss_fn is None
-    return SizedTarget(target.model, lambda size: make(size).inputs, None, loss_fn,
-                       make_loss_fn if own_loss else None)
+    return SizedTarget(target.model, lambda size: make(size).inputs, None,
+                       fitted_to(loss_fn, target.inputs), make_loss_fn if own_loss else None)
 
 
 def _takes_a_size(factory: Callable[..., object]) -> bool:

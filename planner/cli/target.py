@@ -15,7 +15,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.cli.failures import TargetError, UsageError
-from planner.cli.loss import find_loss
+from planner.cli.loss import find_loss, fitted_to
 from planner.cli.named_code import describe_error, find_object
 from planner.cli.options import TargetOptions
 from planner.cli.tensors import parse_inputs
@@ -48,14 +48,15 @@ def load_target(options: TargetOptions, *, device: str) -> Target:
     if options.target.startswith("hf:"):
         from planner.cli.hugging_face import load_hugging_face
 
-        return Target(*load_hugging_face(options, device=device), given)
+        known, batch = load_hugging_face(options, device=device)
+        return Target(known, batch, fitted_to(given, batch))
     refuse_hf_options(options, "a factory sets its own sizes, or takes --input NAME:DTYPE[SHAPE]")
     model, inputs, loss_fn = call_factory(options.target, find_factory(options.target))
     if options.inputs:
         tensors_on = "cpu" if device == "meta" else device
         inputs = {name: spec.make(tensors_on)
                   for name, spec in parse_inputs(options.inputs).items()}
-    return Target(model, inputs, given or loss_fn)
+    return Target(model, inputs, fitted_to(given, inputs) or loss_fn)
 
 
 def refuse_hf_options(options: TargetOptions, remedy: str) -> None:

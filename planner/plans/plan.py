@@ -6,7 +6,7 @@ compared, saved, sent to another machine and applied to any model whose step has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ from solvers.result import Status
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from planner.plans.selective import SelectiveCheckpointing
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,20 @@ class Plan(Predicted):
         from planner.reporters.figures import draw_plan
 
         draw_plan(self, path)
+
+    def selective_checkpointing(self, blocks: Sequence[str] | None = None
+                                ) -> SelectiveCheckpointing:
+        """The plan as a policy of torch's selective activation checkpointing, for who stays with
+        `torch.utils.checkpoint`: for each block the ops whose results are held, and what of the
+        plan cannot be said so.
+
+        `blocks`: names of the modules that are checkpointed, wildcards allowed; `None`: the
+        outermost numbered ones (`layers.0`).  Raises `ValueError` where there are none, and for a
+        plan for Inductor.
+        """
+        from planner.plans.selective import selective_checkpointing
+
+        return selective_checkpointing(self, blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """What the file holds, as JSON values; see `plan.schema.json`."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
-from planner.step.categories import MemoryByCategory
+from planner.ranks.rank_memory import RankCategories, RankMemory
 
 if TYPE_CHECKING:
     import torch
@@ -27,62 +26,6 @@ if TYPE_CHECKING:
     from graph_capture.twins.fake import FakeTwin
     from planner.plans.plan import Plan
     from planner.step.rank_layout import FullyShardedLayout, Replicated
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankCategories(MemoryByCategory):
-    """A mapping from category to bytes, in a fixed order; the categories sum to the peak.
-    Parameters are whole ones or this rank's shards; so are gradients, or in buckets as views."""
-
-    unsharded_parameters: int = 0
-    """Of the units that are gathered at that moment."""
-    communication: int = 0
-    """Buckets beside the gradients; buffers of all-gather and reduce-scatter."""
-
-
-CATEGORIES = tuple(field.name for field in fields(RankCategories))
-"""The categories of a rank's memory, in the order in which reports list them."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Memory of one rank; peaks include what is resident."""
-
-    parallel: DataParallel
-    peak_bytes: int
-    memory: RankCategories
-    """At the peak; sums to `peak_bytes`."""
-    resident_bytes: int
-    """Held between steps: parameters, buffers, inputs, optimizer state, DDP's buckets."""
-    forward_backward_peak_bytes: int
-    optimizer_step_peak_bytes: int
-    """0 without an optimizer."""
-    bucket_bytes: tuple[int, ...]
-    """DDP's buckets, in the order in which they are reduced."""
-    units: tuple[tuple[str, int], ...]
-    """Wrapped modules and the bytes of their whole parameters; the root, named "", last."""
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return {
-            "kind": self.parallel.kind,
-            "ranks": self.parallel.ranks,
-            "peak_bytes": self.peak_bytes,
-            "resident_bytes": self.resident_bytes,
-            "forward_backward_peak_bytes": self.forward_backward_peak_bytes,
-            "optimizer_step_peak_bytes": self.optimizer_step_peak_bytes,
-            "memory": dict(self.memory),
-            "bucket_bytes": list(self.bucket_bytes),
-            "units": [{"module": name, "bytes": size} for name, size in self.units],
-            "notes": list(self.notes),
-        }
-
-    def __str__(self) -> str:
-        from planner.reporters.ranks import rank_report
-        from planner.reporters.table import plain_text
-
-        return plain_text(rank_report(self))
-
 
 def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataParallel,
                   loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,

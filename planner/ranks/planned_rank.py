@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlanMismatch
+from planner.ranks.rank_memory import RankCategories, RankMemory
 from planner.step.accounting import account
 
 if TYPE_CHECKING:
     from torch import nn
 
     from planner.plans.plan import Plan
-    from planner.ranks.data_parallel import RankMemory
     from planner.step.form import Form
     from solvers.simulator import Timeline
 
@@ -23,7 +23,6 @@ def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory
     """The report of a rank whose plain step is `plain`; `arguments`: further ones of `plan`."""
     from planner.api import capture
     from planner.plans.decisions import build_recipe, schedule_of
-    from planner.ranks.data_parallel import RankCategories
     from solvers.simulator import unroll
 
     if plan.backend != "eager":

@@ -11,7 +11,7 @@ from planner.reporters.layout import category_table, note_lines, peak_moment, ti
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.ranks.data_parallel import RankMemory
+    from planner.ranks.rank_memory import RankMemory
 
 
 def rank_report(report: RankMemory) -> RenderableType:

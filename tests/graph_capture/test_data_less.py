@@ -91,6 +91,16 @@ def test_no_memory_is_taken_however_large():
     assert twin.model[0].weight.grad.untyped_storage().nbytes() == 4 * 40_000**2
 
 
+def test_an_empty_tensor_of_floats_takes_no_memory():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with DataLessMode():
+            tiles = [torch.empty(1000, 1000), torch.ones(()).new_empty(1000, 1000)]
+            positions = torch.empty(3, dtype=torch.int64).fill_(2)
+            assert positions.tolist() == [2, 2, 2]
+        assert [tile.shape for tile in tiles] == [(1000, 1000)] * 2
+    assert sum(max(0, event.self_cpu_memory_usage) for event in profiler.key_averages()) < 10_000
+
+
 def test_aliases_stay_aliases():
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(6, 4).t())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from graph_capture.memory.allocator import record_peak_of_op
+from graph_capture.memory.allocator import record_peak, record_peak_of_op
 from graph_capture.op_costs import probe as op_probe
 from graph_capture.op_costs.cache import ENVIRONMENT_VARIABLE, OpCache, cache_directory
 from graph_capture.op_costs.probe import OpProbe, signature
+from graph_capture.op_costs.room import ProbeRoom
 
 pytestmark = pytest.mark.compat
 
@@ -278,3 +280,31 @@ def test_what_runs_in_a_child_is_what_runs_here():
         expected = here.measure_here(target, args, {}, "workspace")
         assert child.measure(target, args, {}, "workspace") == expected is not None
     assert child.measure(aten.sort.default, (x,), {}, "seconds") > 0
+
+
+def test_what_the_budget_has_no_room_for_is_measured_elsewhere(tmp_path):
+    rows = torch.randn(256, 1024)
+    expected = measured(aten.cumsum.default, rows.bool(), 1)
+    asked = []
+
+    def room() -> int:
+        asked.append(True)
+        return 300_000  # a MB of operands and results
+
+    probe = OpProbe("cpu", directory=tmp_path, room=room)
+    found = []
+    peak = record_peak(lambda: found.append(
+        probed(probe, aten.cumsum.default, rows.bool(), 1)), "cpu").peak_bytes
+    assert found == [expected]
+    assert not probe.assumed
+    assert peak < 300_000
+    assert asked
+
+
+def test_room_is_what_the_budget_leaves_at_the_moment():
+    held = [600]
+    of_bytes = ProbeRoom(1000, lambda: held[0], resident_bytes=500).left(lambda: 1 // 0)
+    of_share = ProbeRoom(Fraction(1, 2), lambda: held[0], resident_bytes=500).left(lambda: 1500)
+    assert (of_bytes(), of_share()) == (400, 400)
+    held[0] = 1200
+    assert (of_bytes(), of_share()) == (0, 0)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from graph_capture.memory.allocator import record_stages
 from tests.support.measured_loops import MeasuredLoop, Trial
 from tests.support.models import LanguageModel
 
@@ -54,3 +55,22 @@ def test_the_loss_of_the_model_or_of_what_is_beside_it(loss_of):
     trial = Trial.of(Scored, train, share=0.8)
     trial.check(steps=3)
     trial.check_equal()
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda output: 2 * output[:, 0].sum()],
+                         ids=["sum", "mean", "a part"])
+def test_a_scalar_that_the_loop_makes_itself_is_counted_to_the_byte(reduce):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+    x, optimizer = torch.randn(64, 32), torch.optim.SGD(net.parameters(), lr=0.01)
+    resident = sum(p.nbytes for p in net.parameters()) + x.nbytes
+    planner.within(net, "10MB", time_limit=1)
+
+    def step() -> None:
+        output = net(x)
+        reduce(output).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    peaks = [resident + record.peak_bytes for record in record_stages([step] * 3)]
+    assert peaks[1:] == [planner.plan_of(net).peak_bytes] * 2

@@ -53,11 +53,14 @@ def train(loop: MeasuredLoop, budget: int | None, *, folder: Path, **settings: A
 @pytest.mark.slow
 @pytest.mark.filterwarnings(  # Dynamo does so where it traces one
     "ignore:.*Function.* should not be instantiated:DeprecationWarning")
-def test_a_loss_of_what_is_beside_the_loss(tmp_path, monkeypatch):
-    # Tiles as narrow as the vocabulary is small: the default is wider than the whole model.
-    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
+@pytest.mark.parametrize(("tile", "share"), [
+    (64, 0.7),  # as narrow as the vocabulary is small
+    (32_768, 0.99),  # the default, which takes more than the whole model
+])
+def test_a_loss_of_what_is_beside_the_loss(tile, share, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", tile)
     trial = Trial.of(lambda: gpt2(layers=2, width=32, vocab=VOCAB).model,
-                     partial(train, folder=tmp_path))
+                     partial(train, folder=tmp_path), share)
     trial.check(steps=3)
     trial.check_equal()
 

@@ -1,0 +1,75 @@
+"""`planner.within` where a later step does more than the first: the branch is planned when it
+comes, or a warning says why it is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+
+
+class Gated(nn.Module):
+    """A value decides, behind all that is compiled, whether there is more to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.more = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 1))
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        loss = self.first(x).square().mean()
+        if gate.item() > 0:
+            return loss + self.more(x).square().mean()
+        return loss
+
+
+class Hidden(Gated):
+    """What there is more to do torch.compile may not see."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.first(x), gate).square().mean()
+
+    @torch.compiler.disable
+    def rest(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.more(x) if gate > 0 else x
+
+
+def train(net: nn.Module, gates: list[int]) -> list[float]:
+    losses, optimizer = [], torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    for gate in gates:
+        loss = net(x, torch.tensor(gate))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_branch_with_nothing_to_compile_at_first_is_planned_when_it_does_more():
+    plain = Gated()
+    net = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
+    assert train(net, [-1, -1]) == train(plain, [-1, -1])
+    small = planner.plan_of(net)
+    assert train(net, [1, 1]) == train(plain, [1, 1])
+    large = planner.plan_of(net)
+    assert (len(small.recipe.regions), len(large.recipe.regions)) == (1, 2)
+    assert planner.steps_of(net).planned == 4
+    assert train(net, [-1]) == train(plain, [-1])
+    assert planner.plan_of(net) is not large
+
+
+def test_code_that_is_not_compiled_and_does_more_is_warned_of_once():
+    plain = Hidden()
+    net = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
+    assert train(net, [-1, -1]) == train(plain, [-1, -1])
+    with pytest.warns(UserWarning, match="did more in this step than when it was planned"):
+        found = train(net, [1])
+    assert [*found, *train(net, [1, -1])] == train(plain, [1, 1, -1])  # a warning is an error
+    counts = planner.steps_of(net)
+    assert (counts.planned, counts.unplanned) == (3, 2)
