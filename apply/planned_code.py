@@ -101,6 +101,8 @@ class PlannedCode:
         if self._operations_outside is None:
             self._operations_outside = outside
         self.did_more_outside = outside > self._operations_outside
+        if self.did_more_outside and self.is_trial:
+            raise PlanMismatch(DID_MORE_OUTSIDE)
         return output
 
     def why_unplanned(self) -> str | None:

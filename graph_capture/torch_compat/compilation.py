@@ -22,6 +22,7 @@ import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._dynamo import lookup_backend as lookup_backend
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._functorch.compile_utils import fx_graph_cse
@@ -153,11 +154,27 @@ def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any
     The function has a code object of its own, since Dynamo's cache (and its limit on recompiles)
     hangs on the code; and it stands outside of torch, whose own modules Dynamo would skip.  Modules
     that differ in nothing but their tensors share the compiled code: torch takes parameters for
-    inputs of the code.
+    inputs of the code.  What was compiled goes with the function, and torch, which never lets go of
+    a backend, is given a reference to `backend`, which the caller holds, where it is an object.
     """
     code = call_forward.__code__.replace(co_name=f"_call_{name}")
+    function = types.FunctionType(code, call_forward.__globals__)
+    weakref.finalize(function, reset_code, code).atexit = False
+    is_object = not isinstance(backend, str | types.FunctionType | types.MethodType)
     return torch.compile(
-        types.FunctionType(code, call_forward.__globals__), backend=backend, dynamic=False)
+        function, backend=_referred_to(backend) if is_object else backend, dynamic=False)
+
+
+def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.ref(backend)
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found = reference()
+        assert found is not None
+        compiled: Callable[..., Any] = found(module, inputs)
+        return compiled
+
+    return compile_graph
 
 
 _SIZE_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices",

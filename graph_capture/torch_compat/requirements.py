@@ -32,6 +32,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._dynamo.config", "accumulated_recompile_limit", "allow_empty_graphs",
              "allow_rnn", "automatic_dynamic_shapes", "ignore_logging_functions", "optimize_ddp",
              "patch", "recompile_limit", "suppress_errors"),
+        "torch._dynamo.eval_frame.reset_code(code)",
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.lookup_backend(name)",
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",

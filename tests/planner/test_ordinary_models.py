@@ -85,10 +85,26 @@ class Packed(Recurrent):
 def test_a_packed_sequence_is_refused_with_the_way_out():
     inputs = torch.arange(24).view(4, 6), torch.tensor([6, 5, 3, 2])
     model = planner.within(Packed("GRU"), "80%", time_limit=1)
-    with pytest.raises(planner.CaptureError, match=r"pack_padded_sequence.*give the layer"):
+    with pytest.raises(planner.CaptureError, match=r"test_ordinary_models\.py:\d+ "
+                       r"\(`packed = pack_padded_sequence.*give the layer"):
         model(*inputs)
     with pytest.raises(planner.CaptureError, match=r"test_ordinary_models\.py:\d+ \(`packed = "):
         planner.plan(model, inputs, budget="80%", loss_fn=lambda out: out.sum())
+
+
+class Padded(Recurrent):
+    """The way out of a packed sequence: what lies behind the end of each is masked."""
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        is_there = torch.arange(ids.shape[1])[None, :] < lengths[:, None]
+        hidden = self.layer(self.embedding(ids))[0] * is_there[..., None]
+        return self.head(torch.tanh(hidden))
+
+
+@pytest.mark.slow
+def test_the_way_out_of_a_packed_sequence():
+    check(lambda: Padded("GRU"), (torch.arange(32 * 6).view(32, 6) % 50,
+                                  torch.arange(32) % 6 + 1), 0.85)
 
 
 class Messages(nn.Module):
