@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from graph_capture.errors import CaptureError
 from graph_capture.torch_compat import sharded_module, wrapping_data_parallel
 from planner.arguments.parallel import DTYPES, DataParallel
 from planner.arguments.planning import Planning
@@ -85,7 +86,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def beneath_wrappers(model: nn.Module, parallel: DataParallel | None) -> nn.Module:
-    """The model as a step computes with it: whole, in the dtype in which it is gathered."""
+    """The model as a step computes with it: whole, in the dtype in which it is gathered.
+
+    Raises `CaptureError` for one that DeepSpeed has partitioned (ZeRO-3).
+    """
+    if any(hasattr(parameter, "ds_status") for parameter in model.parameters()):
+        raise CaptureError(
+            "the parameters of this model are partitioned by DeepSpeed (ZeRO stage 3), which "
+            "gathers them by hooks of its own inside of every module, where they cannot be "
+            "planned. Stages 1 and 2 can; or shard by torch's fully_shard in place of it: "
+            'planner.within(model, ...) with accelerate\'s FSDP 2 or planner.DataParallel("fsdp2")')
     is_sharded = sharded_module(model) is not None
     dtype = None if parallel is None else parallel.dtype_of(parallel.param_dtype)
     if not is_sharded and dtype is None:

@@ -1,5 +1,5 @@
-"""The benchmark of plans on many ranks: real ones take what is predicted, with the same gradients and
-collectives."""
+"""Plans on many ranks: real ones take what is predicted, with the same gradients and collectives.
+"""
 
 import pytest
 
