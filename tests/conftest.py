@@ -5,6 +5,16 @@ import logging
 
 import pytest
 
+from graph_capture.plain_step.seen_loss import LossWatch
+from graph_capture.torch_compat import active_modes
+
+
+def pytest_runtest_teardown():
+    """A model whose last step had no backward still watches for it."""
+    for mode in reversed(active_modes()):
+        if isinstance(mode, LossWatch):
+            mode.end()
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():

@@ -89,11 +89,16 @@ class LossWatch(MemoryTracker):
         """Dynamo runs its compiled code under such a mode, and gives up under any other."""
         return True
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether what the model returned can be watched, where nothing else is."""
+        return bool(self._nodes) and self._is_plain
+
     def begin(self) -> bool:
-        """Watch from here on; whether that is possible."""
-        nodes, self._nodes = self._nodes, []
-        if not nodes or not self._is_plain or active_modes():
+        """Watch from here on; whether that is possible here and now."""
+        if not self.is_possible or not all(map(_has_seen, active_modes())):
             return False
+        nodes, self._nodes = self._nodes, []
         self._hooks = [node.register_prehook(self._hook_of(number))
                        for number, node in enumerate(nodes)]
         self.__enter__()
@@ -171,6 +176,11 @@ def _bytes_of_numbers(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping
                  if isinstance(leaf, torch.Tensor))
     has_number = has_number_operand(target, args) or target._schema.name == "aten::mean"
     return _NUMBER_BYTES if on_cpu and has_number else 0
+
+
+def _has_seen(mode: object) -> bool:
+    """Whether a mode is a watch that has seen all, and only waits to be left."""
+    return isinstance(mode, LossWatch) and mode._closed
 
 
 def _life(is_held: bool, is_there: bool) -> Until:

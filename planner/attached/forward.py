@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import nn
@@ -327,14 +327,14 @@ class PlanningForward(CountingForward):
         if planner is None:
             return
         if planner.loss_is_outside and graph.loss is None:
-            self._watch = LossWatch(output, partial(self._loss_seen, graph))
-            if not self._watch.begin():
-                self._watch, graph.loss = None, planner.assumed_loss
+            watch = LossWatch(output, partial(_note_loss, ref(graph)))
+            if watch.begin():
+                self._watch = watch
+                finalize(self, watch.end)  # else a model that is gone would leave it behind
+            elif not watch.is_possible:  # Else that of another model is under way; next time.
+                graph.loss = planner.assumed_loss
         if not self._backward_seen or graph.lives is None:
             watch_output(output, partial(_note_backward, ref(self), graph))
-
-    def _loss_seen(self, graph: PlannedGraph, seen: SeenLoss) -> None:
-        graph.loss = seen
 
     def note_backward(self) -> None:
         """A backward through the model has begun."""
@@ -370,6 +370,12 @@ class PlanningForward(CountingForward):
 
     def _say(self, graph: PlannedGraph, more: str) -> None:
         log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)
+
+
+def _note_loss(graph: ref[PlannedGraph], seen: SeenLoss) -> None:
+    found = graph()
+    if found is not None:
+        found.loss = seen
 
 
 def _note_backward(forward: ref[PlanningForward], graph: PlannedGraph, lives: tuple[Until, ...]

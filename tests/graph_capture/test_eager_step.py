@@ -150,7 +150,7 @@ def test_linear_layer_by_hand():
     output, weight, bias = 4 * 8 * 16, 4 * 32 * 16, 4 * 16
     assert step.peak_bytes == 2 * output + weight + bias
     assert step.by_category == {"activations": output, "gradients": weight + bias,
-                                "temporaries": output}
+                                "temporaries": output, "parameters": 0}
     assert (step.forward_peak_bytes, step.end_bytes) == (2 * output, weight + bias)
 
 
