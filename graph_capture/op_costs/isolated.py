@@ -9,6 +9,7 @@ is started when the first of them comes, and again after one that has ended it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import subprocess
@@ -49,6 +50,17 @@ def is_trusted(target: OpOverload) -> bool:
     name = target._schema.name.removeprefix("aten::")
     return (not _TRUSTED_TAGS.isdisjoint(target.tags) or name in _TRUSTED
             or name.startswith(_TRUSTED_PREFIXES))
+
+
+def isolated_probe(device: torch.device) -> IsolatedProbe:
+    """The child of this process for a device, under the settings of torch as they are now."""
+    return _of_process(device, torch.get_num_threads(), torch.backends.mkldnn.enabled,
+                       torch.are_deterministic_algorithms_enabled())
+
+
+@functools.cache
+def _of_process(device: torch.device, *settings: object) -> IsolatedProbe:
+    return IsolatedProbe(device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,8 +34,14 @@ from graph_capture.op_costs.cache import OpCache, cache_directory
 from graph_capture.op_costs.devices import device_model
 from graph_capture.op_costs.flops import op_flops
 from graph_capture.op_costs.free_memory import free_bytes
-from graph_capture.op_costs.isolated import IsolatedProbe, Layout, is_trusted
-from graph_capture.torch_compat import OpOverload, no_active_modes, pytree, storage_key
+from graph_capture.op_costs.isolated import Layout, is_trusted, isolated_probe
+from graph_capture.torch_compat import (
+    OpOverload,
+    no_active_modes,
+    profiler_is_running,
+    pytree,
+    storage_key,
+)
 
 _SAFE_FRACTION = 0.25
 """An op is run only if its tensors take at most this part of the memory that is free."""
@@ -73,7 +79,6 @@ class OpProbe:
         self.untimed: set[str] = set()
         """Names of the ops whose duration was asked for and could not be measured."""
         self._enabled = probe and _at_hand(self.device)
-        self._isolated = IsolatedProbe(self.device)
         self._cache = OpCache(_environment(self.device) if self._enabled else "",
                               (directory or cache_directory()) if self._enabled else None)
 
@@ -143,13 +148,15 @@ class OpProbe:
             return None
         tensors = [*inputs, *outputs]
         fits = self._fits_here(tensors, self._margin(target, inputs, outputs))
-        if fits and (is_trusted(target)
-                     or any(map(is_sparse, pytree.tree_leaves((args, kwargs))))):
+        # A profiler that runs here is what would measure the op's memory on a CPU.
+        is_busy = quantity == "workspace" and self.device.type == "cpu" and profiler_is_running()
+        if fits and not is_busy and (
+                is_trusted(target) or any(map(is_sparse, pytree.tree_leaves((args, kwargs))))):
             return self._run_alone(lambda: target, args, kwargs, tensors, quantity)
         # The memory of another process is no part of the budget, but that of a GPU is one memory.
         if not self._has_room(tensors) or not (fits or self.device.type == "cpu"):
             return None
-        return self._isolated.measure(target, args, kwargs, quantity)
+        return isolated_probe(self.device).measure(target, args, kwargs, quantity)
 
     def measure_here(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                      quantity: str) -> float | None:

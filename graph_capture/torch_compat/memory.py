@@ -115,13 +115,18 @@ def cpu_allocations(fn: Callable[[], object]) -> list[int]:
     return cpu_allocations_in_stages([fn])[0]
 
 
+def profiler_is_running() -> bool:
+    """Whether a profiler of torch's is at work in this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
 def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[list[int]]:
     """`cpu_allocations` of functions that run one after the other, for each of them.
 
     What one of them allocates and a later one releases is seen, as in a single run.  Where one of
     them calls `begin_stage`, another begins.
     """
-    if torch.autograd._profiler_enabled():
+    if profiler_is_running():
         raise RuntimeError("cannot measure allocations while a profiler is running; stop it first")
     config = torch.autograd.ProfilerConfig(
         torch.autograd.ProfilerState.KINETO, False, True, False, False, False,
