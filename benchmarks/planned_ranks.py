@@ -90,7 +90,7 @@ def train_here(make: Callable[[], Workload], parallel: planner.DataParallel,
         stepper.zero_grad(set_to_none=True)
         objective(workload.call(model), workload.loss_fn).backward()
 
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         step()
     collectives: Counter[str] = Counter()
     elements: Counter[str] = Counter()

@@ -133,7 +133,7 @@ def print_profile(workload: Workload, plain: nn.Module, applied: nn.Module, roun
     totals: list[dict[str, tuple[float, int]]] = []
     for model in (plain, applied):
         run_step(workload, model)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             for _ in range(rounds):
                 run_step(workload, model)
         totals.append({event.key: (event.self_cpu_time_total / rounds / 1e3, event.count // rounds)

@@ -26,7 +26,8 @@ def cpu_levels(fn: Callable[[], object]) -> list[int]:
     ran, and what threads do to which torch does not hand its state, are not in it.
     """
     cpu = [ProfilerActivity.CPU]
-    with _quiet_kineto(), profile(activities=cpu, profile_memory=True) as session:
+    with _quiet_kineto(), profile(
+            activities=cpu, profile_memory=True, acc_events=True) as session:
         torch.empty(1)  # the count may not start at 0: blocks of earlier sessions are in it
         fn()
     tree = session.profiler.kineto_results.experimental_event_tree()

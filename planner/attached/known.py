@@ -143,7 +143,7 @@ class GraphPlanner:
             held_bytes += _bucket_bytes(model)
         self._step = with_held(self._step, held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
-        check_same_model(self._tensors, group_of(model))
+        check_same_model(model, self._tensors, group_of(model))
         self._circumstances = circumstances_of(model, args, kwargs)
 
     def _probe_room(self, model: nn.Module) -> ProbeRoom | None:

@@ -13,10 +13,12 @@ group's store.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from planner.errors import PlanMismatch, PlannerError
 from planner.plans.file import dumps, loads
@@ -26,9 +28,12 @@ from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
     from torch import distributed as dist
+    from torch import nn
 
 _PREFIX = "checkpoint-planner"
 _FAILED = "no plan"
+_met: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+_numbers = itertools.count()  # of the models that were met
 
 
 def agreed(make: Callable[[], Plan], prepared: PreparedStep, limit_bytes: int | None,
@@ -67,17 +72,18 @@ def agreed(make: Callable[[], Plan], prepared: PreparedStep, limit_bytes: int | 
     return plan
 
 
-def check_same_model(prepared_tensors: Sequence[object], ranks: Sequence[int]) -> None:
-    """Raise `PlanMismatch`, on all of these ranks, unless they train the same model, as the list of
-    its parameters and buffers tells; `PlannerError` where a rank does not say in time."""
+def check_same_model(model: nn.Module, tensors: Sequence[object], ranks: Sequence[int]) -> None:
+    """When a model is met first, raise `PlanMismatch`, on all of these ranks, unless they train the
+    same one, as the list of its parameters and buffers tells; `PlannerError` where a rank does not
+    say in time.  Ranks are taken to meet their models in one order."""
     from torch import distributed as dist
 
-    if len(ranks) < 2:
+    if len(ranks) < 2 or model in _met:
         return
     from graph_capture.torch_compat.process_group import default_store
 
-    store, key = default_store(), f"{_PREFIX}/models/{_hash(list(ranks))}"
-    mine = json.dumps([str(each) for each in prepared_tensors])
+    store, key = default_store(), f"{_PREFIX}/models/{_hash(list(ranks))}/{next(_numbers)}"
+    mine = json.dumps([str(each) for each in tensors])
     store.set(f"{key}/{dist.get_rank()}", mine)
     for rank in ranks:
         theirs = _wait(store, f"{key}/{rank}", None, rank)
@@ -87,6 +93,7 @@ def check_same_model(prepared_tensors: Sequence[object], ranks: Sequence[int]) -
                          f"{mine.count(',')} and {theirs.count(',')} tensors")
             raise PlanMismatch(f"rank {rank} trains another model than this one, and one plan is "
                                f"for all ranks; the first difference: {first}")
+    _met[model] = None
 
 
 def _wait(store: dist.Store, key: str, maker: str | None, rank: object = "?") -> str:

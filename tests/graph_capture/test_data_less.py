@@ -35,6 +35,8 @@ class Inspecting(nn.Module):
         return torch.relu_(y).t().contiguous().view(-1)
 
 
+MEMORY = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
+
 def twin_of(model: nn.Module, *args: object) -> object:
     return data_less_twin(make_twin(model, args))
 
@@ -85,14 +87,14 @@ def test_no_memory_is_taken_however_large():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(40_000, 40_000) for _ in range(4)))  # 26 GB
     twin = twin_of(model, torch.empty(1000, 40_000, device="meta"))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, twin.mode:
+    with profile(**MEMORY) as profiler, twin.mode:
         twin.model(*twin.args).sum().backward()
     assert sum(max(0, event.self_cpu_memory_usage) for event in profiler.key_averages()) < 10_000
     assert twin.model[0].weight.grad.untyped_storage().nbytes() == 4 * 40_000**2
 
 
 def test_an_empty_tensor_of_floats_takes_no_memory():
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(**MEMORY) as profiler:
         with DataLessMode():
             tiles = [torch.empty(1000, 1000), torch.ones(()).new_empty(1000, 1000)]
             positions = torch.empty(3, dtype=torch.int64).fill_(2)

@@ -130,7 +130,8 @@ def test_meta_model_is_planned_for_the_cpu_and_takes_no_memory():
 def test_copying_allocates_nothing_of_the_size_of_a_tensor():
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     batch = torch.randn(256, 512)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True,
+                 acc_events=True) as profiler:
         make_twin(model, (batch,))
     assert sum(max(e.self_device_memory_usage, e.self_cpu_memory_usage, 0)
                for e in profiler.key_averages()) < 1000

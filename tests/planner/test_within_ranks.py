@@ -191,6 +191,26 @@ def test_a_saved_plan_on_ranks(tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def of_two_models(rank: int) -> None:
+    """In one group, and one of them is trained less later."""
+    torch.manual_seed(0)
+    nets = [planner.within(wrap(LanguageModel(depth, 32, VOCAB), "ddp"), "100%", time_limit=1)
+            for depth in (2, 3)]
+    for step in range(4):
+        if step == 2:
+            nets[0].module.blocks[0].requires_grad_(False)
+            nets[0] = wrap(nets[0].module, "ddp")
+        for net in nets:
+            net(torch.zeros(4, 16, dtype=torch.long)).square().mean().backward()
+            net.zero_grad()
+    assert all(planner.steps_of(net).planned == 4 for net in nets)
+
+
+@pytest.mark.slow
+def test_two_models_and_a_layer_frozen_later():
+    on_ranks(of_two_models)
+
+
 def of_different_models(rank: int) -> None:
     torch.manual_seed(0)
     net = DistributedDataParallel(LanguageModel(3, 64, VOCAB))
