@@ -23,6 +23,18 @@ def pytest_runtest_setup():
     # when torch and transformers are loaded.  What was there before need not be looked at.
     gc.collect()
     gc.freeze()
-    # pytest listens to each logger that does not propagate; torch prints every graph for this one
-    # as soon as anybody does.
-    logging.getLogger("torch.__trace").propagate = True
+    _leave_traces_alone()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call():
+    _leave_traces_alone()
+
+
+def _leave_traces_alone():
+    """pytest listens to each logger that does not propagate, in each phase of a test; torch prints
+    every graph for this one as soon as anybody does."""
+    traces = logging.getLogger("torch.__trace")
+    for handler in traces.handlers[:]:
+        if type(handler).__module__.startswith("_pytest."):
+            traces.removeHandler(handler)

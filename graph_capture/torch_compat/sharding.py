@@ -45,7 +45,7 @@ def sharded_modules(model: nn.Module) -> Iterator[ShardedModule]:
         group = state._fsdp_param_group
         if group is None:  # It has no parameters of its own.
             continue
-        policy = group.mp_policy
+        policy = state._mp_policy
         yield ShardedModule(
             name, group.mesh_info.shard_process_group, group.post_forward_mesh_info is not None,
             policy.param_dtype, policy.reduce_dtype,

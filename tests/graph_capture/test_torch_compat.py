@@ -28,7 +28,7 @@ def test_a_missing_name_is_named(monkeypatch):
     text = str(refused.value)
     assert "torch._functorch.partitioners._extract_fwd_bwd_modules is missing" in text
     assert f"torch {torch.__version__} " in text
-    assert "Known to work: torch 2.13.0, 2.14.1, 2.15.0" in text
+    assert "Known to work: torch 2.11.0, 2.12.1, 2.13.0, 2.14.1, 2.15.0" in text
     assert "pip install torch==2.15.0" in text
 
 
