@@ -194,7 +194,7 @@ def test_a_saved_plan_on_ranks(tmp_path):
 def of_two_models(rank: int) -> None:
     """In one group, and one of them is trained less later."""
     torch.manual_seed(0)
-    nets = [planner.within(wrap(LanguageModel(depth, 32, VOCAB), "ddp"), "100%", time_limit=1)
+    nets = [planner.within(wrap(LanguageModel(depth, 32, VOCAB), "ddp"), time_limit=1)
             for depth in (2, 3)]
     for step in range(4):
         if step == 2:
