@@ -78,7 +78,7 @@ def wrap(model: nn.Module, parallel: planner.DataParallel) -> Callable[..., Any]
         # All ranks make the same model; sending it around would leave traces in the measurement.
         return DistributedDataParallel(
             model, gradient_as_bucket_view=parallel.gradient_as_bucket_view, init_sync=False)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (parallel.ranks,))
     reshard = {"zero2": False, "zero3": True}.get(parallel.kind, parallel.reshard_after_forward)
     units = [model.get_submodule(name) for name in
              sorted(unit_names(model, parallel.units), key=len, reverse=True)]
