@@ -17,27 +17,22 @@ import torch
 from torch import nn
 
 
-def before_sharding(model: nn.Module, dtype_of: dict[str, torch.dtype | None]) -> nn.Module:
-    """The view of a model.
-
-    `dtype_of`: for the sharded modules, by name, the dtype in which parameters are gathered, `None`
-    for their own.
-    """
-    return _View(dtype_of).module(model, "", None)
+def before_sharding(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The view of a model; `dtype`: in which its floats are gathered, `None`: their own."""
+    return _View(dtype).module(model)
 
 
 class _View:
-    def __init__(self, dtype_of: dict[str, torch.dtype | None]) -> None:
-        self.dtype_of = dtype_of
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
         self.modules: dict[int, nn.Module] = {}
         self.parameters: dict[int, nn.Parameter] = {}
 
-    def module(self, real: nn.Module, name: str, dtype: torch.dtype | None) -> nn.Module:
+    def module(self, real: nn.Module) -> nn.Module:
         from graph_capture.torch_compat.sharding import class_before, is_of_sharding
 
         if id(real) in self.modules:
             return self.modules[id(real)]
-        dtype = self.dtype_of.get(name, dtype)
         view = self.modules[id(real)] = object.__new__(class_before(real))
         attributes: dict[str, Any] = {
             key: value for key, value in vars(real).items() if not is_of_sharding(key, None)}
@@ -47,20 +42,20 @@ class _View:
                     (number, hook) for number, hook in value.items()
                     if not is_of_sharding("", getattr(hook, "hook", hook)))
         attributes["_parameters"] = {
-            key: None if parameter is None else self.parameter(parameter, dtype)
+            key: None if parameter is None else self.parameter(parameter)
             for key, parameter in real._parameters.items()}
         attributes["_modules"] = {
-            key: None if child is None else self.module(child, f"{name}.{key}".lstrip("."), dtype)
+            key: None if child is None else self.module(child)
             for key, child in real._modules.items()}
         view.__dict__.update(attributes)
         return view
 
-    def parameter(self, real: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    def parameter(self, real: nn.Parameter) -> nn.Parameter:
         """One view for each parameter, a tied one too."""
         from graph_capture.torch_compat.sharding import is_shard
 
         if id(real) not in self.parameters:
-            floats = dtype if real.is_floating_point() else None
+            floats = self.dtype if real.is_floating_point() else None
             if is_shard(real) or (floats and real.dtype != floats):
                 data = torch.empty(real.shape, dtype=floats or real.dtype, device="meta")
                 self.parameters[id(real)] = nn.Parameter(data, requires_grad=real.requires_grad)

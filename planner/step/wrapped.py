@@ -102,7 +102,7 @@ def beneath_wrappers(model: nn.Module, parallel: DataParallel | None) -> nn.Modu
         return model
     from graph_capture.twins.before_sharding import before_sharding
 
-    return before_sharding(model, {"": dtype})
+    return before_sharding(model, dtype)
 
 
 def _of_shards(model: nn.Module) -> DataParallel:

@@ -22,12 +22,11 @@ from planner.cli.output import check_writable, print_result
 def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, ranks: RankOptions,
         save_to: Output = None, json: Json = False) -> None:
     """Find the largest batch of TARGET whose training step fits a budget."""
-    find_largest("batch", target, sizes, replace(planning, parallel=ranks.settings()), save_to,
-                 json)
+    find_largest("batch", target, sizes, planning, ranks, save_to, json)
 
 
 def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
-                 save_to: Path | None, json: bool) -> None:
+                 ranks: RankOptions, save_to: Path | None, json: bool) -> None:
     """Look for the largest size, `batch` or `sequence`, and print it."""
     from planner.arguments.budget import absolute_budget
     from planner.cli.sized_target import load_sized_target
@@ -35,6 +34,7 @@ def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pla
     from planner.sizes.batch_size import check_overhead, max_batch_size, max_sequence_length
 
     absolute_budget(None, sizes.budget, f"which differs with the {what}")
+    planning = replace(planning, parallel=ranks.settings())
     limit = check_overhead(_fraction(sizes.overhead))
     check_writable(save_to)
     first = -(-sizes.smallest // sizes.multiple_of) * sizes.multiple_of

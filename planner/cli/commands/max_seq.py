@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner.arguments.planning import Planning
 from planner.cli.commands.max_batch import find_largest
 from planner.cli.options import (
@@ -20,5 +18,4 @@ from planner.cli.options import (
 def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, ranks: RankOptions,
         save_to: Output = None, json: Json = False) -> None:
     """Find the longest sequences of TARGET whose training step fits a budget."""
-    find_largest("sequence", target, sizes, replace(planning, parallel=ranks.settings()), save_to,
-                 json)
+    find_largest("sequence", target, sizes, planning, ranks, save_to, json)
