@@ -11,12 +11,10 @@ has allocated (DDP's buckets).
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,15 +36,15 @@ import planner
 from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, held_by_loss, storage_bytes
 from benchmarks.models import WORKLOADS, Workload
+from benchmarks.settled_collectives import settle_collectives
 from benchmarks.table import Table
+from graph_capture.memory.allocator import record_peak
 from graph_capture.plain_step.loss import objective
-from graph_capture.torch_compat.process_memory import cpu_levels
 from planner.step.rank_layout import unit_names
 
 RANKS = 2
 TOLERANCE = 0.03
 """The most that a predicted peak may be off."""
-SETTLING_SECONDS = 0.2
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 CASES: dict[str, planner.DataParallel] = {
@@ -84,49 +82,8 @@ def wrap(model: nn.Module, parallel: planner.DataParallel) -> Callable[..., Any]
              sorted(unit_names(model, parallel.units), key=len, reverse=True)]
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-        unit.set_custom_all_gather(_SettledAllGather())
-        unit.set_custom_reduce_scatter(_SettledReduceScatter())
+        settle_collectives(unit)
     return model
-
-
-# torch 2.13 has new names for these.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class _Settled:
-    """Communication of fully_shard whose buffers this thread is the last to release.
-
-    Otherwise it depends on the scheduler whether it or gloo's thread is, and so how long they live
-    and whether the release is seen.
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype,
-                 device: torch.device) -> torch.Tensor:
-        """A buffer, as fully_shard makes it by default."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-def _settle(work: dist.Work) -> None:
-    work.wait()
-    if _measuring:
-        time.sleep(SETTLING_SECONDS)
-
-
-_measuring = False
-"""Whether the step is the one that is measured."""
-
-
-class _SettledAllGather(_Settled):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor,
-                 group: dist.ProcessGroup, async_op: bool = False) -> None:
-        _settle(_ALL_GATHER(output_tensor, input_tensor, group=group, async_op=True))
-
-
-class _SettledReduceScatter(_Settled):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor,
-                 group: dist.ProcessGroup, op: Any, async_op: bool = False) -> None:
-        _settle(_REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=True))
 
 
 def make_optimizer(model: nn.Module, name: str, parallel: planner.DataParallel) -> Optimizer:
@@ -145,7 +102,7 @@ def measure_step(workload: Workload, parallel: planner.DataParallel, optimizer: 
     made: list[Callable[..., Any]] = [] if wrapped is None else wrapped
     buckets = 0
     if parallel.kind in ("ddp", "zero1"):
-        buckets = cpu_levels(lambda: made.append(wrap(workload.model, parallel)))[-1]
+        buckets = record_peak(lambda: made.append(wrap(workload.model, parallel)), "cpu").end_bytes
     else:
         made.append(wrap(workload.model, parallel))
     model = made[0]
@@ -163,12 +120,7 @@ def measure_step(workload: Workload, parallel: planner.DataParallel, optimizer: 
         *workload.model.parameters(), *workload.model.buffers(),
         *pytree.tree_leaves(workload.inputs), *held_by_loss(workload)]) + storage_bytes(
         pytree.tree_leaves(_state_of(stepper)))
-    gc.collect()
-    global _measuring
-    _measuring = True
-    peak = max(cpu_levels(step))
-    _measuring = False
-    return Measured(resident + peak, resident)
+    return Measured(resident + record_peak(step, "cpu").peak_bytes, resident)
 
 
 def _state_of(optimizer: Optimizer) -> list[object]:

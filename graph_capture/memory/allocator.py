@@ -4,8 +4,9 @@ The model of the world: memory is what the allocator of torch has handed out and
 is the instrument by which predictions are judged.
 
 Blind spots: on the CPU only the calling thread and torch's own threads are seen, and the release of
-a block that was allocated before the measurement is not; memory that a library takes from the
-operating system itself is seen on no device, fragmentation neither.
+a block that was allocated before the measurement is not; nor, until its address is given out again,
+what another thread releases.  Memory that a library takes from the operating system itself is seen
+on no device, fragmentation neither.
 """
 
 from __future__ import annotations

@@ -142,19 +142,40 @@ def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[li
                 stage()
         finally:
             result = torch.autograd._disable_profiler()
-    cpu = torch.autograd.DeviceType.CPU
-    events: list[Any] = [event for event in result.events() if event.name() == _STAGE or (
-        event.name() == "[memory]" and event.device_type() == cpu)]
-    events.sort(key=lambda event: event.start_ns())  # a stable sort: equal times stay in order
     sizes: list[list[int]] = [[]]
-    for event in events:
-        if event.name() == _STAGE:
+    live: dict[int, int] = {}
+    for event in sorted(_walk(result.experimental_event_tree()),
+                        key=lambda event: event.start_time_ns):  # equal times stay in order
+        if event.tag == _ALLOCATION:
+            if event.typed[1].device.type == "cpu":
+                sizes[-1] += _changes(event.typed[1], live)
+        elif event.name == _STAGE:
             sizes.append([])
-        else:
-            sizes[-1].append(event.nbytes())
     return sizes
 
 
+def _changes(block: Any, live: dict[int, int]) -> list[int]:
+    """What an event of the allocator means, by the sizes of the blocks alive, by address.
+
+    A block that was allocated within a recording and released after it stays in the profiler's own
+    table; the release of another one, allocated since at that address, then looks as if it were
+    that block's.  And one that a thread released which is not watched is gone at the latest when
+    its address is given out again.
+    """
+    if block.alloc_size > 0:
+        gone = live.pop(block.ptr, 0)
+        live[block.ptr] = block.alloc_size
+        return [-gone, block.alloc_size] if gone else [block.alloc_size]
+    return [-live.pop(block.ptr)] if block.ptr in live else []
+
+
+def _walk(events: Sequence[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _walk(event.children)
+
+
+_ALLOCATION = torch._C._profiler._EventType.Allocation
 _STAGE = "checkpoint-planner: next stage"
 
 
@@ -210,10 +231,11 @@ class GradientSums:
         return (GradientSums._alone is not None and type(held) is type(added)
                 and held.shape == added.shape and held.dtype == added.dtype
                 and not torch.is_grad_enabled() and is_dense(held)
-                and _use_counts(held) == GradientSums._alone.get(type(held)))
+                and use_counts(held) == GradientSums._alone.get(type(held)))
 
 
-def _use_counts(tensor: Any) -> tuple[int, int]:
+def use_counts(tensor: Any) -> tuple[int, int]:
+    """How many hold a tensor, and its storage."""
     return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
 
 
@@ -229,7 +251,7 @@ class _CountsOfSums(TorchDispatchMode):
 
     def _note(self, args: tuple[torch.Tensor, ...]) -> None:
         held, _ = args  # two references, as in `GradientSums.in_place`
-        self.seen.append(_use_counts(held))
+        self.seen.append(use_counts(held))
 
 
 def _counts_of_a_gradient_held_by_the_engine_alone() -> tuple[int, int]:

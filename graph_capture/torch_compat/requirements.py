@@ -96,11 +96,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._C", "DisableTorchFunctionSubclass", "_construct_storage_from_data_pointer",
              "_current_autograd_node", "_storage_Use_Count"),
         "torch._C.TensorBase.clone",
-        "torch._C._profiler._ExperimentalConfig",
+        *_of("torch._C._profiler", "_EventType.Allocation", "_ExperimentalConfig"),
         *_of("torch._subclasses.fake_tensor", "DataDependentOutputException",
              "DynamicOutputShapeException", "FakeTensorMode()"),
         "torch._subclasses.fake_tensor.FakeTensor.__new__(cls, mode, meta, device)",
-        "torch.autograd.DeviceType.CPU",
         *_of("torch.autograd", "ProfilerConfig", "_disable_profiler", "_enable_profiler",
              "_get_sequence_nr", "_prepare_profiler", "_profiler_enabled"),
         "torch.autograd.ProfilerState.KINETO",
@@ -109,9 +108,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "process_group": (
         "torch.distributed.distributed_c10d._get_default_store()",
-    ),
-    "process_memory": (
-        "torch._C._profiler._EventType.Allocation",
     ),
     "sharding": (
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state(self)",

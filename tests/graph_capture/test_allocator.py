@@ -112,3 +112,18 @@ def test_stages_are_measured_one_by_one_in_one_recording():
     records = record_stages([first, lambda: None, second])
     assert [(r.peak_bytes, r.end_bytes) for r in records] == [
         (1500, 1000), (1000, 1000), (1200, 200)]
+
+
+def test_a_block_at_the_address_of_an_earlier_one_is_another():
+    """What a recording has seen allocated and not released stays in the profiler's table; another
+    block at that address, made before a recording and released within, is not taken for it."""
+    def blocks() -> list[torch.Tensor]:
+        return [torch.empty(1 << 12) for _ in range(100)]
+
+    seen: list[torch.Tensor] = []
+    record_peak(lambda: seen.extend(blocks()), "cpu")
+    addresses = {block.data_ptr() for block in seen}
+    seen.clear()
+    others = blocks()
+    assert addresses & {block.data_ptr() for block in others}
+    assert record_peak(others.clear, "cpu") == AllocationRecord(0, 0)
