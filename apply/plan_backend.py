@@ -20,6 +20,7 @@ from apply.errors import PlanMismatch
 from apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
+from apply.unmade_output import without_unmade
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
 from graph_capture.joint_graph.lower import LoweredRegion
@@ -142,7 +143,7 @@ class PlanBackend:
             pass_absent_gradients(outputs)
             before_double_backward(outputs, _refuse_double_backward)
             watch(outputs, watched, self._output_is_held)
-            return outputs
+            return outputs if match is None else without_unmade(outputs, match.region.unmade)
 
         return torch.compiler.disable(call)
 
@@ -182,7 +183,8 @@ class PlanBackend:
         """The recipe's region that this graph is, whose inputs have these names, if any; raises
         `PlanMismatch`."""
         names = [given[i] for i in primal_indices(primals_of(joint))]
-        form = JointForm(self._recipe.backend == "inductor", self._recipe.low_peak)
+        form = JointForm(self._recipe.backend == "inductor", self._recipe.low_peak,
+                         self._recipe.pieces)
         first_difference = ""
         start = self._compiled_regions % max(len(self._regions), 1)
         for index in (*self._regions[start:], *self._regions[:start]):
@@ -196,7 +198,8 @@ class PlanBackend:
             if lowered is None:
                 lowered = lower_joint_graph(
                     joint, num_forward_outputs, form, cotangents=region.cotangents,
-                    input_names=names, hoisted=region.hoisted, region=index, block=region.block)
+                    input_names=names, hoisted=region.hoisted, region=index, block=region.block,
+                    unmade=region.unmade)
             if self._lowered is not None:
                 self._lowered[module, index] = lowered
             difference = _first_difference(region, lowered)

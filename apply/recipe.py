@@ -79,6 +79,8 @@ class RegionRecipe:
     released: tuple[int, ...] = ()
     """Which outputs of its forward the caller lets go before the backward, mutated inputs not
     counted."""
+    unmade: tuple[int, ...] = ()
+    """Which outputs of its forward are not made: nobody is to read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ class Recipe:
     low_peak: bool = False
     """Whether gradients are copied so that the backward holds less
     (`graph_capture.joint_graph.low_peak_backward`)."""
+    pieces: int = 1
+    """In how many pieces its widest part runs (`graph_capture.joint_graph.pieces`)."""
     strict_order: bool = False
     """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
     stores what is read behind them (`apply.realized`)."""

@@ -166,6 +166,9 @@ class Region:
     released: tuple[int, ...] = ()
     """Which outputs of its forward the caller lets go before the backward, mutated inputs not
     counted."""
+    unmade: tuple[int, ...] = ()
+    """Which outputs of its forward are not made, since the part that makes them runs in pieces and
+    nobody reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +270,8 @@ class StepForm:
     low_peak: bool = False
     """Whether the backward holds less at the price of copies
     (`graph_capture.joint_graph.low_peak_backward`); otherwise it is the base form."""
+    pieces: int = 1
+    """In how many pieces its widest part runs (`graph_capture.joint_graph.pieces`)."""
     saved_by_default: frozenset[int] = frozenset()
     """Buffers that Inductor's own partitioner saves for the backward."""
     fused: frozenset[int] = frozenset()

@@ -34,7 +34,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          keep: Sequence[str] = (), accumulation: int = 1,
          regions: str | Sequence[str] | None = None,
          autocast: torch.dtype | str | None = None, output: str = "held",
-         parallel: DataParallel | None = None, progress: Progress | None = None) -> Plan:
+         parallel: DataParallel | None = None, allow: Sequence[str] = ("recompute",),
+         progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
 
@@ -85,6 +86,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             count as buffers, whole parameters as parameters while they are gathered, buffers of
             collectives as temporaries.  The plan is applied before the model is wrapped.  In a
             process group one rank makes the plan, and all that ask for the same take it.
+        allow: the choices that the plan may make. `"chunk"`: the widest part of the step whose ops
+            act on rows of batch and sequence - a language model's loss head - may run a piece at
+            a time, forward and backward together where the loss allows; sums over rows are then
+            sums of sums, which rounds otherwise.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -98,7 +103,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
         cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
         probe=probe, accumulation=accumulation, regions=regions,
-        autocast=autocast, output=output, parallel=parallel)
+        autocast=autocast, output=output, parallel=parallel, allow=allow)
     started = time.monotonic()
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)
@@ -170,7 +175,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         accumulated=planning.accumulation > 1, regions=regions, answers=answers,
         autocast=planning.autocast_dtype, holds_output=planning.output == "held",
         make_layout=None if parallel is None else lambda twin: layout_of(model, twin, parallel),
-        probe_room=probe_room, progress=progress)
+        probe_room=probe_room, progress=progress, pieces=planning.pieces)
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

@@ -16,7 +16,7 @@ def compiled_form(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedC
     """The form of a step that Inductor compiles; `costs`: `None` where time does not count."""
     fused = frozenset(_buffer_of(graph, use.lowered, storage)
                       for use in uses for storage in fused_storages(use.lowered))
-    return StepForm(graph, low_peak, _saved_by_default(graph, uses), fused,
+    return StepForm(graph, low_peak, 1, _saved_by_default(graph, uses), fused,
                     SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
 
 

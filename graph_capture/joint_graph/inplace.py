@@ -1,8 +1,9 @@
 """Which op can write its result over an input that dies.
 
 Functionalization turned in-place ops into allocating ones; a kernel that reads each element before
-it writes it can be put back in place.  That holds for every pointwise op (torch tags them) and for
-the softmax backwards, which reduce a whole row before they write it.  Whether the input really dies
+it writes it can be put back in place.  That holds for every pointwise op (torch tags them), for
+the softmax backwards, which reduce a whole row before they write it, and for what a matrix product
+is added to.  Whether the input really dies
 depends on the schedule: `solvers.simulator` decides, by the candidates found here.
 
 Blind spots: out-variants that torch generated (functional call, then copy) would save nothing and
@@ -139,6 +140,8 @@ class _Writer:
 
 @cache
 def _writer(target: OpOverload) -> _Writer | None:
+    if target is _aten.addmm.default:
+        return _Writer(_aten.addmm_.default, None, "")
     if torch.Tag.pointwise not in target.tags and target not in _ROW_WISE:
         return None
     if torch.Tag.nondeterministic_seeded in target.tags or target is _aten.clone.default:

@@ -59,6 +59,11 @@ class JointGraph:
         """The graph's output node."""
         return self.graph.output_node()
 
+    def described_anew(self) -> JointGraph:
+        """The same graph after other nodes have taken the place of some of its outputs."""
+        return _described(self.graph, self.owner, self.primals, self.cotangents,
+                          len(self.forward_outputs))
+
     def copy(self) -> fx.GraphModule:
         """A module of its own with a copy of the graph; nodes have the same names."""
         return copied_module(self.owner, self.graph)
@@ -93,6 +98,11 @@ def clean_joint_graph(
     halve_convolution_backwards(graph)
     _hasten_gradients(graph, num_forward_outputs)
     graph.lint()
+    return _described(graph, module, primals, tangents, num_forward_outputs)
+
+
+def _described(graph: fx.Graph, owner: fx.GraphModule, primals: tuple[fx.Node, ...],
+               tangents: tuple[fx.Node, ...], num_forward_outputs: int) -> JointGraph:
     output = graph.output_node()
     returned = output.args[0]
     forward_outputs = tuple(returned[:num_forward_outputs])
@@ -103,7 +113,7 @@ def clean_joint_graph(
     if not gradient_targets(output):
         by_input[:len(gradients)] = gradients
     return JointGraph(
-        graph=graph, owner=module, primals=primals, cotangents=tangents,
+        graph=graph, owner=owner, primals=primals, cotangents=tangents,
         forward_outputs=tuple(n if isinstance(n, fx.Node) else None for n in forward_outputs),
         mutations=mutated_inputs(output),
         differentiable_outputs=tuple(

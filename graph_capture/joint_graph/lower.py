@@ -98,6 +98,10 @@ class LoweredRegion:
     """Node -> the input or op result that it is, or is a view of."""
     hoisted: tuple[int, ...] = ()
     """See `Region.hoisted`."""
+    pieces: int = 1
+    """In how many pieces a part of it runs; 1 where it has no such part."""
+    unmade: tuple[int, ...] = ()
+    """See `Region.unmade`."""
     saved_by_default: frozenset[str] = frozenset()
     """Names of the nodes that Inductor's own partitioner saves, where what to hoist was chosen."""
 

@@ -2,13 +2,13 @@
 
 A plan names ops by what the rewriting makes of them: what capture plans and what a backend runs
 must be rewritten by the same steps in the same order.  These are called from here alone: clean,
-copy late parts of gradients (low-peak form), move what the forward can have into it and remake
-dropouts (where Inductor compiles), hoist, lower.
+run a part in pieces, copy late parts of gradients (low-peak form), move what the forward can have
+into it and remake dropouts (where Inductor compiles), hoist, lower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -17,6 +17,7 @@ from graph_capture.joint_graph.hoisting import hoist, hoist_updates, ops_to_hois
 from graph_capture.joint_graph.joint import clean_joint_graph
 from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from graph_capture.joint_graph.lower import LoweredRegion, lower
+from graph_capture.joint_graph.pieces.in_pieces import run_in_pieces
 from graph_capture.joint_graph.remade_dropout import remake_dropout
 
 
@@ -28,21 +29,28 @@ class JointForm:
     """For Inductor to compile; otherwise it runs op by op."""
     low_peak: bool = False
     """The backward holds less at the price of copies, see `low_peak_backward`."""
+    pieces: int = 1
+    """In how many pieces its widest part runs, see `pieces.in_pieces`."""
 
 
 def lower_joint_graph(
     module: fx.GraphModule, num_forward_outputs: int, form: JointForm, *,
     cotangents: Sequence[bool], input_names: Sequence[str | None],
     hoisted: tuple[int, ...] | None = None, region: int = 0, block: str = "",
+    unmade: Collection[int] = (),
 ) -> LoweredRegion:
     """The region, the step's `region`-th, of a joint graph in one form; `module` is not changed.
 
     `cotangents`: which differentiable outputs receive a gradient; `input_names`: those of the
     parameters and buffers among the inputs, `None` for any other.  `hoisted`: the ops that a plan
-    for Inductor has moved to the forward; `None` chooses them.  `block`: the submodule whose graph
-    it is, empty for the whole model.
+    for Inductor has moved to the forward; `None` chooses them.  `unmade`: outputs of the forward
+    that nobody reads, and that need not be whole where they are made in pieces.  `block`: the
+    submodule whose graph it is, empty for the whole model.
     """
     joint = clean_joint_graph(module, num_forward_outputs, cotangents)
+    pieces = 1
+    if form.pieces > 1:
+        joint, pieces, unmade = run_in_pieces(joint, form.pieces, unmade)
     if form.low_peak:
         lower_backward_peak(joint, compiled=form.compiled)
     saved: frozenset[str] = frozenset()
@@ -54,7 +62,8 @@ def lower_joint_graph(
             hoisted = ops_to_hoist(joint, saved)
         hoist(joint, hoisted)
     lowered = lower(joint, _stable_names(input_names), region, block)
-    return replace(lowered, hoisted=hoisted or (), saved_by_default=saved)
+    return replace(lowered, hoisted=hoisted or (), saved_by_default=saved, pieces=pieces,
+                   unmade=tuple(unmade) if pieces > 1 else ())
 
 
 def has_low_peak_form(region: LoweredRegion) -> bool:

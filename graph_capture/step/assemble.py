@@ -120,7 +120,8 @@ class _Assembly:
         if between:
             self._gaps(len(between.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
-                               outline(use.lowered), use.block, use.lowered.hoisted)
+                               outline(use.lowered), use.block, use.lowered.hoisted,
+                               unmade=use.lowered.unmade)
                         for number, use in enumerate(self.uses))
         outputs = tuple(
             ModelOutput(self.index[number, storage], tuple(tensors), number, tuple(places))

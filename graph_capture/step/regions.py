@@ -39,9 +39,12 @@ class RegionUse:
     """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
 
 
-def region_uses(twin: FakeTwin, recording: Recording, output: object, form: JointForm
-                ) -> list[RegionUse]:
-    """The regions of a recorded step of the twin in one form; `output`: what the model returned."""
+def region_uses(twin: FakeTwin, recording: Recording, output: object, form: JointForm, *,
+                leaves_unmade: bool = False) -> list[RegionUse]:
+    """The regions of a recorded step of the twin in one form; `output`: what the model returned.
+
+    `leaves_unmade`: nobody reads what the model returns but for the loss.
+    """
     recording.check_any()
     trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
     names = trainable | {id(tensor): name for name, tensor in twin.model.named_buffers()}
@@ -58,7 +61,7 @@ def region_uses(twin: FakeTwin, recording: Recording, output: object, form: Join
         lowered = lower_joint_graph(
             call.region.joint, call.region.num_forward_outputs, form, cotangents=cotangents,
             input_names=[names.get(id(tensor)) for tensor in call.inputs], region=number,
-            block=call.module)
+            block=call.module, unmade=range(len(call.outputs)) if leaves_unmade else ())
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}

@@ -34,6 +34,12 @@ COST_MODELS = ("roofline", "measured", "flops")
 OUTPUTS = ("held", "dropped")
 """What the caller may do with the model's output."""
 
+CHOICES = ("recompute", "chunk")
+"""What a plan may be allowed to do: compute again, run a part of the step in pieces."""
+
+PIECES = (2, 4, 8, 16, 32)
+"""The numbers of pieces that are tried."""
+
 _AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 
 
@@ -55,6 +61,7 @@ class PlanArguments(TypedDict, total=False):
     autocast: torch.dtype | str | None
     output: str
     parallel: DataParallel | None
+    allow: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,9 @@ class Planning:
         "The model's output is let go when the loss is made.", name="--output-dropped",
         value="dropped"))
     parallel: DataParallel | None = None
+    allow: Sequence[str] = field(default=("recompute",), metadata=flag(
+        "A choice that the plan may make beside recompute: chunk; may be repeated.",
+        kind=list[str], metavar="CHOICE"))
 
     def __post_init__(self) -> None:
         from solvers.solve import ALGORITHMS
@@ -134,6 +144,7 @@ class Planning:
         if self.autocast is not None and _autocast_name(self.autocast) not in _AUTOCAST:
             raise ValueError("autocast must be 'bf16' or 'fp16' (or the dtype), got "
                              f"{self.autocast!r}")
+        _check_allowed(self.allow, self.backend)
         if self.gpu is not None:
             from graph_capture.op_costs.devices import gpu_model
 
@@ -152,6 +163,11 @@ class Planning:
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument "
                                 f"{name!r}; known: {', '.join(known)}")
         return cls(**arguments)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """In how many pieces a part of the step may run."""
+        return PIECES if "chunk" in self.allow else ()
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -203,6 +219,20 @@ def _check_seconds(time_limit: Any) -> None:
     if not float(time_limit) > 0 or not math.isfinite(time_limit):
         raise ValueError(f"time_limit must be a finite number of seconds above 0, "
                          f"got {time_limit}")
+
+
+def _check_allowed(allow: object, backend: str) -> None:
+    if isinstance(allow, str) or not isinstance(allow, Sequence):
+        raise TypeError(f"allow must be a sequence of choices, got {allow!r}; "
+                        'write allow=("recompute", "chunk")')
+    for choice in allow:
+        _check_known("choice in allow", choice, CHOICES)
+    if "recompute" not in allow:
+        raise ValueError(f"allow={tuple(allow)!r} leaves recompute out, which every plan may do; "
+                         f"write allow={('recompute', *allow)!r}")
+    if "chunk" in allow and backend != "eager":
+        raise ValueError(f'allow="chunk" is for backend="eager"; with backend={backend!r} a part '
+                         "of the step cannot be run in pieces yet")
 
 
 def _autocast_name(autocast: object) -> str:

@@ -82,10 +82,11 @@ def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Reci
                                     if keys[index].digest),
                      cotangents=region.cotangents, insertions=tuple(inserted[number]),
                      inplace_reuses=tuple(taken[number]), outline=region.outline,
-                     block=region.block, hoisted=region.hoisted, released=region.released)
+                     block=region.block, hoisted=region.hoisted, released=region.released,
+                     unmade=region.unmade)
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
-                  overrides=prepared.overrides, low_peak=form.low_peak,
+                  overrides=prepared.overrides, low_peak=form.low_peak, pieces=form.pieces,
                   circumstances=prepared.circumstances)
 
 

@@ -26,7 +26,7 @@ from solvers.result import Status
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Layout that this version writes."""
 
 
@@ -61,6 +61,7 @@ class RegionRow:
     hoisted: tuple[int, ...]
     code: tuple[CodeMemory, ...]
     released: tuple[int, ...]
+    unmade: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Document:
     circumstances: Circumstances | None
     overrides: dict[str, Any]
     low_peak: bool
+    pieces: int
     strict_order: bool
     optimizer: OptimizerMemory | None
     budget_bytes: int | None

@@ -74,24 +74,28 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
     started = time.monotonic()
     base, is_only = forms[0], len(forms) == 1
     refusals: list[tuple[Form, Refusal]] = []
-    bounds: list[float] = []
+    bounds: dict[Form, float] = {}
 
-    def ask(form: Form, seconds: float) -> Result | None:
+    def ask(form: Form, seconds: float, start: Schedule | None = warm_start) -> Result | None:
         try:
-            result = solve_form(form, net_bytes, replace(effort, time_limit=seconds), warm_start)
+            result = solve_form(form, net_bytes, replace(effort, time_limit=seconds), start)
         except Refusal as refusal:
             refusals.append((form, refusal))
-            bounds.append(refusal.lower_bound if form.may_fit(net_bytes) else math.inf)
+            bounds[form] = refusal.lower_bound if form.may_fit(net_bytes) else math.inf
             return None
-        bounds.append(result.lower_bound)
+        bounds[form] = max(result.lower_bound, bounds.get(form, 0.0))
         return result
+
+    def seconds_left() -> float:
+        return max(effort.time_limit - (time.monotonic() - started),
+                   _LEAST_SHARE * effort.time_limit)
 
     def attempt(form: Form) -> Result | None:
         if is_only:
             return ask(form, effort.time_limit)
         if form is not base:
-            left = effort.time_limit - (time.monotonic() - started)
-            return ask(form, max(left, _LEAST_SHARE * effort.time_limit))
+            return ask(form, seconds_left() if len(forms) == 2
+                       else _LEAST_SHARE * effort.time_limit)
         if not form.may_fit(net_bytes):  # then it is only asked for its minimum, if nothing fits
             return None
         room = 1 - working_set_floor(form.problem) / max(net_bytes, 1)
@@ -103,7 +107,11 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
             ask(base, _LEAST_SHARE * effort.time_limit)
         return min(refusals, key=lambda refused: refused[1].minimum_bytes)
     form, result = found
-    return form, replace(over_all_forms(result, bounds), seconds=time.monotonic() - started)
+    if len(forms) > 2 and result.status != "optimal":
+        # Each had a short look; the best has the rest.
+        result = ask(form, seconds_left(), result.schedule) or result
+    return form, replace(over_all_forms(result, bounds.values()),
+                         seconds=time.monotonic() - started)
 
 
 def over_all_forms(result: Result, bounds: Iterable[float]) -> Result:

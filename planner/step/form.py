@@ -1,8 +1,9 @@
 """One form in which a step may run: a graph, the problem that it is for the solvers, its memory.
 
 The step as it was captured is the base form.  A second form may hold less during the backward at
-the price of copies (`graph_capture.joint_graph.low_peak_backward`); the copies are paid whether or
-not anything is recomputed, and count as extra time.
+the price of copies (`graph_capture.joint_graph.low_peak_backward`); a part of the step may run in
+pieces (`graph_capture.joint_graph.pieces`).  What that takes is paid whether or not anything is
+recomputed, and counts as extra time.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class Form:
     """Judges schedules by the code that Inductor generates; `None` for the eager backend."""
     low_peak: bool = False
     """Whether gradients are copied so that the backward holds less."""
+    pieces: int = 1
+    """In how many pieces its widest part runs."""
     extra_seconds: float = 0.0
-    """What those copies take: part of the extra time of its plans."""
+    """What copies and smaller ops take: part of the extra time of its plans."""
 
     @property
     def base_seconds(self) -> float:

@@ -64,8 +64,8 @@ class PreparedStep:
 
     def form_of(self, recipe: Recipe) -> Form:
         """The form that a plan with this recipe is of."""
-        return next((form for form in self.forms if form.low_peak == recipe.low_peak),
-                    self.base)
+        return next((form for form in self.forms if (form.low_peak, form.pieces) == (
+            recipe.low_peak, recipe.pieces)), self.base)
 
     def may_fit(self, limit_bytes: int) -> bool:
         """Whether no bound says that every plan of the whole step takes more."""
@@ -84,14 +84,15 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     inputs, in JSON values.  With `accumulation`, any micro-step but the first is planned: the
     gradients of those before are resident.
     """
-    base, *others = (_form(step, form, accumulation) for form in step.forms)
+    base = _form(step, step.forms[0], accumulation)
+    others = [_compared(_form(step, form, accumulation), form, base) for form in step.forms[1:]]
     baseline_bytes, plain = step.baseline.peak_bytes, step.baseline
     if accumulation > 1:
         assert step.later is not None
         plain = step.later
         baseline_bytes = max(baseline_bytes - base.graph.gradient_bytes, step.later.peak_bytes)
     return PreparedStep(
-        forms=(base, *(_with_copies(form, base) for form in others)),
+        forms=(base, *others),
         baseline_peak_bytes=base.budget.whole_bytes(baseline_bytes),
         plain=PlainCourse(tuple(base.budget.resident_bytes + size for size in plain.course),
                           plain.backward_begins),
@@ -125,15 +126,19 @@ def _accumulating(graph: TrainingGraph, accumulation: int) -> TrainingGraph:
                "each backward ends"))
 
 
-def _with_copies(form: Form, base: Form) -> Form:
-    """The form with copies of gradients, with a note of what they cost."""
+def _compared(form: Form, source: StepForm, base: Form) -> Form:
+    """Another form than the base, with a note of what it costs."""
     base_seconds = base.graph.step_seconds
     extra_seconds = form.graph.step_seconds - base_seconds
     share = format_fraction(extra_seconds / base_seconds if base_seconds else 0.0)
-    graph = replace(form.graph, notes=(*form.graph.notes, (
-        "parts of gradients that are read late are copied, so that the whole can go early "
-        f"(gradients of concatenations): {share} of the step, counted as extra time")))
-    return replace(form, graph=graph, low_peak=True, extra_seconds=extra_seconds)
+    what = (f"the widest part of the step runs in {source.pieces} pieces: rounding may differ"
+            if source.pieces > 1 else
+            "parts of gradients that are read late are copied, so that the whole can go early "
+            "(gradients of concatenations)")
+    graph = replace(form.graph, notes=(
+        *form.graph.notes, f"{what}; {share} of the step, counted as extra time"))
+    return replace(form, graph=graph, low_peak=source.low_peak, pieces=source.pieces,
+                   extra_seconds=extra_seconds)
 
 
 def _as_json(value: Any) -> Any:

@@ -1,0 +1,32 @@
+"""New nodes of a joint graph, with the values that tracing would have given them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+_NOT_TAKEN_OVER = frozenset({"val", "tensor_meta", "eager_input_vals", "unbacked_bindings"})
+
+
+class Emitter:
+    """Puts nodes in front of another one."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
+        self._graph = graph
+        self._before = before
+        self._mode = next(node.meta["val"].fake_mode for node in graph.nodes
+                          if hasattr(node.meta.get("val"), "fake_mode"))
+
+    def __call__(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
+                 ) -> fx.Node:
+        """A call, which to the user is a part of what `like` does."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta = {key: value for key, value in like.meta.items() if key not in _NOT_TAKEN_OVER}
+        values = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        with self._mode, torch.no_grad():
+            node.meta["val"] = target(*values[0], **values[1])
+        return node

@@ -1,0 +1,287 @@
+"""A part of a step run in pieces: the loss head of a language model, a number of rows at a time.
+
+The smallest peak of a language model is its logits, with their log-softmax and its gradient: no
+placement of checkpoints lowers it.  Run a piece of the rows at a time, as fused and chunked losses
+do (Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009), only a piece of them is
+there.  Here the joint graph is unrolled: each op of the part (`part`) runs once for each piece;
+what the pieces make of the rows is put together, what they sum is added up.
+
+Forward and backward run together, piece by piece, where the part's backward depends on one scalar,
+the gradient of the loss: then it is taken for 1, and what the part gives is multiplied by it in the
+backward (exactly, if it is 1 or another power of two).  Gradients in float16, which may be too
+small without the loss's scale, are not made so; there the backward has pieces of its own, of which
+the schedule decides what is kept and what is computed again.
+
+Rounding differs: sums over rows are sums of the pieces' sums.  Those of less than 32 bits are
+added up in float32.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import fx
+
+from graph_capture.joint_graph.joint import JointGraph, is_tuple_element
+from graph_capture.joint_graph.pieces.emit import Emitter
+from graph_capture.joint_graph.pieces.means import means_to_sums
+from graph_capture.joint_graph.pieces.part import Part, find_part, unviewed
+from graph_capture.joint_graph.pieces.rows import Kind, Rows
+from graph_capture.joint_graph.walks import ancestors, descendants
+
+_aten = torch.ops.aten
+
+
+def run_in_pieces(joint: JointGraph, count: int, unread: Collection[int] = ()
+                  ) -> tuple[JointGraph, int, tuple[int, ...]]:
+    """The graph, changed so that the widest part of the step runs in `count` pieces, or one for
+    each row; in how many it does, 1 where there is no such part; and which outputs of the forward
+    it does not make.
+
+    `unread`: outputs of the forward, mutated inputs not counted, that nobody reads.  Something of
+    the same shape stands for those that would be made in pieces.
+    """
+    means_to_sums(joint)
+    joint = joint.described_anew()
+    returned = [place for place in range(len(joint.forward_outputs))
+                if place not in joint.mutations]
+    dropped = {returned[place] for place in unread}
+    part = find_part(joint, {node for place, node in enumerate(joint.forward_outputs)
+                             if node is not None and place not in dropped})
+    if part is None:
+        return joint, 1, ()
+    unmade = _without_unread(joint, part, dropped)
+    unrolling = _Unrolling(joint, part, min(count, part.rows))
+    scale = _only_cotangent(joint, part)
+    if scale is None:
+        unrolling.run(part.forward)
+        unrolling.run(part.backward)
+    else:
+        unrolling.without(scale)
+        unrolling.run(part.nodes)
+    for node in reversed(part.nodes):
+        joint.graph.erase_node(node)
+    _sort(joint.graph)
+    joint.graph.eliminate_dead_code()
+    joint.graph.lint()
+    return joint.described_anew(), min(count, part.rows), tuple(map(returned.index, unmade))
+
+
+def _without_unread(joint: JointGraph, part: Part, dropped: Collection[int]) -> list[int]:
+    """Let something that takes no memory stand for outputs that the part makes rows of; their
+    places."""
+    output = joint.output
+    values = list(output.args[0])
+    emit = Emitter(joint.graph, part.nodes[0])
+    found = []
+    for place in sorted(dropped):
+        node = values[place]
+        if isinstance(node, fx.Node) and unviewed(node) in map(unviewed, part.nodes):
+            value = node.meta["val"]
+            single = emit(_aten.full.default, [1] * value.ndim, math.nan, like=node,
+                          dtype=value.dtype, device=value.device)
+            values[place] = emit(_aten.expand.default, single, list(value.shape), like=node)
+            found.append(place)
+    output.args = (type(output.args[0])(values), *output.args[1:])
+    return found
+
+
+def _only_cotangent(joint: JointGraph, part: Part) -> fx.Node | None:
+    """The scalar gradient of the loss, where the part's backward depends on nothing else that the
+    forward does not have, and all that it makes can be multiplied by it."""
+    ours = set(part.nodes)
+    sources = {operand for node in part.backward for operand in node.all_input_nodes} - ours
+    above = ancestors(sources, lambda node: node not in ours)
+    found = above.intersection(joint.cotangents)
+    if len(found) != 1 or descendants(ours) & above or any(
+            part.layouts[operand] is Kind.SUM for node in part.backward
+            for operand in node.all_input_nodes if operand in part.forward):
+        return None
+    cotangent = found.pop()
+    if cotangent.meta["val"].numel() != 1:
+        return None
+    for node in part.backward:
+        value = node.meta["val"]
+        if any(user not in ours for user in node.users) and not (
+                isinstance(value, torch.Tensor) and value.is_floating_point()
+                and value.dtype is not torch.float16):
+            return None
+    return cotangent
+
+
+class _Unrolling:
+    """The pieces of a part, as they are put into the graph."""
+
+    def __init__(self, joint: JointGraph, part: Part, count: int) -> None:
+        self._graph = joint.graph
+        self._part = part
+        bounds = [part.rows * number // count for number in range(count + 1)]
+        self._ranges = list(itertools.pairwise(bounds))
+        self._made: list[dict[fx.Node, fx.Node]] = [{} for _ in self._ranges]
+        self._cut: list[dict[tuple[fx.Node, Rows], fx.Node]] = [{} for _ in self._ranges]
+        self._scale: fx.Node | None = None
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        self._whole: dict[fx.Node, fx.Node] = {}
+
+    def without(self, scale: fx.Node) -> None:
+        """Take this cotangent for 1 in the part, and multiply by it what the part makes."""
+        graph, part = self._graph, self._part
+        first = min(part.nodes, key=list(graph.nodes).index)
+        of_scale = descendants((scale,))
+        ours = set(part.nodes)
+        outside = ancestors(
+            (operand for node in part.nodes for operand in node.all_input_nodes
+             if operand not in ours), lambda node: node.op == "call_function")
+        value = scale.meta["val"]
+        emit = Emitter(graph, first)
+        self._replaced[scale] = emit(
+            _aten.ones.default, list(value.shape), like=part.backward[0], dtype=value.dtype,
+            device=value.device)
+        is_behind = False
+        for node in list(graph.nodes):
+            is_behind |= node is first
+            if node in outside and node in of_scale:
+                self._replaced[node] = emit(
+                    node.target, *fx.node.map_arg(node.args, self._in_forward), like=node,
+                    **fx.node.map_arg(node.kwargs, self._in_forward))
+            elif node in outside and is_behind:
+                first.prepend(node)
+        self._scale = scale
+
+    def _in_forward(self, node: fx.Node) -> fx.Node:
+        return self._replaced.get(node, node)
+
+    def run(self, nodes: Sequence[fx.Node]) -> None:
+        """Put pieces of these ops, and what becomes of them, in front of the last of them."""
+        if not nodes:
+            return
+        anchor = max(nodes, key=list(self._graph.nodes).index)
+        if self._scale is not None:
+            anchor = max(self._part.forward or nodes, key=list(self._graph.nodes).index)
+        emit = Emitter(self._graph, anchor)
+        ours = set(nodes)
+        every = set(self._part.nodes)
+        handed_on = [node for node in nodes if any(
+            user not in every or (user not in ours and self._part.layouts[node] is Kind.SUM)
+            for user in node.users)]
+        totals: dict[fx.Node, fx.Node] = {}
+        for number in range(len(self._ranges)):
+            for node in nodes:
+                total = totals.get(node)
+                if total is not None and _is_added_by_product(node):
+                    totals[node] = self._piece(emit, node, number, ours, total)
+                    continue
+                self._made[number][node] = self._piece(emit, node, number, ours)
+                if node in handed_on and self._part.layouts[node] is Kind.SUM:
+                    totals[node] = _added(emit, total, self._made[number][node], node)
+        late = descendants((self._scale,)) if self._scale is not None else set()
+        for node in handed_on:
+            whole = (_rounded(emit, totals[node], node) if node in totals
+                     else self._together(emit, node))
+            self._whole[node] = whole
+            users = [user for user in node.users if user not in every]
+            if node in late and users:
+                assert self._scale is not None
+                place = min(users, key=list(self._graph.nodes).index)
+                whole = Emitter(self._graph, place)(
+                    _aten.mul.Tensor, whole, self._scale, like=node)
+            for user in users:
+                user.replace_input_with(node, whole)
+
+    def _piece(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
+               total: fx.Node | None = None) -> fx.Node:
+        """One piece of what `node` makes, added to a total where one is given."""
+        made = self._made[number]
+        if is_tuple_element(node):
+            return emit(node.target, made[node.args[0]], node.args[1], like=node)
+        action = self._part.actions[node]
+
+        def operand(source: fx.Node) -> fx.Node:
+            if (source in self._whole and source not in ours
+                    and self._part.layouts[source] is Kind.SUM):
+                return self._whole[source]  # of the forward, complete
+            if source in made:
+                return made[source]
+            layout = action.operands.get(source, Kind.WHOLE)
+            source = self._replaced.get(source, source)
+            return self._slice(emit, source, layout, number) if isinstance(layout, Rows) else source
+
+        args = list(fx.node.map_arg(node.args, operand))
+        if action.shape_argument is not None:
+            layout = action.results[0]
+            assert isinstance(layout, Rows)
+            begin, end = self._ranges[number]
+            args[action.shape_argument] = layout.piece(node.meta["val"].shape, end - begin)
+        if total is not None:
+            return emit(_aten.addmm.default, total, *args, like=node)
+        return emit(node.target, *args, like=node, **fx.node.map_arg(node.kwargs, operand))
+
+    def _slice(self, emit: Emitter, source: fx.Node, layout: Rows, number: int) -> fx.Node:
+        """A piece of what comes from outside of the part: a view of it."""
+        cut = self._cut[number]
+        if (source, layout) not in cut:
+            shape = list(source.meta["val"].shape)
+            begin, end = self._ranges[number]
+            node, start = source, layout.start
+            if layout.stop - layout.start > 1:
+                node = emit(_aten.view.default, node,
+                            [*shape[:start], self._part.rows, *shape[layout.stop:]], like=source)
+            node = emit(_aten.slice.Tensor, node, start, begin, end, like=source)
+            if layout.stop - layout.start > 1:
+                node = emit(_aten.view.default, node, layout.piece(shape, end - begin), like=source)
+            cut[source, layout] = node
+        return cut[source, layout]
+
+    def _together(self, emit: Emitter, node: fx.Node) -> fx.Node:
+        """The whole of which the part makes rows."""
+        layout = self._part.layouts[node]
+        assert isinstance(layout, Rows)
+        value = node.meta["val"]
+        whole = emit(_aten.cat.default, [made[node] for made in self._made], layout.stop - 1,
+                     like=node)
+        if layout.stop - layout.start > 1:
+            whole = emit(_aten.view.default, whole, list(value.shape), like=node)
+        return whole
+
+
+def _is_added_by_product(node: fx.Node) -> bool:
+    """Whether the op is a matrix product that can add to what is there without loss."""
+    return node.target is _aten.mm.default and node.meta["val"].itemsize >= 4
+
+
+def _added(emit: Emitter, total: fx.Node | None, piece: fx.Node, node: fx.Node) -> fx.Node:
+    value = piece.meta["val"]
+    if total is None:
+        is_short = value.is_floating_point() and value.itemsize < 4
+        return emit(_aten._to_copy.default, piece, like=node,
+                    dtype=torch.float32) if is_short else piece
+    return emit(_aten.add.Tensor, total, piece, like=node)
+
+
+def _rounded(emit: Emitter, total: fx.Node, node: fx.Node) -> fx.Node:
+    dtype = node.meta["val"].dtype
+    return total if total.meta["val"].dtype is dtype else emit(
+        _aten._to_copy.default, total, like=node, dtype=dtype)
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put each node behind what it reads, as near to where it is as that allows."""
+    nodes = list(graph.nodes)
+    rank = {node: position for position, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [rank[node] for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    previous: fx.Node | None = None
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if previous is not None:
+            previous.append(node)
+        previous = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, rank[user])
