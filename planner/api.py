@@ -11,9 +11,11 @@ from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
 from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
+from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.agreement import agreed
+from planner.search.alternatives import with_alternatives
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
 
@@ -94,7 +96,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             a terminal.
 
     Raises:
-        InfeasibleBudget: nothing fits; with the smallest budget that works and what holds it.
+        InfeasibleBudget: nothing fits; with the smallest budget that works, what holds it, and
+            what would do if the plan were allowed more (`alternatives`).
         CaptureError: the step cannot be captured.
         TypeError, ValueError: an argument is wrong in itself.
     """
@@ -111,7 +114,12 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         effort = Effort(solver=solver, time_limit=max(left, time_limit / 2), progress=report)
         limit_bytes = resolve(limit, prepared)
         if prepared.parallel is None:
-            return plan_within(prepared, limit_bytes, effort)
+            try:
+                return plan_within(prepared, limit_bytes, effort)
+            except InfeasibleBudget as refusal:
+                raise with_alternatives(
+                    refusal, planning, lambda wider: prepare_step(model, inputs, wider, None),
+                    effort) from None
         return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
                       effort)
 

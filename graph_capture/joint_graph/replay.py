@@ -25,6 +25,9 @@ _aten = torch.ops.aten
 COPY_LIMIT_BYTES = 1 << 20
 """Mutated inputs up to this size are copied for replays; ops that read larger ones are pinned."""
 
+RUNS_ONCE = "checkpoint_planner_runs_once"
+"""In the metadata of a node: it is never replayed."""
+
 _UNINITIALISED = frozenset({
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
     "aten::new_empty_strided", "aten::empty_permuted",
@@ -75,6 +78,8 @@ def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
     """How `node` may be replayed; `sees_mutated` tells whether an operand is, or views, an input
     that the step mutates."""
     target = node.target
+    if node.meta.get(RUNS_ONCE):
+        return Replay(pinned="runs in pieces, forward and backward together")
     if isinstance(target, HigherOrderOperator):
         return Replay(pinned=f"higher-order op {target.name()}")
     if not isinstance(target, OpOverload):

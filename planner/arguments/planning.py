@@ -37,7 +37,7 @@ OUTPUTS = ("held", "dropped")
 CHOICES = ("recompute", "chunk")
 """What a plan may be allowed to do: compute again, run a part of the step in pieces."""
 
-PIECES = (2, 4, 8, 16, 32)
+PIECES = (4, 16, 64)
 """The numbers of pieces that are tried."""
 
 _AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
@@ -78,6 +78,8 @@ class Flag:
     positional: bool = False
     value: Any = None
     """What the option, written alone, stands for; `None`: it takes a value."""
+    read: Callable[[Any], Any] | None = None
+    """Makes the argument of what is written; `None`: it is that."""
 
 
 def flag(help: str, **details: Any) -> dict[str, Flag]:
@@ -118,8 +120,9 @@ class Planning:
         value="dropped"))
     parallel: DataParallel | None = None
     allow: Sequence[str] = field(default=("recompute",), metadata=flag(
-        "A choice that the plan may make beside recompute: chunk; may be repeated.",
-        kind=list[str], metavar="CHOICE"))
+        "A choice that the plan may make beside recompute: chunk.", kind=list[str],
+        metavar="CHOICE", read=lambda written: tuple(dict.fromkeys(
+            ["recompute", *(choice for each in written for choice in each.split(","))]))))
 
     def __post_init__(self) -> None:
         from solvers.solve import ALGORITHMS

@@ -141,8 +141,10 @@ def command(*, without: Collection[str] = (), **only: Collection[str]
 
 def _given(field: Field[Any], written: Any) -> Any:
     """What was written for a field; `None`: nothing."""
-    value = field.metadata["flag"].value
-    return written if value is None else value if written else None
+    flag = field.metadata["flag"]
+    if written and flag.read is not None:
+        return flag.read(written)
+    return written if flag.value is None else flag.value if written else None
 
 
 def _parameter(field: Field[Any]) -> inspect.Parameter:

@@ -122,7 +122,8 @@ def _step_remedies(present: PresentLoop) -> Iterator[Proposal]:
                   if trace.blocks[number].op in _CROSS_ENTROPY)
     if in_loss > _SHARE * fullest.peak_bytes:
         yield Proposal(
-            f"compute the cross-entropy in {_CHUNKS} chunks of rows, each with its backward",
+            f"run the cross-entropy in {_CHUNKS} pieces, each with its backward: "
+            'planner.plan(..., allow=("recompute", "chunk"))',
             _peak_if(present.trace, lambda block: (
                 block.size_bytes // _CHUNKS if block.op in _CROSS_ENTROPY else block.size_bytes)),
             exact=False)

@@ -144,7 +144,7 @@ def test_large_logits_are_named_as_the_floor_and_a_remedy_is_known():
     assert report.floor.working_set_bytes == pytest.approx(2 * 4 * IDS.numel() * 5000, rel=0.01)
     chunked = next(p for p in report.proposals if "cross-entropy" in p.change)
     assert not chunked.exact and chunked.peak_bytes < 0.7 * report.peak_bytes
-    assert "cross-entropy in 8 chunks" in str(report)
+    assert "cross-entropy in 8 pieces" in str(report)
 
 
 @pytest.mark.parametrize(("options", "remedy", "change"), [

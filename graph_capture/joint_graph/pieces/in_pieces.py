@@ -31,6 +31,7 @@ from graph_capture.joint_graph.pieces.emit import Emitter
 from graph_capture.joint_graph.pieces.means import means_to_sums
 from graph_capture.joint_graph.pieces.part import Part, find_part, unviewed
 from graph_capture.joint_graph.pieces.rows import Kind, Rows
+from graph_capture.joint_graph.replay import RUNS_ONCE
 from graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
@@ -216,9 +217,10 @@ class _Unrolling:
             assert isinstance(layout, Rows)
             begin, end = self._ranges[number]
             args[action.shape_argument] = layout.piece(node.meta["val"].shape, end - begin)
-        if total is not None:
-            return emit(_aten.addmm.default, total, *args, like=node)
-        return emit(node.target, *args, like=node, **fx.node.map_arg(node.kwargs, operand))
+        made_of = (emit(node.target, *args, like=node, **fx.node.map_arg(node.kwargs, operand))
+                   if total is None else emit(_aten.addmm.default, total, *args, like=node))
+        made_of.meta[RUNS_ONCE] = self._scale is not None
+        return made_of
 
     def _slice(self, emit: Emitter, source: fx.Node, layout: Rows, number: int) -> fx.Node:
         """A piece of what comes from outside of the part: a view of it."""

@@ -81,10 +81,10 @@ def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Par
     chosen |= {node for node in layouts if _ends_a_sum(node, chosen, layouts)}
     given = {node for node in chosen if node in wide and unviewed(node) in returned}
     chosen -= ancestors(given, chosen.__contains__)  # the caller gets it whole
-    late = descendants(joint.cotangents)
+    early = ancestors(node for node in joint.forward_outputs if node is not None)
     ours = sorted(chosen, key=order.__getitem__)
-    part = Part(rows, tuple(node for node in ours if node not in late),
-                tuple(node for node in ours if node in late), layouts, actions)
+    part = Part(rows, tuple(node for node in ours if node in early),
+                tuple(node for node in ours if node not in early), layouts, actions)
     return part if _is_possible(part, wide) else None
 
 

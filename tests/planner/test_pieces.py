@@ -1,0 +1,204 @@
+"""`allow=("recompute", "chunk")`: a loss head that runs in pieces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import planner
+from apply.unmade_output import OutputNotMade
+from graph_capture.memory.allocator import record_peak
+from planner.api import capture
+from planner.plans.file import load
+from tests.support.models import bert, gpt2, t5
+from tests.support.training import apply_schedule, random_schedule
+
+ALLOW = ("recompute", "chunk")
+VOCAB, WIDTH, BATCH, LENGTH = 700, 24, 3, 11
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+LOSSES: dict[str, Loss] = {
+    "mean": lambda logits, labels, weight: F.cross_entropy(logits, labels),
+    "weighted": lambda logits, labels, weight: F.cross_entropy(logits, labels, weight),
+    "smooth": lambda logits, labels, weight: F.cross_entropy(logits, labels, label_smoothing=0.1),
+    "sum": lambda logits, labels, weight: F.cross_entropy(logits, labels, reduction="sum") / 29,
+    "each": lambda logits, labels, weight: F.cross_entropy(
+        logits, labels, reduction="none").sum() / (labels != -100).sum(),
+    "z-loss": lambda logits, labels, weight: F.cross_entropy(logits, labels)
+    + 1e-3 * logits.logsumexp(-1).pow(2).mean(),
+    "gather": lambda logits, labels, weight: -(
+        logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
+        * (labels != -100)).sum() / 20,
+}
+
+
+class Head(nn.Module):
+    """Tokens to a loss, and the logits."""
+
+    def __init__(self, loss: str = "mean", bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=bias)
+        self.register_buffer("weight", torch.rand(VOCAB))
+        self.loss = LOSSES[loss]
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.drop(self.mix(self.embed(ids)).tanh()))
+        return {"loss": self.loss(logits.view(-1, VOCAB), labels.view(-1), self.weight),
+                "logits": logits}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(VOCAB, (BATCH, LENGTH))
+    labels = ids.clone()
+    labels[:, ::4] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def gradients(model: nn.Module, inputs: dict[str, torch.Tensor], scale: float = 1.0
+              ) -> torch.Tensor:
+    torch.manual_seed(2)
+    model.zero_grad(set_to_none=True)
+    (model(**inputs)["loss"] * scale).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def peak_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, held: bool) -> int:
+    def step() -> None:
+        output = model(**inputs)
+        loss = output["loss"]
+        if not held:
+            del output
+        loss.backward()
+
+    model.zero_grad(set_to_none=True)
+    step()
+    model.zero_grad(set_to_none=True)
+    return record_peak(step, "cpu").peak_bytes
+
+
+@pytest.mark.parametrize("output", ["held", "dropped"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_and_peaks_in_pieces(loss, output):
+    model, inputs = Head(loss, bias=loss in ("sum", "gather")), batch()
+    step = capture(model, inputs, allow=ALLOW, output=output)
+    forms = [form for form in step.forms if form.pieces > 1]
+    assert [form.pieces for form in forms] == [4, 16, 64]
+    plain = copy.deepcopy(model)
+    for form in forms[:2]:
+        for schedule in (form.problem.keep_all_schedule, random_schedule(form.problem, 0, 0.5)):
+            planned, timeline = apply_schedule(
+                type("Of", (), {"model": model, "inputs": inputs}), step, schedule, form)
+            assert distance(gradients(planned, inputs), gradients(plain, inputs)) < 1e-6
+            assert peak_of(planned, inputs, held=output == "held") == timeline.peak_bytes
+    for scale in (0.25, 1 / 3):  # of micro-steps that add up
+        assert distance(gradients(planned, inputs, scale), gradients(plain, inputs, scale)) < 1e-6
+
+
+def test_more_pieces_than_rows_are_one_for_each_row():
+    step = capture(Head(), {key: value[:1, :5] for key, value in batch().items()}, allow=ALLOW)
+    names = [op.name for op in step.forms[-1].graph.ops if op.target.startswith("aten._log_soft")]
+    assert len(names) == 2 * 5 == len(set(names))
+
+
+def test_logits_that_are_dropped_are_not_made():
+    """And say so when they are read; those that are held are the same as ever."""
+    model, inputs = Head(), batch()
+    logits_bytes = 4 * BATCH * LENGTH * VOCAB
+    least = {}
+    for output in ("held", "dropped"):
+        with pytest.raises(planner.InfeasibleBudget) as refused:
+            planner.plan(model, inputs, budget=1, output=output)
+        (allow, least[output]), = refused.value.alternatives.items()
+        assert allow == ALLOW and f"{least[output]:,} bytes would do" in str(refused.value)
+        plan = planner.plan(model, inputs, budget=least[output], output=output, allow=ALLOW)
+        found = plan.apply(copy.deepcopy(model))(**inputs)["logits"]
+        if output == "held":
+            torch.manual_seed(0)
+            found = plan.apply(copy.deepcopy(model).eval())(**inputs)["logits"]
+            torch.testing.assert_close(found, copy.deepcopy(model).eval()(**inputs)["logits"],
+                                       rtol=0, atol=0)
+        else:
+            assert found.shape == (BATCH, LENGTH, VOCAB) and found.dtype == torch.float32
+            assert found.float().detach().half().dtype == torch.float16
+            with pytest.raises(OutputNotMade, match=r"shape \(3, 11, 700\).*output='held'"):
+                found.argmax(-1)
+    assert least["held"] - least["dropped"] > 0.9 * logits_bytes
+
+
+def test_a_plan_in_pieces_is_saved_and_serves_smaller_inputs(tmp_path):
+    model, inputs = Head(), batch()
+    with pytest.raises(planner.InfeasibleBudget) as refused:
+        planner.plan(model, inputs, budget=1, allow=ALLOW)
+    assert refused.value.alternatives == {}
+    plan = planner.plan(model, inputs, budget=refused.value.minimum_bytes, allow=ALLOW)
+    assert plan.recipe.pieces > 1 and any("pieces" in note for note in plan.notes)
+    plan.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == plan
+    planned = load(tmp_path / "plan.json").apply(model)
+    smaller = {key: value[:2] for key, value in inputs.items()}
+    for given in (inputs, smaller):
+        assert distance(gradients(planned, given), gradients(copy.deepcopy(model), given)) < 1e-6
+
+
+def test_within_may_run_pieces():
+    inputs = batch()
+    plain = gradients(Head(), inputs)
+    with pytest.raises(planner.InfeasibleBudget) as refused:
+        planner.plan(Head(), inputs, budget=1, allow=ALLOW)
+    model = planner.within(Head(), refused.value.minimum_bytes + 4096, allow=ALLOW)
+    for _ in range(3):
+        assert distance(gradients(model, inputs), plain) < 1e-6
+    assert planner.plan_of(model).recipe.pieces > 1
+    assert planner.steps_of(model).planned == 3
+
+
+def test_half_precision_scales_the_loss_first():
+    """Gradients in float16 are made of the scaled loss: unscaled, they might be too small."""
+    model, inputs = Head("sum").half(), batch()
+    step = capture(model, inputs, allow=ALLOW)
+    form = step.forms[1]
+    forward = [op for op in form.graph.ops if op.target == "aten.nll_loss_backward.default"]
+    assert form.pieces == 4 and len(forward) == 4
+    assert all(op.phase.value == "backward" for op in forward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gpt2, bert, t5])
+def test_models_of_transformers_take_less(make):
+    case = make(vocab=4096)
+    found = {}
+    for allow in (("recompute",), ALLOW):
+        with pytest.raises(planner.InfeasibleBudget) as refused:
+            planner.plan(case.model, case.inputs, budget=1, output="dropped", allow=allow)
+        found[allow] = refused.value.minimum_bytes
+    assert found[ALLOW] < 0.6 * found["recompute",]
+    plan = planner.plan(case.model, case.inputs, budget=found[ALLOW], output="dropped",
+                        allow=ALLOW, time_limit=5)
+    assert planner.verify(case.model, plan, case.inputs).ok
+
+
+def test_choices_are_checked():
+    model, inputs = Head(), batch()
+    with pytest.raises(ValueError, match=r"unknown choice in allow 'fuse'; known: recompute, chunk"):
+        planner.plan(model, inputs, allow=("recompute", "fuse"))
+    with pytest.raises(TypeError, match=r'write allow=\("recompute", "chunk"\)'):
+        planner.plan(model, inputs, allow="chunk")
+    with pytest.raises(ValueError, match="leaves recompute out"):
+        planner.plan(model, inputs, allow=("chunk",))
+    with pytest.raises(ValueError, match='is for backend="eager"'):
+        planner.plan(model, inputs, allow=ALLOW, backend="inductor")
