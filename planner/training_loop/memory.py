@@ -12,9 +12,9 @@ from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
 from planner.errors import PlanMismatch
 from planner.progress import Progress, watched
+from planner.step.loop_trace import MicroSteps, TrainingLoop, compose
 from planner.training_loop.account import account_of, floor_of
 from planner.training_loop.report import MemoryReport
-from planner.training_loop.trace import MicroSteps, TrainingLoop, compose
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
     """The micro-steps of a plan; raises `PlanMismatch` where it was made for another step."""
     from planner.api import capture
     from planner.plans.decisions import build_recipe, schedule_of
-    from planner.training_loop.planned_step import planned_micro_step
+    from planner.step.planned_micro_step import planned_micro_step
     from solvers.simulator import unroll
 
     prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,

@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any
 
 from planner.step.categories import CATEGORIES, MemoryByCategory, MemoryCourse
+from planner.step.loop_trace import LoopTrace, StepPhase, TrainingLoop
 from planner.training_loop.account import (
     Floor,
     LoopAccount,
@@ -14,7 +15,6 @@ from planner.training_loop.account import (
     PhaseMemory,
     holders_at,
 )
-from planner.training_loop.trace import LoopTrace, StepPhase, TrainingLoop
 
 _HOLDERS = 20
 """How many of the holders at the peak `to_dict` lists."""
