@@ -34,7 +34,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          keep: Sequence[str] = (), accumulation: int = 1,
          regions: str | Sequence[str] | None = None,
          autocast: torch.dtype | str | None = None, output: str = "held",
-         parallel: DataParallel | None = None, progress: Progress | None = None) -> Plan:
+         parallel: DataParallel | None = None, budget_of: str = "allocated",
+         progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
 
@@ -85,6 +86,11 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             count as buffers, whole parameters as parameters while they are gathered, buffers of
             collectives as temporaries.  The plan is applied before the model is wrapped.  In a
             process group one rank makes the plan, and all that ask for the same take it.
+        budget_of: what the budget limits: `"allocated"` memory, the plan's `peak_bytes`; or, on a
+            GPU, what torch's allocator has `"reserved"` of the device for it, which decides whether
+            a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
+            where the environment asks for them.  A percentage is then of what the plain step
+            reserves.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -98,7 +104,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
         cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
         probe=probe, accumulation=accumulation, regions=regions,
-        autocast=autocast, output=output, parallel=parallel)
+        autocast=autocast, output=output, parallel=parallel,
+        budget_of=budget_of)
     started = time.monotonic()
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)
@@ -144,7 +151,8 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
                    circumstances=circumstances,
                    backend=planning.backend, cost_model=planning.cost_model,
-                   accumulation=planning.accumulation, parallel=planning.parallel)
+                   accumulation=planning.accumulation, parallel=planning.parallel,
+                   budget_of=planning.budget_of)
 
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -162,9 +170,14 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     parallel, regions = planning.parallel, planning.regions or "model"
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
+    device = device_planned_for(model, planning.device)
+    if planning.budget_of == "reserved" and device.type != "cuda":
+        raise ValueError(f'budget_of="reserved" on the device `{device}`: its allocator reserves '
+                         "nothing beyond what is allocated; plan for device=\"cuda\", or leave "
+                         "budget_of out")
     return capture_step(
         beneath_wrappers(model, parallel), args, kwargs, loss_fn=planning.loss_fn or unknown_loss,
-        device=device_planned_for(model, planning.device),
+        device=device,
         gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
         cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
         accumulated=planning.accumulation > 1, regions=regions, answers=answers,
@@ -175,7 +188,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:
     """The budget in bytes, `None` for no limit."""
-    return None if limit is None else limit.resolve(prepared.baseline_peak_bytes)
+    return None if limit is None else limit.resolve(prepared.plain_bytes)
 
 
 def _kind(value: object) -> str:

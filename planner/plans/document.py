@@ -26,7 +26,7 @@ from solvers.result import Status
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Layout that this version writes."""
 
 
@@ -93,6 +93,7 @@ class Document:
     strict_order: bool
     optimizer: OptimizerMemory | None
     budget_bytes: int | None
+    budget_of: str
     solver: SolverRow
     predicted: Predicted
     course: StepCourse | None

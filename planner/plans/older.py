@@ -1,7 +1,7 @@
 """Plan files of older versions, brought to the present layout.
 
-Version 6 knew one rank only.  Version 5 had other names for some fields, and recomputations without
-a kind of action.
+Version 7 knew nothing of what is reserved, and version 6 one rank only.  Version 5 had other names
+for some fields, and recomputations without a kind of action.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAMES = {"early": "hoisted", "takeovers": "inplace_reuses", "recomputations": "
           "lean_backward": "low_peak", "ops": "actions"}
 _NOT_RENAMED = (*FREE_FIELDS, "created_with", "decisions")
 
-OLDER_VERSIONS = (5, 6)
+OLDER_VERSIONS = (5, 6, 7)
 """Versions that are read."""
 
 
@@ -23,7 +23,12 @@ def from_older(document: dict[str, Any]) -> dict[str, Any]:
     the reader to name."""
     if document["schema_version"] == 5:
         document = _from_version_5(document)
-    return {**document, "schema_version": 7, "parallel": None}
+    if document["schema_version"] == 6:
+        document = {**document, "schema_version": 7, "parallel": None}
+    predicted = document.get("predicted")
+    if isinstance(predicted, dict):
+        predicted = {**predicted, "reserved_bytes": None, "baseline_reserved_bytes": None}
+    return {**document, "schema_version": 8, "budget_of": "allocated", "predicted": predicted}
 
 
 def _from_version_5(document: Any) -> Any:
@@ -39,5 +44,5 @@ def _from_version_5(document: Any) -> Any:
     if "cotangents" in document:
         found["released"] = []
     if "schema_version" in document:
-        found |= {"circumstances": None, "course": None}
+        found |= {"schema_version": 6, "circumstances": None, "course": None}
     return found

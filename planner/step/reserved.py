@@ -111,7 +111,8 @@ def _first_products(loop: LoopTrace) -> list[int]:
 
 def _leaves_nothing(events: Iterable[int]) -> bool:
     """Whether what is made is released and nothing else is: then the same may come again."""
-    made, released = set(), set()
+    made: set[int] = set()
+    released: set[int] = set()
     for event in events:
         (made if event >= 0 else released).add(event if event >= 0 else ~event)
     return made == released

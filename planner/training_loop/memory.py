@@ -12,7 +12,7 @@ from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
 from planner.errors import PlanMismatch
 from planner.progress import Progress, watched
-from planner.step.loop_trace import MicroSteps, TrainingLoop, compose
+from planner.step.loop_trace import LoopTrace, MicroSteps, TrainingLoop, compose
 from planner.training_loop.account import account_of, floor_of
 from planner.training_loop.report import MemoryReport
 
@@ -132,8 +132,18 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
-        floor=floor, proposals=proposals,
+        floor=floor, proposals=proposals, reserved_bytes=_reserved(trace, plain.twin.device),
         notes=(*plain.notes, *_notes_on(traced)))
+
+
+def _reserved(trace: LoopTrace, device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    from graph_capture.op_costs.devices import device_model
+    from planner.step.reserved import cublas_workspace_bytes, expandable_segments, replay_loop
+
+    return replay_loop(trace, cublas_workspace_bytes(device_model(device).name),
+                       expandable=expandable_segments()).reserved_bytes
 
 
 def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
