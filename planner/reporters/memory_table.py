@@ -47,6 +47,9 @@ def budget_report(check: BudgetCheck) -> RenderableType:
     for each in check.over:
         table.add_row(f"{each.step}: {each.phase}", format_bytes(each.peak_bytes),
                       format_bytes(each.peak_bytes - check.budget_bytes))
+    if not check.over:
+        table.add_row("reserved for the loop", format_bytes(check.peak_bytes),
+                      format_bytes(check.peak_bytes - check.budget_bytes))
     return Group(title(f"Does not fit in {within}"), table, Text(check.remedy))
 
 

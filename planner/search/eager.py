@@ -84,4 +84,5 @@ def make_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, resu
         reserved_bytes=prepared.reserved_bytes(form, timeline),
         made=memory_over(form.graph, timeline), backward_begins=next(
             (position for position, index in enumerate(timeline.schedule)
-             if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)))
+             if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)),
+        notes=() if prepared.surroundings is None else prepared.surroundings.notes)

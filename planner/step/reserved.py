@@ -145,6 +145,13 @@ class StepSurroundings:
             TrainingLoop(accumulation, hold_output="step" if accumulation == 1 else "backward"),
             cublas_workspace_bytes(step.device_name), expandable_segments())
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know about the prediction of reserved memory."""
+        return (() if not self.expandable else
+                ("what is reserved is predicted with expandable segments, which the environment "
+                 "asks for",))
+
     def reserved_bytes(self, micro_steps: MicroSteps) -> int:
         """What is reserved where forward and backward are these."""
         loop = compose(self.resident, micro_steps, self.optimizer, self.loop)
