@@ -60,8 +60,9 @@ class PreparedStep:
 
     def reserved_bytes(self, form: Form, timeline: Timeline) -> int | None:
         """What torch reserves under a schedule of one form of the step."""
-        return None if self.surroundings is None else (
-            self.surroundings.planned_reserved_bytes(form.graph, timeline))
+        around = self.surroundings
+        return None if around is None else (
+            around.replay(around.planned(form.graph, timeline)).reserved_bytes)
 
     @property
     def base(self) -> Form:
@@ -122,7 +123,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         plain = step.later
         baseline_bytes = max(baseline_bytes - base.graph.gradient_bytes, step.later.peak_bytes)
     surroundings = StepSurroundings.of(step, accumulation)
-    reserved = None if surroundings is None else surroundings.plain_reserved_bytes(step)
+    reserved = None if surroundings is None else surroundings.plain_reserved_bytes()
     if budget_of == "reserved" and reserved is None:
         raise ValueError('budget_of="reserved": what torch reserves is not known where gradients '
                          "of shards add up over micro-steps; give a budget of what is allocated")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graph_capture.memory.caching_allocator import CachingAllocator, Handle, replay
-from graph_capture.memory.trace import Block
+from graph_capture.memory.trace import Block, MicroStep
 from graph_capture.training_graph import TrainingGraph
 from planner.step.loop_trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
 from planner.step.planned_micro_step import planned_micro_step
@@ -130,6 +130,8 @@ class StepSurroundings:
     workspace_bytes: int
     """Of cuBLAS, for each thread."""
     expandable: bool
+    plain: MicroSteps | None
+    """Forward and backward as they run today; `None` where they were not followed."""
 
     @classmethod
     def of(cls, step: CapturedStep, accumulation: int) -> StepSurroundings | None:
@@ -140,10 +142,18 @@ class StepSurroundings:
             return None
         if accumulation > 1 and step.tracing.layout is not None:
             return None
+        first, later = step.baseline.blocks, step.later and step.later.blocks
+
+        def plain(with_gradient: frozenset[str]) -> MicroStep:
+            assert first is not None
+            return later if with_gradient and later else first
+
+        is_followed = first is not None and (accumulation == 1 or later is not None)
         return cls(
             step.resident_blocks(), frozenset(step.tracing.twin.parameters), step.optimizer_steps,
             TrainingLoop(accumulation, hold_output="step" if accumulation == 1 else "backward"),
-            cublas_workspace_bytes(step.device_name), expandable_segments())
+            cublas_workspace_bytes(step.device_name), expandable_segments(),
+            plain if is_followed else None)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -152,20 +162,16 @@ class StepSurroundings:
                 ("what is reserved is predicted with expandable segments, which the environment "
                  "asks for",))
 
-    def reserved_bytes(self, micro_steps: MicroSteps) -> int:
-        """What is reserved where forward and backward are these."""
+    def replay(self, micro_steps: MicroSteps) -> Replay:
+        """The loop whose forward and backward are these."""
         loop = compose(self.resident, micro_steps, self.optimizer, self.loop)
-        return replay_loop(loop, self.workspace_bytes, expandable=self.expandable).reserved_bytes
+        return replay_loop(loop, self.workspace_bytes, expandable=self.expandable)
 
-    def plain_reserved_bytes(self, step: CapturedStep) -> int | None:
-        """What the step reserves as it runs today; `None` where it was not followed."""
-        first, later = step.baseline.blocks, step.later and step.later.blocks
-        if first is None or (self.loop.accumulation > 1 and later is None):
-            return None
-        return self.reserved_bytes(lambda with_gradient: later if with_gradient and later
-                                   else first)
+    def plain_reserved_bytes(self) -> int | None:
+        """What is reserved as the step runs today."""
+        return None if self.plain is None else self.replay(self.plain).reserved_bytes
 
-    def planned_reserved_bytes(self, graph: TrainingGraph, timeline: Timeline) -> int:
-        """What is reserved under a schedule."""
-        return self.reserved_bytes(lambda with_gradient: planned_micro_step(
-            graph, timeline, self.parameters, with_gradient))
+    def planned(self, graph: TrainingGraph, timeline: Timeline) -> MicroSteps:
+        """Forward and backward under a schedule."""
+        return lambda with_gradient: planned_micro_step(graph, timeline, self.parameters,
+                                                        with_gradient)
