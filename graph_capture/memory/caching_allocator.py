@@ -1,21 +1,23 @@
 """A model of torch's caching allocator for CUDA: what it reserves while blocks come and go.
 
-The model of the world, after `c10/cuda/CUDACachingAllocator.cpp` of torch 2.11 to 2.15 with its
-default settings: one device, one stream, memory without end.  A request is rounded up to 512 bytes.
-Requests up to 1 MiB are served from segments of 2 MiB, larger ones from a pool of their own, whose
-segments are of 20 MiB for requests below 10 MiB and else of the request rounded up to 2 MiB.  The
-smallest free block that is large enough serves a request, of equals the one at the lowest address;
-what is left of it becomes a free block if that is at least 512 bytes, and in the large pool more
-than 1 MiB.  A released block joins its free neighbours in the segment.  A segment stays reserved.
+The model of the world, after `c10/cuda/CUDACachingAllocator.cpp` of torch with its default
+settings, with which it agrees to the byte in 2.11.0 and 2.15.0 (`benchmarks/allocator.py`): one
+device, one stream, memory without end.  A request is rounded up to 512 bytes.  Requests up to 1 MiB
+are served from segments of 2 MiB, larger ones from a pool of their own, whose segments are of 20
+MiB for requests below 10 MiB and else of the request rounded up to 2 MiB.  The smallest free block
+that is large enough serves a request, of equals the one at the lowest address; what is left of it
+becomes a free block if that is at least 512 bytes, and in the large pool more than 1 MiB.  A
+released block joins its free neighbours in the segment.  A segment stays reserved.
 
 With expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) each pool is one segment
 that grows at its end, by pages of 2 MiB and 20 MiB; every rest of 512 bytes stays usable, and the
 free block at the end is taken only where no other fits.
 
-Blind spots: segments are taken to lie in the order in which they were reserved, which matters where
-two free blocks are of one size; other streams, pools of CUDA graphs and other settings of the
-allocator; that torch releases segments without a block in use, and tries again, when the device is
-full, so that a run may survive on less than is reserved here.
+Blind spots: torch 2.12.1 chooses another one among free blocks of one size, and segments are taken
+to lie in the order in which they were reserved, which matters there, too; other streams, pools of
+CUDA graphs and other settings of the allocator; that torch releases segments without a block in
+use, and tries again, when the device is full, so that a run may survive on less than is reserved
+here.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ there may be a cheaper schedule that fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from planner.errors import InfeasibleBudget
@@ -63,15 +63,14 @@ def schedule_reserving(prepared: PreparedStep, budget_bytes: int, effort: Effort
         lean = tuple(search.leanest())
         fitting = [tried for tried in lean if tried.reserved_bytes <= budget_bytes]
         if not fitting:
-            raise _refusal(budget_bytes, min(lean, key=lambda tried: tried.reserved_bytes))
+            raise _refusal(prepared, budget_bytes, lean)
     best = min(fitting, key=lambda tried: tried.cost)
     return best.form, search.judged(best.result)
 
 
 def reserved_refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
     """The error for a budget within which no schedule was found to reserve no more."""
-    lean = _Search(prepared, budget_bytes, effort).leanest()
-    return _refusal(budget_bytes, min(lean, key=lambda tried: tried.reserved_bytes))
+    return _refusal(prepared, budget_bytes, _Search(prepared, budget_bytes, effort).leanest())
 
 
 class _Search:
@@ -163,9 +162,16 @@ class _Search:
         return _Tried(form, result, form.budget.whole_bytes(timeline.peak_bytes), reserved_bytes)
 
 
-def _refusal(budget_bytes: int, smallest: _Tried) -> InfeasibleBudget:
-    bottleneck = describe_bottleneck(
-        smallest.form, unroll(smallest.form.problem, smallest.result.schedule))
-    bottleneck += (f"  Of the {format_bytes(smallest.reserved_bytes)} that torch reserves then, "
-                   f"{format_bytes(smallest.allocated_bytes)} are allocated.")
-    return InfeasibleBudget(budget_bytes, smallest.reserved_bytes, bottleneck)
+def _refusal(prepared: PreparedStep, budget_bytes: int, lean: Iterable[_Tried]
+             ) -> InfeasibleBudget:
+    smallest = min(lean, key=lambda tried: tried.reserved_bytes)
+    form, around = smallest.form, prepared.surroundings
+    timeline = unroll(form.problem, smallest.result.schedule)
+    words = (f"{describe_bottleneck(form, timeline)} Of the "
+             f"{format_bytes(smallest.reserved_bytes)} that torch reserves then, "
+             f"{format_bytes(smallest.allocated_bytes)} are allocated")
+    if around is not None and not around.expandable:
+        found = replace(around, expandable=True).replay(around.planned(form.graph, timeline))
+        words += (f"; with expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True) it "
+                  f"reserves {format_bytes(found.reserved_bytes)}")
+    return InfeasibleBudget(budget_bytes, smallest.reserved_bytes, f"{words}.")

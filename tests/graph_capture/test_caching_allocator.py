@@ -1,7 +1,7 @@
 """The model of torch's caching allocator: its documented rules, a slow one, torch's own.
 
 `recorded_allocations.json` holds what the allocators of torch 2.11.0 and 2.15.0 said, alike, of
-the same requests (`benchmarks/allocator`).
+the same requests (`benchmarks/allocator.py`).
 """
 
 import json
