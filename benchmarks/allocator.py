@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.arguments import benchmark_parser
 from benchmarks.models import WORKLOADS
 from benchmarks.table import Table
-from graph_capture.memory.caching_allocator import CachingAllocator, replay
+from graph_capture.memory.caching_allocator import CachingAllocator, replay, takes_first_made
 from planner.step.loop_trace import compose
 
 MIB = 2 ** 20
@@ -108,10 +108,11 @@ def of_torch(python: str, include: str, requests: Sequence[Requests], expandable
         return [json.loads(line) for line in told.stdout.splitlines()]
 
 
-def of_model(requests: Requests, expandable: bool) -> list[list[int]]:
+def of_model(requests: Requests, expandable: bool, torch_version: str) -> list[list[int]]:
     """The same by the model."""
     sizes, events = requests
-    allocator = CachingAllocator(expandable=expandable)
+    allocator = CachingAllocator(expandable=expandable,
+                                 first_made=takes_first_made(torch_version))
     held: dict = {}
     row = []
     for event in events:
@@ -129,13 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     given = {"random": [random_requests(seed) for seed in range(arguments.sequences)],
              "training loops": [loop_requests(name) for name in arguments.model]}
+    version = subprocess.run([arguments.torch, "-c", "import torch; print(torch.__version__)"],
+                             check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+    print(f"torch {version}\n")
     table = Table("requests:14", "expandable:>", "sequences:d", "events:d", "other bytes:d",
                   "reserved at the end, %:+.3f")
     ok = True
     for what, requests in given.items():
         for expandable in (False, True):
             theirs = of_torch(arguments.torch, arguments.include, requests, expandable)
-            ours = [of_model(each, expandable) for each in requests]
+            ours = [of_model(each, expandable, version) for each in requests]
             differing = sum(mine != other for mine, other in zip(ours, theirs, strict=True))
             ok = ok and not differing
             most = max((mine[-1][1] / other[-1][1] - 1

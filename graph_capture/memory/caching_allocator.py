@@ -1,23 +1,26 @@
 """A model of torch's caching allocator for CUDA: what it reserves while blocks come and go.
 
 The model of the world, after `c10/cuda/CUDACachingAllocator.cpp` of torch with its default
-settings, with which it agrees to the byte in 2.11.0 and 2.15.0 (`benchmarks/allocator.py`): one
-device, one stream, memory without end.  A request is rounded up to 512 bytes.  Requests up to 1 MiB
-are served from segments of 2 MiB, larger ones from a pool of their own, whose segments are of 20
-MiB for requests below 10 MiB and else of the request rounded up to 2 MiB.  The smallest free block
-that is large enough serves a request, of equals the one at the lowest address; what is left of it
-becomes a free block if that is at least 512 bytes, and in the large pool more than 1 MiB.  A
+settings, with which it agrees to the byte in 2.11.0, 2.12.1 and 2.15.0 (`benchmarks/allocator.py`):
+one device, one stream, memory without end.  A request is rounded up to 512 bytes.  Requests up to 1
+MiB are served from segments of 2 MiB, larger ones from a pool of their own, whose segments are of
+20 MiB for requests below 10 MiB and else of the request rounded up to 2 MiB.  The smallest free
+block that is large enough serves a request, of equals the one at the lowest address; what is left
+of it becomes a free block if that is at least 512 bytes, and in the large pool more than 1 MiB.  A
 released block joins its free neighbours in the segment.  A segment stays reserved.
 
 With expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) each pool is one segment
 that grows at its end, by pages of 2 MiB and 20 MiB; every rest of 512 bytes stays usable, and the
 free block at the end is taken only where no other fits.
 
-Blind spots: torch 2.12.1 chooses another one among free blocks of one size, and segments are taken
-to lie in the order in which they were reserved, which matters there, too; other streams, pools of
-CUDA graphs and other settings of the allocator; that torch releases segments without a block in
-use, and tries again, when the device is full, so that a run may survive on less than is reserved
-here.
+Of equal blocks torch 2.12 takes the one that came into being first.  When a block is split, the
+part that is handed out is a new one; of blocks that join, the one that was released last stays.
+
+Blind spots: torch 2.13 and 2.14 are taken to choose among equal blocks as 2.11 and 2.15 do;
+segments are taken to lie in the order in which they were reserved, which matters there, too; other
+streams, pools of CUDA graphs and other settings of the allocator; that torch releases segments
+without a block in use, and tries again, when the device is full, so that a run may survive on less
+than is reserved here.
 """
 
 from __future__ import annotations
@@ -37,6 +40,15 @@ OWN_SEGMENT_BYTES = 10 * 2 ** 20
 OWN_SEGMENT_GRANULE_BYTES = 2 * 2 ** 20
 
 
+_FIRST_MADE_FIRST = ("2.12.",)
+"""Versions of torch in which, of equal blocks, the one is taken that came into being first."""
+
+
+def takes_first_made(torch_version: str) -> bool:
+    """Whether this version takes the first made of equal blocks, not that at the lowest address."""
+    return torch_version.startswith(_FIRST_MADE_FIRST)
+
+
 def rounded_bytes(size_bytes: int) -> int:
     """What a request counts for; 0 for nothing."""
     return _up(size_bytes, GRANULE_BYTES)
@@ -45,8 +57,10 @@ def rounded_bytes(size_bytes: int) -> int:
 class CachingAllocator:
     """One device's memory as torch hands it out; mutable."""
 
-    def __init__(self, *, expandable: bool = False) -> None:
-        """`expandable`: with expandable segments."""
+    def __init__(self, *, expandable: bool = False, first_made: bool = False) -> None:
+        """`expandable`: with expandable segments; `first_made`: see `takes_first_made`."""
+        self.first_made = first_made
+        self.blocks_made = 0
         self.allocated_bytes = 0
         self.peak_allocated_bytes = 0
         self.reserved_bytes = 0
@@ -71,8 +85,8 @@ class CachingAllocator:
 
     def free_blocks(self) -> list[tuple[int, int]]:
         """Address and size of every free block, by address."""
-        return sorted((address, size) for pool in (self._small, self._large)
-                      for size, address in pool.free)
+        return sorted((block.address, block.size) for pool in (self._small, self._large)
+                      for block in pool.free_blocks.values())
 
     def reserve(self, size_bytes: int) -> int:
         """The address of a new segment."""
@@ -84,13 +98,20 @@ class CachingAllocator:
 class Handle:
     """A stretch of a segment, in use or free; who allocated it gives it back."""
 
-    __slots__ = ("address", "free", "next", "pool", "previous", "size")
+    __slots__ = ("address", "free", "made", "next", "pool", "previous", "size")
 
     def __init__(self, pool: _Pool, address: int, size: int, previous: Handle | None = None,
                  next: Handle | None = None) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.previous, self.next = previous, next
         self.free = False
+        self.made = pool.device.blocks_made  # how many there were before
+        pool.device.blocks_made += 1
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """By which free blocks are ordered."""
+        return self.size, self.made if self.pool.device.first_made else self.address
 
 
 class _Pool:
@@ -99,13 +120,13 @@ class _Pool:
     def __init__(self, device: CachingAllocator, segment_bytes: int, least_rest_bytes: int) -> None:
         self.device, self.segment_bytes = device, segment_bytes
         self.least_rest_bytes = least_rest_bytes
-        self.free: list[tuple[int, int]] = []  # size and address, ascending
-        self._at: dict[int, Handle] = {}  # free blocks by address
+        self.free: list[tuple[int, int]] = []  # keys of free blocks, ascending
+        self.free_blocks: dict[tuple[int, int], Handle] = {}  # by key
 
     def take(self, size: int) -> Handle:
         """A block for a request of this size, already rounded."""
         place = self.fitting(size)
-        block = self.new(size) if place is None else self._at.pop(self.free.pop(place)[1])
+        block = self.new(size) if place is None else self.free_blocks.pop(self.free.pop(place))
         block.free = False
         rest = block.size - size
         if rest >= self.least_rest_bytes:
@@ -114,6 +135,7 @@ class _Pool:
             if after is not None:
                 after.previous = left
             block.next, block.size = left, size
+            block.made, left.made = left.made, block.made
             self.put(left)
         return block
 
@@ -136,6 +158,7 @@ class _Pool:
         if before is not None and before.free:
             self.withdraw(before)
             before.size += block.size
+            before.made = block.made
             before.next = after
             if after is not None:
                 after.previous = before
@@ -151,13 +174,13 @@ class _Pool:
     def put(self, block: Handle) -> None:
         """Among the free ones."""
         block.free = True
-        insort(self.free, (block.size, block.address))
-        self._at[block.address] = block
+        insort(self.free, block.key)
+        self.free_blocks[block.key] = block
 
     def withdraw(self, block: Handle) -> None:
         """From among the free ones."""
-        del self.free[bisect_left(self.free, (block.size, block.address))]
-        del self._at[block.address]
+        del self.free[bisect_left(self.free, block.key)]
+        del self.free_blocks[block.key]
 
 
 class _ExpandablePool(_Pool):
@@ -170,7 +193,7 @@ class _ExpandablePool(_Pool):
     def fitting(self, size: int) -> int | None:
         place = super().fitting(size)
         if place is not None and place + 1 < len(self.free) and (
-                sum(self.free[place]) == self._unmapped.address):
+                self.free_blocks[self.free[place]].next is self._unmapped):
             return place + 1  # the block at the end could grow: another one rather than that
         return place
 

@@ -19,9 +19,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from graph_capture.memory.caching_allocator import CachingAllocator, Handle, replay
+from graph_capture.memory.caching_allocator import (
+    CachingAllocator,
+    Handle,
+    replay,
+    takes_first_made,
+)
 from graph_capture.memory.trace import Block, MicroStep
 from graph_capture.training_graph import TrainingGraph
 from planner.step.loop_trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
@@ -72,7 +78,9 @@ def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool =
 
     `workspace_bytes`: of cuBLAS, for each of the two threads.
     """
-    trace, allocator = loop.trace, CachingAllocator(expandable=expandable)
+    trace = loop.trace
+    allocator = CachingAllocator(expandable=expandable,
+                                 first_made=takes_first_made(version("torch")))
     sizes = [block.size_bytes for block in trace.blocks]
     held: dict[int, Handle] = {}
     seen = 0

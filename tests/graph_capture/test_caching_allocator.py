@@ -1,7 +1,7 @@
 """The model of torch's caching allocator: its documented rules, a slow one, torch's own.
 
-`recorded_allocations.json` holds what the allocators of torch 2.11.0 and 2.15.0 said, alike, of
-the same requests (`benchmarks/allocator.py`).
+`recorded_allocations.json` holds what the allocators of torch 2.11.0 and 2.15.0, alike, and that of
+2.12.1 said of the same requests (`benchmarks/allocator.py`).
 """
 
 import json
@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_capture.memory.caching_allocator import CachingAllocator, replay, rounded_bytes
+from graph_capture.memory.caching_allocator import (
+    CachingAllocator,
+    replay,
+    rounded_bytes,
+    takes_first_made,
+)
 from tests.support.slow_allocator import SlowAllocator
 
 MIB = 2 ** 20
@@ -166,16 +171,29 @@ def test_without_releases_an_expandable_segment_wastes_less_than_a_page_of_each_
     assert reserved < sum(map(rounded_bytes, sizes)) + 22 * MIB
 
 
+def test_of_equal_blocks_that_at_the_lowest_address_or_the_first_made_is_taken():
+    for version, place in (("2.11.0", 0), ("2.12.1+cu130", 1), ("2.15.0", 0)):
+        allocator = CachingAllocator(first_made=takes_first_made(version))
+        blocks = [allocator.allocate(30 * MIB) for _ in range(2)]
+        addresses = [block.address for block in blocks]
+        for block in blocks:
+            allocator.release(block)
+        allocator.release(allocator.allocate(25 * MIB))  # makes a block where the first was
+        assert allocator.allocate(30 * MIB).address == addresses[place]
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.15.0"])
 @pytest.mark.parametrize("expandable", [False, True])
-def test_as_torch_has_it(expandable):
+def test_as_torch_has_it(expandable, version):
     for recorded in json.loads(RECORDED.read_text(encoding="utf-8")):
         sizes, events = recorded["sizes"], recorded["events"]
-        allocator, held, seen = CachingAllocator(expandable=expandable), {}, []
+        allocator = CachingAllocator(expandable=expandable, first_made=takes_first_made(version))
+        held, seen = {}, []
         for number, event in enumerate(events):
             before = allocator.reserved_bytes
             replay(sizes, [event], allocator, held)
             if allocator.reserved_bytes != before:
                 seen.append([number, allocator.reserved_bytes, allocator.allocated_bytes])
-        of_torch = recorded["expandable" if expandable else "plain"]
+        of_torch = recorded[version]["expandable" if expandable else "plain"]
         assert seen == of_torch["reserved"]
         assert allocator.peak_allocated_bytes == of_torch["peak_allocated_bytes"]
