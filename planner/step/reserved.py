@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from graph_capture.memory.caching_allocator import (
@@ -78,9 +77,11 @@ def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool =
 
     `workspace_bytes`: of cuBLAS, for each of the two threads.
     """
+    from torch import __version__
+
     trace = loop.trace
     allocator = CachingAllocator(expandable=expandable,
-                                 first_made=takes_first_made(version("torch")))
+                                 first_made=takes_first_made(__version__))
     sizes = [block.size_bytes for block in trace.blocks]
     held: dict[int, Handle] = {}
     seen = 0
