@@ -31,8 +31,8 @@ from graph_capture.optimizer.step import OptimizerSettings
 from graph_capture.plain_step.loop import PlainLoop
 from graph_capture.plain_step.loss import Objective, objective
 from planner.arguments.inputs import split_inputs
+from planner.step.loop_trace import StepPhase, TrainingLoop, compose
 from planner.training_loop.account import LoopAccount, account_of
-from planner.training_loop.trace import StepPhase, TrainingLoop, compose
 
 STEPS = 3
 

@@ -22,12 +22,14 @@ from graph_capture.inductor.compiled_form import compiled_form
 from graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
 from graph_capture.inductor.fused_costs import FusedCosts
 from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
+from graph_capture.memory.trace import Block
 from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
 from graph_capture.op_costs.room import ProbeRoom
-from graph_capture.optimizer.step import trace_optimizer
+from graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
+from graph_capture.plain_step.resident import resident_blocks
 from graph_capture.progress import Progress
 from graph_capture.rank import RankLayout
 from graph_capture.specification import check
@@ -55,20 +57,20 @@ class Tracing:
     layout: RankLayout | None = None
     """How a rank of a data-parallel run holds the model; `None`: there is one rank."""
 
-    def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerMemory | None:
-        """What an optimizer takes, if there is one: an instance, class or name, or several
+    def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerTrace | None:
+        """What steps of an optimizer take, if there is one: an instance, class or name, or several
         instances.  `with_gradient`: names of the parameters that have one.
 
-        Raises as `graph_capture.optimizer.step.trace_optimizer`.
+        Raises as `graph_capture.optimizer.step.trace_optimizer_steps`.
         """
         if optimizer is None:
             return None
         if self.layout is not None:
-            found = trace_optimizer(*self.layout.share_of(optimizer))
-            return found if self.layout.holds_optimizer else replace(
-                found, state_bytes=0, step_peak_bytes=0)
-        return trace_optimizer(optimizer, self.twin, with_gradient=with_gradient,
-                               workspace=self.workspace)
+            found = replace(trace_optimizer_steps(*self.layout.share_of(optimizer)),
+                            parameters=frozenset(self.twin.parameters))
+            return found if self.layout.holds_optimizer else found.without_memory()
+        return trace_optimizer_steps(optimizer, self.twin, with_gradient=with_gradient,
+                                     workspace=self.workspace)
 
     def plain_step(self, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
                    ) -> EagerStep:
@@ -91,7 +93,7 @@ class CapturedStep:
     later: EagerStep | None
     """A later micro-step of accumulated gradients as plain PyTorch runs it, above what is resident
     and the gradients from before; `None` without accumulation."""
-    optimizer: OptimizerMemory | None
+    optimizer_steps: OptimizerTrace | None
     """`None`: no optimizer was named, and none is counted."""
     training: bool
     """Whether the model was in training mode."""
@@ -103,11 +105,23 @@ class CapturedStep:
     """What the loss makes of each tensor of the model's output."""
     tracing: Tracing
     """What traces it again, for what comes to be known later."""
+    device_name: str
+    """The device whose figures the estimates take, by its name in the table of devices."""
 
     @property
     def graph(self) -> TrainingGraph:
         """The graph of the step as it was captured."""
         return self.forms[0].graph
+
+    @property
+    def optimizer(self) -> OptimizerMemory | None:
+        """What the optimizer takes, if one is counted."""
+        return None if self.optimizer_steps is None else self.optimizer_steps.memory
+
+    def resident_blocks(self) -> tuple[Block, ...]:
+        """What is held before the step, storage by storage."""
+        return resident_blocks(self.tracing.twin, self.graph.resident,
+                               is_sharded=self.tracing.layout is not None)
 
 
 @quiet_fake_tensors()
@@ -220,12 +234,12 @@ def capture_step(
         forms.append(form(cut, pieces=count))
     return CapturedStep(
         forms=tuple(forms), baseline=baseline, later=later,
-        optimizer=tracing.optimizer(optimizer, baseline.with_gradient),
+        optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, twin, holds_output),
         outputs=outputs,
-        tracing=tracing)
+        tracing=tracing, device_name=costs.device_model.name)
 
 
 def _least_plain_peak(twin: FakeTwin, loss_fn: LossFn | None) -> int:

@@ -29,9 +29,10 @@ def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:
     """The step with this optimizer: an instance, class or name, or several instances; `None`: none
     is counted.
 
-    Raises as `graph_capture.optimizer.step.trace_optimizer`.
+    Raises as `graph_capture.optimizer.step.trace_optimizer_steps`.
     """
-    return replace(step, optimizer=step.tracing.optimizer(optimizer, step.baseline.with_gradient))
+    return replace(step, optimizer_steps=step.tracing.optimizer(
+        optimizer, step.baseline.with_gradient))
 
 
 def with_seen_loss(step: CapturedStep, seen: SeenLoss) -> CapturedStep:

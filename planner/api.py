@@ -37,6 +37,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          regions: str | Sequence[str] | None = None,
          autocast: torch.dtype | str | None = None, output: str = "held",
          parallel: DataParallel | None = None, allow: Sequence[str] = ("recompute",),
+         budget_of: str = "allocated",
          progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
@@ -92,6 +93,11 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             act on rows of batch and sequence - a language model's loss head - may run a piece at
             a time, forward and backward together where the loss allows; sums over rows are then
             sums of sums, which rounds otherwise.
+        budget_of: what the budget limits: `"allocated"` memory, the plan's `peak_bytes`; or, on a
+            GPU, what torch's allocator has `"reserved"` of the device for it, which decides whether
+            a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
+            where the environment asks for them.  A percentage is then of what the plain step
+            reserves.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal.
 
@@ -106,7 +112,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
         cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
         probe=probe, accumulation=accumulation, regions=regions,
-        autocast=autocast, output=output, parallel=parallel, allow=allow)
+        autocast=autocast, output=output, parallel=parallel, allow=allow, budget_of=budget_of)
     started = time.monotonic()
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)
@@ -157,7 +163,8 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
     return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
                    circumstances=circumstances,
                    backend=planning.backend, cost_model=planning.cost_model,
-                   accumulation=planning.accumulation, parallel=planning.parallel)
+                   accumulation=planning.accumulation, parallel=planning.parallel,
+                   budget_of=planning.budget_of)
 
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -175,9 +182,14 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     parallel, regions = planning.parallel, planning.regions or "model"
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
+    device = device_planned_for(model, planning.device)
+    if planning.budget_of == "reserved" and device.type != "cuda":
+        raise ValueError(f'budget_of="reserved" on the device `{device}`: its allocator reserves '
+                         "nothing beyond what is allocated; plan for device=\"cuda\", or leave "
+                         "budget_of out")
     return capture_step(
         beneath_wrappers(model, parallel), args, kwargs, loss_fn=planning.loss_fn or unknown_loss,
-        device=device_planned_for(model, planning.device),
+        device=device,
         gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
         cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
         accumulated=planning.accumulation > 1, regions=regions, answers=answers,
@@ -188,7 +200,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:
     """The budget in bytes, `None` for no limit."""
-    return None if limit is None else limit.resolve(prepared.baseline_peak_bytes)
+    return None if limit is None else limit.resolve(prepared.plain_bytes)
 
 
 def _kind(value: object) -> str:

@@ -18,11 +18,9 @@ from itertools import accumulate
 
 import torch
 
+from graph_capture.memory.caching_allocator import rounded_bytes
 from graph_capture.torch_compat import begin_stage as begin_stage
 from graph_capture.torch_compat import cpu_allocations, cpu_allocations_in_stages
-
-_CUDA_GRANULE_BYTES = 512
-"""The caching allocator of CUDA rounds each request up to a multiple of this."""
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
@@ -31,7 +29,7 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     The CPU's allocator counts the size asked for; its alignment to 64 bytes is not counted.
     """
     if device.type == "cuda":
-        return -(-size_bytes // _CUDA_GRANULE_BYTES) * _CUDA_GRANULE_BYTES
+        return rounded_bytes(size_bytes)
     return size_bytes
 
 

@@ -88,6 +88,15 @@ class OptimizerTrace:
         """The most that a step takes beyond that."""
         return max(self.trace.levels()[self.first_begins:]) - self.state_bytes
 
+    @property
+    def memory(self) -> OptimizerMemory:
+        """Both, by the optimizer's name."""
+        return OptimizerMemory(self.name, self.state_bytes, self.step_peak_bytes)
+
+    def without_memory(self) -> OptimizerTrace:
+        """The same optimizer where its state and its steps are on another device."""
+        return OptimizerTrace(self.name, MemoryTrace((), ()), 0, 0, 0, self.parameters)
+
 
 def trace_optimizer(optimizer: object, twin: FakeTwin, *,
                     with_gradient: Collection[str] | None = None,
@@ -98,9 +107,8 @@ def trace_optimizer(optimizer: object, twin: FakeTwin, *,
     """
     if optimizer is None:
         return OptimizerMemory("none", 0, 0)
-    traced = trace_optimizer_steps(optimizer, twin, with_gradient=with_gradient,
-                                   workspace=workspace)
-    return OptimizerMemory(traced.name, traced.state_bytes, traced.step_peak_bytes)
+    return trace_optimizer_steps(optimizer, twin, with_gradient=with_gradient,
+                                 workspace=workspace).memory
 
 
 def trace_optimizer_steps(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graph_capture.memory.trace import Category
+from graph_capture.memory.trace import Category, MicroStep
 from graph_capture.memory.tracker import Workspace
 from graph_capture.plain_step.loss import LossFn, LossFootprint, trace_loss
 from graph_capture.plain_step.micro_step import trace_micro_step
@@ -40,6 +40,8 @@ class EagerStep:
     """The most bytes from each op's run to the next one."""
     backward_begins: int = field(default=0, compare=False)
     """Number of runs before the backward."""
+    blocks: MicroStep | None = field(default=None, compare=False, repr=False)
+    """All that it makes and releases, in order."""
 
 
 def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
@@ -69,4 +71,4 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
                       for block in (*step.gradients, *step.left_blocks)),
         with_gradient=frozenset(step.gradients.values()), loss=footprint[0],
         data_less=step.data_less, course=tuple(trace.levels_by_run()),
-        backward_begins=sum(run.event < step.backward_begins for run in trace.runs))
+        backward_begins=sum(run.event < step.backward_begins for run in trace.runs), blocks=step)

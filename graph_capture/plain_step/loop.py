@@ -5,7 +5,7 @@ Nothing of the model is executed or changed; see `graph_capture.twins.fake`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graph_capture.errors import CaptureError
-from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.module_location import ModuleLocator
 from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep
 from graph_capture.memory.tracker import MemoryTracker
@@ -27,8 +26,9 @@ from graph_capture.optimizer.step import (
 )
 from graph_capture.plain_step.loss import LossFn
 from graph_capture.plain_step.micro_step import run_without_data, trace_micro_step
+from graph_capture.plain_step.resident import resident_blocks
 from graph_capture.rank import RankLayout
-from graph_capture.torch_compat import pytree, quiet_fake_tensors, storage_key
+from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.twins.fake import FakeTwin, make_twin
 
 
@@ -74,25 +74,9 @@ class PlainLoop:
 
     def resident(self) -> tuple[Block, ...]:
         """Parameters, buffers and inputs, a block for each storage."""
-        twin = self.twin
-        seen: set[int] = set()
-        blocks = _blocks(twin, Category.PARAMETERS, twin.parameters.items(), seen)
-        resident = twin.resident
-        if self._layout is not None:
-            resident = self._layout.resident
-            blocks = [Block(resident.parameters_bytes, Category.PARAMETERS,
-                            label="parameters of this rank")]
-        blocks += _blocks(twin, Category.BUFFERS, twin.buffers.items(), seen)
-        inputs = [(f"input {number}", leaf) for number, leaf
-                  in enumerate(pytree.tree_leaves((twin.args, twin.kwargs)))
-                  if isinstance(leaf, torch.Tensor)]
-        blocks += _blocks(twin, Category.INPUTS, inputs, seen)
-        for category, total in ((Category.BUFFERS, resident.buffers_bytes),
-                                (Category.INPUTS, resident.inputs_bytes)):
-            rest = total - sum(b.size_bytes for b in blocks if b.category is category)
-            if rest > 0:
-                blocks.append(Block(rest, category, label="other tensors"))
-        return tuple(blocks)
+        layout = self._layout
+        return resident_blocks(self.twin, self.twin.resident if layout is None else layout.resident,
+                               is_sharded=layout is not None)
 
     @quiet_fake_tensors()
     def micro_step(self, with_gradient: frozenset[str] = frozenset()) -> MicroStep:
@@ -145,18 +129,6 @@ class PlainLoop:
             del output
         torch.clear_autocast_cache()
         return tracker.trace(lambda number: Category.ACTIVATIONS)
-
-
-def _blocks(twin: FakeTwin, category: Category, named: Iterable[tuple[str, torch.Tensor]],
-            seen: set[int]) -> list[Block]:
-    blocks = []
-    for name, tensor in named:
-        key = storage_key(tensor)
-        if key not in seen:
-            seen.add(key)
-            size = allocated_bytes(tensor.untyped_storage().nbytes(), twin.device)
-            blocks.append(Block(size, category, label=name))
-    return blocks
 
 
 @contextmanager

@@ -31,6 +31,9 @@ BACKENDS = ("eager", "inductor")
 COST_MODELS = ("roofline", "measured", "flops")
 """Ways to estimate the seconds of an op."""
 
+BUDGETS_OF = ("allocated", "reserved")
+"""What a budget may be a limit on."""
+
 OUTPUTS = ("held", "dropped")
 """What the caller may do with the model's output."""
 
@@ -62,6 +65,7 @@ class PlanArguments(TypedDict, total=False):
     output: str
     parallel: DataParallel | None
     allow: Sequence[str]
+    budget_of: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ class Planning:
         "A choice that the plan may make beside recompute: chunk.", kind=list[str],
         metavar="CHOICE", read=lambda written: tuple(dict.fromkeys(
             ["recompute", *(choice for each in written for choice in each.split(","))]))))
+    budget_of: str = field(default="allocated", metadata=flag(
+        "What the budget limits: allocated, or reserved by torch on a GPU."))
 
     def __post_init__(self) -> None:
         from solvers.solve import ALGORITHMS
@@ -131,6 +137,11 @@ class Planning:
         _check_known("backend", self.backend, BACKENDS)
         _check_known("cost_model", self.cost_model, COST_MODELS)
         _check_known("output", self.output, OUTPUTS)
+        _check_known("budget_of", self.budget_of, BUDGETS_OF)
+        if self.budget_of == "reserved" and self.backend != "eager":
+            raise ValueError(f'budget_of="reserved" with backend={self.backend!r}: the blocks of '
+                             "what Inductor compiles are not known one by one; use "
+                             'backend="eager", or budget_of="allocated"')
         _check_seconds(self.time_limit)
         check_count("accumulation", self.accumulation, of="micro-steps")
         if self.loss_fn is not None and not callable(self.loss_fn):

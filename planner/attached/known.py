@@ -279,7 +279,7 @@ class GraphPlanner:
                        circumstances=self._circumstances,
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1,
-                       parallel=self._parallel)
+                       parallel=self._parallel, budget_of=planning.budget_of)
 
 
 def regions_under_wrappers(model: nn.Module) -> str:

@@ -74,10 +74,14 @@ def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew
     if given is not None and not isinstance(given, Plan):
         raise TypeError("plan must be a planner.Plan or the path of a saved one, got "
                         f"{type(given).__name__}")
-    if given is not None and limit is not None and limit.size_bytes is not None and (
-            given.peak_bytes > limit.size_bytes):
-        raise ValueError(f"the plan that was given peaks at {given.peak_bytes:,} bytes, more than "
-                         f"the budget of {limit.size_bytes:,} bytes; plan anew, or leave it out")
+    if given is not None and limit is not None and limit.size_bytes is not None:
+        takes = given.reserved_bytes if planning.budget_of == "reserved" else given.peak_bytes
+        if takes is None:
+            raise ValueError("the plan that was given says nothing of what is reserved, which "
+                             "the budget is of; plan anew, or leave it out")
+        if takes > limit.size_bytes:
+            raise ValueError(f"the plan that was given peaks at {takes:,} bytes, more than the "
+                             f"budget of {limit.size_bytes:,} bytes; plan anew, or leave it out")
     return Settings(planning, limit, on_new, given)
 
 

@@ -95,6 +95,7 @@ class Document:
     strict_order: bool
     optimizer: OptimizerMemory | None
     budget_bytes: int | None
+    budget_of: str
     solver: SolverRow
     predicted: Predicted
     course: StepCourse | None

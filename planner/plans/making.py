@@ -25,17 +25,21 @@ def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, 
                   schedule: Schedule, recipe: Recipe, account: StepAccount, overhead: float,
                   overhead_bound: float, status: Status, solver: str, seconds: float,
                   made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
-                  notes: tuple[str, ...] = ()) -> Plan:
+                  notes: tuple[str, ...] = (), reserved_bytes: int | None = None) -> Plan:
     """The plan of a schedule of one form of the step, for a limit on the whole step.
 
     `account` judges it; `recipe`: what runs it; `notes`: what to know beside the notes on the
     capture.  `made`: what forward and backward hold, by kind, moment after moment.
+    `reserved_bytes`: what torch reserves for the schedule, where that is known.
     """
     decisions = decide(form, schedule)
     return Plan(
         budget_bytes=budget_bytes,
+        budget_of=prepared.budget_of,
         peak_bytes=account.peak_bytes,
         baseline_peak_bytes=prepared.baseline_peak_bytes,
+        reserved_bytes=reserved_bytes,
+        baseline_reserved_bytes=prepared.baseline_reserved_bytes,
         resident_bytes=form.budget.resident_bytes,
         memory=account.memory,
         forward_backward_peak_bytes=account.forward_backward_peak_bytes,

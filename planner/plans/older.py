@@ -1,7 +1,7 @@
 """Plan files of older versions, brought to the present layout.
 
-Version 7 ran nothing in pieces.  Version 6 knew one rank only.  Version 5 had other names for some
-fields, and recomputations without a kind of action.
+Version 7 ran nothing in pieces and knew nothing of what is reserved, and version 6 one rank only.
+Version 5 had other names for some fields, and recomputations without a kind of action.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def from_older(document: dict[str, Any]) -> dict[str, Any]:
         document = {**document, "regions": [
             {**region, "unmade": []} if isinstance(region, dict) else region
             for region in regions]}
-    return {**document, "schema_version": 8, "pieces": 1}
+    predicted = document.get("predicted")
+    if isinstance(predicted, dict):
+        predicted = {**predicted, "reserved_bytes": None, "baseline_reserved_bytes": None}
+    return {**document, "schema_version": 8, "pieces": 1, "budget_of": "allocated",
+            "predicted": predicted}
 
 
 def _from_version_5(document: Any) -> Any:
@@ -46,5 +50,5 @@ def _from_version_5(document: Any) -> Any:
     if "cotangents" in document:
         found["released"] = []
     if "schema_version" in document:
-        found |= {"circumstances": None, "course": None}
+        found |= {"schema_version": 6, "circumstances": None, "course": None}
     return found

@@ -30,7 +30,10 @@ class Plan(Predicted):
     """An immutable plan of one training step.  Equal plans give equal files, byte for byte."""
 
     budget_bytes: int | None
-    """The limit on `peak_bytes`; `None`: no limit."""
+    """The limit on `peak_bytes`, or on what `budget_of` says; `None`: no limit."""
+    budget_of: str
+    """What the budget limits: `allocated` memory (`peak_bytes`), or `reserved` (`reserved_bytes`).
+    """
     overhead_bound: Change
     """Proven lower bound on `overhead` for any schedule within the budget that keeps the graph's
     order of first runs and recomputes forward ops, under the same cost model.  For Inductor nothing
@@ -62,6 +65,13 @@ class Plan(Predicted):
     solve_seconds: float | None = field(default=None, compare=False)
     """Wall time of the solver.  Not part of a plan's identity and not in its file: `None` where
     the plan was loaded."""
+
+    @property
+    def limited_bytes(self) -> int:
+        """What the plan takes of that which its budget limits."""
+        if self.budget_of == "allocated" or self.reserved_bytes is None:
+            return self.peak_bytes
+        return self.reserved_bytes
 
     def apply(self, model: nn.Module, *,
               replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:

@@ -21,6 +21,13 @@ class Predicted:
     """Predicted peak of the whole step under the plan."""
     baseline_peak_bytes: int
     """Predicted peak of the step as it runs today: the plain eager model, no plan."""
+    reserved_bytes: int | None
+    """What torch's allocator is predicted to reserve on the GPU under the plan, once it reserves no
+    more: what is allocated, what is left of segments, and the workspaces of cuBLAS.  The context of
+    CUDA and the buffers of NCCL stand outside of it.  `None` where no such allocator is at work (on
+    a CPU) or the blocks of the step are not known one by one (for Inductor)."""
+    baseline_reserved_bytes: int | None
+    """The same for the step as it runs today."""
     resident_bytes: int
     """Held before the step begins: parameters, buffers, inputs, optimizer state."""
     forward_backward_peak_bytes: int

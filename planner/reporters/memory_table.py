@@ -47,6 +47,9 @@ def budget_report(check: BudgetCheck) -> RenderableType:
     for each in check.over:
         table.add_row(f"{each.step}: {each.phase}", format_bytes(each.peak_bytes),
                       format_bytes(each.peak_bytes - check.budget_bytes))
+    if not check.over:
+        table.add_row("reserved for the loop", format_bytes(check.peak_bytes),
+                      format_bytes(check.peak_bytes - check.budget_bytes))
     return Group(title(f"Does not fit in {within}"), table, Text(check.remedy))
 
 
@@ -61,6 +64,10 @@ def _summary(report: MemoryReport) -> Table:
     table = new_table("", ">", "")
     table.add_row("peak", format_bytes(report.peak_bytes),
                   f"{report.peak_bytes:,} bytes, in the {_moment(report)}")
+    if report.reserved_bytes is not None:
+        table.add_row("reserved", format_bytes(report.reserved_bytes),
+                      f"{report.reserved_bytes:,} bytes by torch's allocator, workspaces of cuBLAS "
+                      "included")
     table.add_row("first step", format_bytes(report.first.peak_bytes),
                   f"in the {report.first.fullest.phase}")
     table.add_row("later steps", format_bytes(report.steady.peak_bytes),

@@ -100,12 +100,20 @@ def _equal(equal: bool) -> str:
 def _summary(plan: Plan) -> Table:
     table = new_table("", ">", "")
     limit = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    table.add_row("budget", limit, "" if plan.budget_bytes is None else f"{plan.budget_bytes:,} "
-                  f"bytes, {_share(plan.budget_bytes, plan)} of the plain step")
+    of = ", of what is reserved" if plan.budget_of == "reserved" else (
+        "" if plan.budget_bytes is None else f", {_share(plan.budget_bytes, plan)} of the plain "
+        "step")
+    table.add_row("budget", limit, "" if plan.budget_bytes is None else
+                  f"{plan.budget_bytes:,} bytes{of}")
     table.add_row("predicted peak", format_bytes(plan.peak_bytes),
                   f"{plan.peak_bytes:,} bytes, {_share(plan.peak_bytes, plan)} of the plain step")
     table.add_row("plain step", format_bytes(plan.baseline_peak_bytes),
                   f"{plan.baseline_peak_bytes:,} bytes, as the model runs today")
+    if plan.reserved_bytes is not None:
+        plain = "" if plan.baseline_reserved_bytes is None else (
+            f"; for the plain step {format_bytes(plan.baseline_reserved_bytes)}")
+        table.add_row("reserved", format_bytes(plan.reserved_bytes),
+                      f"{plan.reserved_bytes:,} bytes by torch's allocator{plain}")
     table.add_row("extra time", format_fraction(plan.overhead),
                   f"{format_flops(plan.recompute_flops)} recomputed of "
                   f"{format_flops(plan.step_flops)} in a step")

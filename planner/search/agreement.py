@@ -122,7 +122,7 @@ def _question(prepared: PreparedStep, limit_bytes: int | None, effort: Effort, p
     sizes = [buffer.size_bytes for form in prepared.forms for buffer in form.graph.buffers]
     budgets = [repr(form.budget) for form in prepared.forms]
     others = [repr(getattr(prepared, each.name)) for each in fields(prepared)
-              if each.name not in ("forms", "plain")]
+              if each.name not in ("forms", "plain", "surroundings")]
     return _hash([ops, sizes, budgets, others, limit_bytes, effort.solver, purpose])
 
 

@@ -16,7 +16,9 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning,
                       prepared_for: Callable[[Planning], PreparedStep], effort: Effort
                       ) -> InfeasibleBudget:
     """The refusal with the smallest budgets of plans that may do more than `planning` allows,
-    where these are smaller."""
+    where these are smaller; of what is reserved only planning itself can tell."""
+    if planning.budget_of != "allocated":
+        return refusal
     wider = replace(planning, allow=CHOICES) if planning.backend == "eager" else planning
     if set(wider.allow) == set(planning.allow):
         return refusal

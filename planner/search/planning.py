@@ -6,22 +6,34 @@ wanted.
 
 from __future__ import annotations
 
+from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.compiled import plan_compiled
-from planner.search.eager import make_plan, schedule_within
+from planner.search.eager import infeasible, make_plan, schedule_within
 from planner.search.effort import Effort
+from planner.search.reserved import reserved_refusal, schedule_reserving
 from planner.step.prepared import PreparedStep
 from solvers.problem import Schedule
 
-__all__ = ["Effort", "plan_within"]
+__all__ = ["Effort", "plan_within", "refusal"]
 
 
 def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort | None = None, *,
                 warm_start: Schedule | None = None) -> Plan:
-    """The cheapest plan found whose whole step peaks within `budget_bytes`; raises
-    `InfeasibleBudget`."""
+    """The cheapest plan found whose whole step peaks within `budget_bytes`, or for which no more is
+    reserved, as `prepared.budget_of` says; raises `InfeasibleBudget`."""
     effort = effort or Effort()
     if prepared.base.compiled is not None:
         return plan_compiled(prepared, budget_bytes, effort)
-    form, result = schedule_within(prepared, budget_bytes, effort, warm_start=warm_start)
+    if prepared.budget_of == "reserved" and budget_bytes is not None:
+        form, result = schedule_reserving(prepared, budget_bytes, effort, warm_start=warm_start)
+    else:
+        form, result = schedule_within(prepared, budget_bytes, effort, warm_start=warm_start)
     return make_plan(prepared, form, budget_bytes, result)
+
+
+def refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
+    """The error for a step of which it is known that no plan of it fits."""
+    if prepared.budget_of == "reserved":
+        return reserved_refusal(prepared, budget_bytes, effort)
+    return infeasible(prepared, budget_bytes, effort)

@@ -27,9 +27,8 @@ from planner.arguments.planning import PlanArguments, Planning, check_count, tak
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.eager import infeasible
 from planner.search.effort import Effort
-from planner.search.planning import plan_within
+from planner.search.planning import plan_within, refusal
 from planner.sizes.bracketing import find_largest, secant
 from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
 from planner.step.prepared import PreparedStep
@@ -203,10 +202,10 @@ class _Counsel:
 
     def _fits_plainly(self, micro_batch: int) -> bool | None:
         step = self.steps.at(micro_batch)
-        return None if step is None else step.baseline_peak_bytes <= self.budget_bytes
+        return None if step is None else step.plain_bytes <= self.budget_bytes
 
     def _guess(self, divisors: Sequence[int]) -> float | None:
-        peaks = {size: float(step.baseline_peak_bytes)
+        peaks = {size: float(step.plain_bytes)
                  for size, step in self.steps.captured.items()}
         reached = secant(peaks, self.budget_bytes)
         return None if reached is None else bisect.bisect_right(divisors, reached)
@@ -254,7 +253,7 @@ class _Counsel:
             return CaptureError("the step could be captured at no divisor of the effective batch "
                                 f"{self.effective_batch} that was tried; at {size}: {reason}")
         micro_batch, step = min(captured.items())
-        found = infeasible(step, self.budget_bytes, self.effort)
+        found = refusal(step, self.budget_bytes, self.effort)
         return InfeasibleBudget(
             self.budget_bytes, found.minimum_bytes, found.bottleneck,
             f"not even micro-batches of {micro_batch} fit in {self.budget_bytes:,} bytes: they "

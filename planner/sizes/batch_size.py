@@ -22,8 +22,7 @@ from planner.arguments.planning import PlanArguments, Planning, check_count, tak
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.eager import infeasible
-from planner.search.planning import Effort, plan_within
+from planner.search.planning import Effort, plan_within, refusal
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.feasibility import Feasibility
 from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
@@ -239,13 +238,13 @@ class _Search:
         step = self.steps.at(number * self.wishes.multiple_of)
         if step is None:
             return None
-        fits = step.baseline_peak_bytes <= self.budget_bytes
+        fits = step.plain_bytes <= self.budget_bytes
         self.report(f"{self.what} {number * self.wishes.multiple_of}: plain peak "
                     f"{format_bytes(step.baseline_peak_bytes)}")
         return fits
 
     def _plain_guess(self) -> float | None:
-        peaks = {size // self.wishes.multiple_of: float(step.baseline_peak_bytes)
+        peaks = {size // self.wishes.multiple_of: float(step.plain_bytes)
                  for size, step in self.steps.captured.items()}
         return secant(peaks, self.budget_bytes)
 
@@ -262,20 +261,20 @@ class _Search:
         step = self.steps.captured[size]
         if not self.wishes.plan:
             return InfeasibleBudget(
-                self.budget_bytes, step.baseline_peak_bytes, "",
+                self.budget_bytes, step.plain_bytes, "",
                 f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes without a "
-                f"plan: the plain step of {size} takes {step.baseline_peak_bytes:,} bytes; "
+                f"plan: the plain step of {size} takes {step.plain_bytes:,} bytes; "
                 "look for one with plan=True")
         least = self.feasibility.least_overhead(size // self.wishes.multiple_of)
         if least is not None:
-            enough = step.keep_all_peak_bytes
+            enough = step.takes_bytes(step.base, step.base.problem.keep_all_schedule)
             return InfeasibleBudget(
                 self.budget_bytes, enough, "",
                 f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes at "
                 f"{format_fraction(self.wishes.overhead or 0.0)} extra time: the best plan found "
                 f"for {size} takes {format_fraction(least)}; allow more overhead, or a larger "
                 f"budget (without extra time {enough:,} bytes)")
-        found = infeasible(step, self.budget_bytes, self.effort)
+        found = refusal(step, self.budget_bytes, self.effort)
         return InfeasibleBudget(
             self.budget_bytes, found.minimum_bytes, found.bottleneck,
             f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes, with a plan or "

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from planner.errors import InfeasibleBudget
 from planner.search.effort import Effort
 from planner.search.forms import cheapest
+from planner.search.reserved import schedule_reserving
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.sized_steps import SizedSteps
 from planner.step.form import Form
@@ -21,6 +23,7 @@ from planner.units import format_fraction
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.minimum import minimum_peak
 from solvers.problem import Problem, Schedule
+from solvers.result import Result
 from solvers.simulator import IllegalSchedule, simulate
 
 _BRIEF = 0.25
@@ -71,7 +74,7 @@ class Feasibility:
             self._proven.add(number)
             return False
         net_bytes = step.budget.net_bytes(self._budget_bytes)
-        return any(self._try_known(number, form, net_bytes) for form in step.forms) or (
+        return any(self._try_known(number, step, form, net_bytes) for form in step.forms) or (
             self._search(number, step, net_bytes, thorough))
 
     def _close_in(self, first: int, last: int, above: int | None = None) -> Bracket:
@@ -88,10 +91,10 @@ class Feasibility:
             return Bracket(bracket.low, above)
         return bracket
 
-    def _try_known(self, number: int, form: Form, net_bytes: int) -> bool:
+    def _try_known(self, number: int, step: PreparedStep, form: Form, net_bytes: int) -> bool:
         """Whether a schedule of another size fits."""
         known = [form.problem.keep_all_schedule, *self.schedules.values(), *self._small]
-        return any(self._accept(number, form, schedule, net_bytes)
+        return any(self._accept(number, step, form, schedule, net_bytes)
                    for schedule in known if _transfers(schedule, form.problem))
 
     def _search(self, number: int, step: PreparedStep, net_bytes: int, thorough: bool) -> bool:
@@ -99,31 +102,43 @@ class Feasibility:
             self._effort, time_limit=_BRIEF * self._effort.time_limit)
         if not thorough and self._overhead_limit is None and effort.solver == "auto":
             brief = replace(effort, time_limit=effort.time_limit / len(step.forms))
-            return any(self._try_smallest(number, form, net_bytes, brief) for form in step.forms)
+            return any(self._try_smallest(number, step, form, net_bytes, brief)
+                       for form in step.forms)
         if thorough:
             self._asked.add(number)
-        form, found = cheapest(step.forms, net_bytes, effort)
+        found: Result | Refusal
+        if step.budget_of == "reserved":
+            try:
+                form, found = schedule_reserving(step, self._budget_bytes, effort)
+            except InfeasibleBudget as refusal:
+                self.minimum_bytes[number] = refusal.minimum_bytes
+                return False
+        else:
+            form, found = cheapest(step.forms, net_bytes, effort)
         if isinstance(found, Refusal):
             self.minimum_bytes[number] = step.budget.whole_bytes(found.minimum_bytes)
             return False
-        if self._accept(number, form, found.schedule, net_bytes):
+        if self._accept(number, step, form, found.schedule, net_bytes):
             return True
         limit = self._overhead_limit
         if limit is not None and found.overhead_bound > limit:
             self._proven.add(number)
         return False
 
-    def _try_smallest(self, number: int, form: Form, net_bytes: int, effort: Effort) -> bool:
+    def _try_smallest(self, number: int, step: PreparedStep, form: Form, net_bytes: int,
+                      effort: Effort) -> bool:
         """Whether the smallest schedule of a form that is quickly found fits."""
         schedule = minimum_peak(form.problem, time_limit=effort.time_limit, seed=effort.seed,
                                 target_bytes=net_bytes)
         self._small.append(schedule)
-        return self._accept(number, form, schedule, net_bytes)
+        return self._accept(number, step, form, schedule, net_bytes)
 
-    def _accept(self, number: int, form: Form, schedule: Schedule, net_bytes: int) -> bool:
+    def _accept(self, number: int, step: PreparedStep, form: Form, schedule: Schedule,
+                net_bytes: int) -> bool:
         """Note what a schedule of a form is worth; whether it will do."""
         peak, cost = simulate(form.problem, schedule)
-        if peak > net_bytes:
+        if peak > net_bytes or (step.budget_of == "reserved" and (
+                step.takes_bytes(form, schedule) > self._budget_bytes)):
             return False
         base = form.base_seconds
         overhead = (cost - base) / base if base else 0.0

@@ -56,6 +56,7 @@ class Frontier:
             "resident_bytes": first.resident_bytes,
             "points": [
                 {"budget_bytes": plan.budget_bytes, "peak_bytes": plan.peak_bytes,
+                 "reserved_bytes": plan.reserved_bytes,
                  "overhead": plan.overhead, "overhead_bound": plan.overhead_bound,
                  "recompute_flops": plan.recompute_flops, "status": plan.status}
                 for plan in self.plans],
@@ -120,7 +121,9 @@ def trace_frontier(prepared: PreparedStep, points: int, effort: Effort, *,
                      start=smallest.schedule if one is form else None,
                      known={budgets[points // 2]: middle} if one is middle_form else {})
               for one in prepared.forms]
-    return Frontier(_undominated(list(_cheapest_of_each(prepared, curves, budgets))))
+    plans = list(_cheapest_of_each(prepared, curves, budgets))
+    return Frontier(_undominated(_by_reserved(plans) if prepared.budget_of == "reserved"
+                                 else plans))
 
 
 def _curve(form: Form, budgets: Sequence[int], effort: Effort, seconds: float, *,
@@ -163,6 +166,22 @@ def _cheapest_of_each(prepared: PreparedStep, curves: Sequence[Mapping[int, Resu
         yield make_plan(prepared, form, budget, over_all_forms(result, bounds))
 
 
+def _by_reserved(plans: Sequence[Plan]) -> list[Plan]:
+    """The same schedules, each as the plan for a budget of what it reserves."""
+    found = []
+    for plan in plans:
+        budget_bytes = plan.reserved_bytes
+        assert budget_bytes is not None, "such a step is not planned by what is reserved"
+        # What is proven of a larger budget of what is allocated holds for this one.
+        bound = max((other.overhead_bound for other in plans
+                     if (other.budget_bytes or 0) >= budget_bytes), default=0.0)
+        bound = min(bound, plan.overhead)
+        proven = plan.status == "optimal" and bound == plan.overhead
+        found.append(replace(plan, budget_bytes=budget_bytes, overhead_bound=bound,
+                             status="optimal" if proven else "feasible"))
+    return found
+
+
 def _compiled_plans(prepared: PreparedStep, points: int, effort: Effort) -> list[Plan]:
     """Plans of a step that Inductor compiles: each budget is met anew."""
     default = plan_within(prepared, None, effort)
@@ -179,8 +198,8 @@ def _compiled_plans(prepared: PreparedStep, points: int, effort: Effort) -> list
 def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     """Those that no other beats in memory or time without losing in the other, cheapest first."""
     chosen: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.overhead, plan.peak_bytes,
+    for plan in sorted(plans, key=lambda plan: (plan.overhead, plan.limited_bytes,
                                                 plan.budget_bytes or 0)):
-        if not chosen or plan.peak_bytes < chosen[-1].peak_bytes:
+        if not chosen or plan.limited_bytes < chosen[-1].limited_bytes:
             chosen.append(plan)
     return tuple(chosen)

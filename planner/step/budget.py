@@ -11,7 +11,7 @@ Bytes are of the whole step, except where the name says *net*: above resident me
 forward, loss and backward, as the solvers count.
 
 Blind spots: the first step, when optimizer state does not exist yet, is taken for any other;
-fragmentation and the allocator's caches do not count.
+fragmentation and the allocator's caches do not count (see `planner.step.reserved`).
 """
 
 from __future__ import annotations

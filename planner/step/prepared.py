@@ -15,7 +15,10 @@ from planner.step.budget import StepBudget
 from planner.step.course import PlainCourse
 from planner.step.form import Form
 from planner.step.lowering import lower, without_buffers
+from planner.step.reserved import StepSurroundings
 from planner.units import format_fraction
+from solvers.problem import Schedule
+from solvers.simulator import Timeline, unroll
 
 if TYPE_CHECKING:
     from apply.recipe import Circumstances, ParameterKey, Recipe
@@ -41,6 +44,25 @@ class PreparedStep:
     cost_model: str
     parallel: DataParallel | None = None
     """`None`: there is one rank."""
+    budget_of: str = "allocated"
+    """What a budget is a limit on, as in `planner.plan`."""
+    surroundings: StepSurroundings | None = None
+    """What stands around forward and backward; `None` where it is not known what is reserved."""
+    baseline_reserved_bytes: int | None = None
+    """What torch reserves for the plain eager step."""
+
+    @property
+    def plain_bytes(self) -> int:
+        """What the plain eager step takes of that which a budget limits."""
+        if self.budget_of == "allocated" or self.baseline_reserved_bytes is None:
+            return self.baseline_peak_bytes
+        return self.baseline_reserved_bytes
+
+    def reserved_bytes(self, form: Form, timeline: Timeline) -> int | None:
+        """What torch reserves under a schedule of one form of the step."""
+        around = self.surroundings
+        return None if around is None else (
+            around.replay(around.planned(form.graph, timeline)).reserved_bytes)
 
     @property
     def base(self) -> Form:
@@ -62,6 +84,14 @@ class PreparedStep:
         """Peak of the step in which nothing is recomputed."""
         return self.base.peak_bytes(self.base.problem.keep_all_schedule)
 
+    def takes_bytes(self, form: Form, schedule: Schedule) -> int:
+        """What a schedule of one form takes of that which a budget limits."""
+        if self.budget_of == "reserved":
+            reserved = self.reserved_bytes(form, unroll(form.problem, schedule))
+            assert reserved is not None, "such a step is not planned by what is reserved"
+            return reserved
+        return form.peak_bytes(schedule)
+
     def form_of(self, recipe: Recipe) -> Form:
         """The form that a plan with this recipe is of."""
         return next((form for form in self.forms if (form.low_peak, form.pieces) == (
@@ -77,12 +107,14 @@ class PreparedStep:
 def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: object,
             circumstances: Circumstances | None = None, backend: str = "eager",
             cost_model: str = "roofline", accumulation: int = 1,
-            parallel: DataParallel | None = None) -> PreparedStep:
+            parallel: DataParallel | None = None, budget_of: str = "allocated") -> PreparedStep:
     """Lower a captured step.
 
     `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
     inputs, in JSON values.  With `accumulation`, any micro-step but the first is planned: the
     gradients of those before are resident.
+
+    Raises `ValueError` where a budget is of what is reserved and that is not known.
     """
     base = _form(step, step.forms[0], accumulation)
     others = [_compared(_form(step, form, accumulation), form, base) for form in step.forms[1:]]
@@ -91,6 +123,11 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         assert step.later is not None
         plain = step.later
         baseline_bytes = max(baseline_bytes - base.graph.gradient_bytes, step.later.peak_bytes)
+    surroundings = StepSurroundings.of(step, accumulation)
+    reserved = None if surroundings is None else surroundings.plain_reserved_bytes()
+    if budget_of == "reserved" and reserved is None:
+        raise ValueError('budget_of="reserved": what torch reserves is not known where gradients '
+                         "of shards add up over micro-steps; give a budget of what is allocated")
     return PreparedStep(
         forms=(base, *others),
         baseline_peak_bytes=base.budget.whole_bytes(baseline_bytes),
@@ -99,7 +136,8 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         tensors=tuple(tensors), inputs=_as_json(inputs),
         circumstances=circumstances, training=step.training,
         overrides=tuple((name, _as_json(value)) for name, value in step.overrides),
-        backend=backend, cost_model=cost_model, parallel=parallel)
+        backend=backend, cost_model=cost_model, parallel=parallel, budget_of=budget_of,
+        surroundings=surroundings, baseline_reserved_bytes=reserved)
 
 
 def _form(step: CapturedStep, form: StepForm, accumulation: int) -> Form:

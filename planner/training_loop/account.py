@@ -1,6 +1,6 @@
 """The account of the whole training loop: what each phase holds when it is fullest, and why.
 
-Reads a `planner.training_loop.trace.LoopTrace`, however that was made: from the plain eager step,
+Reads a `planner.step.loop_trace.LoopTrace`, however that was made: from the plain eager step,
 or from the step under a plan.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from graph_capture.memory.trace import Block, Category, MemoryTrace
 from planner.step.categories import MemoryByCategory
-from planner.training_loop.trace import LoopTrace, Span, StepPhase
+from planner.step.loop_trace import LoopTrace, Span, StepPhase
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,10 @@ class BudgetCheck:
 
     budget_bytes: int
     peak_bytes: int
+    """Of the loop; what is reserved for it where the budget is of that."""
     over: tuple[PhaseOver, ...]
-    """In the order of the loop; empty where it fits."""
+    """Phases that allocate more than the budget, in the order of the loop; empty where it fits, and
+    where only what is reserved does not."""
     remedy: str
     """What could make it fit, in words; empty where it fits."""
     bottleneck: str
@@ -36,7 +38,7 @@ class BudgetCheck:
     @property
     def fits(self) -> bool:
         """Whether the loop never takes more than the budget."""
-        return not self.over
+        return self.peak_bytes <= self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; sizes are bytes."""
@@ -58,8 +60,16 @@ class BudgetCheck:
                 f"{self.budget_bytes:,}; {self.remedy}")
 
 
-def check_budget(report: MemoryReport, budget_bytes: int) -> BudgetCheck:
-    """The loop of `report` beside a budget of the peak, in bytes."""
+def check_budget(report: MemoryReport, budget_bytes: int, budget_of: str = "allocated"
+                 ) -> BudgetCheck:
+    """The loop of `report` beside a budget of the peak, or of what is reserved, in bytes.
+
+    Raises `ValueError` where that is not known.
+    """
+    takes = report.peak_bytes if budget_of == "allocated" else report.reserved_bytes
+    if takes is None:
+        raise ValueError(f"budget_of={budget_of!r} on the device `{report.device}`: its allocator "
+                         "reserves nothing beyond what is allocated")
     phases = [("loading", report.loading),
               *(("first step", phase) for phase in report.first.phases),
               *(("later steps", phase) for phase in report.steady.phases)]
@@ -69,8 +79,8 @@ def check_budget(report: MemoryReport, budget_bytes: int) -> BudgetCheck:
     bottleneck = "" if largest is None else (
         f"{format_bytes(largest.size_bytes)} of {largest.category}"
         + (f" in {largest.module}" if largest.module else ""))
-    return BudgetCheck(budget_bytes, report.peak_bytes, over,
-                       _remedy(report, budget_bytes) if over else "", bottleneck)
+    return BudgetCheck(budget_bytes, takes, over,
+                       _remedy(report, budget_bytes) if takes > budget_bytes else "", bottleneck)
 
 
 def _remedy(report: MemoryReport, budget_bytes: int) -> str:

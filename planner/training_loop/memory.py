@@ -12,9 +12,9 @@ from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
 from planner.errors import PlanMismatch
 from planner.progress import Progress, watched
+from planner.step.loop_trace import LoopTrace, MicroSteps, TrainingLoop, compose
 from planner.training_loop.account import account_of, floor_of
 from planner.training_loop.report import MemoryReport
-from planner.training_loop.trace import MicroSteps, TrainingLoop, compose
 
 if TYPE_CHECKING:
     import torch
@@ -132,8 +132,18 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
-        floor=floor, proposals=proposals,
+        floor=floor, proposals=proposals, reserved_bytes=_reserved(trace, plain.twin.device),
         notes=(*plain.notes, *_notes_on(traced)))
+
+
+def _reserved(trace: LoopTrace, device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    from graph_capture.op_costs.devices import device_model
+    from planner.step.reserved import cublas_workspace_bytes, expandable_segments, replay_loop
+
+    return replay_loop(trace, cublas_workspace_bytes(device_model(device).name),
+                       expandable=expandable_segments()).reserved_bytes
 
 
 def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
@@ -156,7 +166,7 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
     """The micro-steps of a plan; raises `PlanMismatch` where it was made for another step."""
     from planner.api import capture
     from planner.plans.decisions import build_recipe, schedule_of
-    from planner.training_loop.planned_step import planned_micro_step
+    from planner.step.planned_micro_step import planned_micro_step
     from solvers.simulator import unroll
 
     prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,

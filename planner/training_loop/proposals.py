@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from graph_capture.memory.trace import Block, Category
+from planner.step.loop_trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
 from planner.training_loop.account import Floor, account_of
 from planner.training_loop.report import Proposal
-from planner.training_loop.trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
 
 if TYPE_CHECKING:
     from graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace

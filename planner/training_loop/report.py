@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any
 
 from planner.step.categories import CATEGORIES, MemoryByCategory, MemoryCourse
+from planner.step.loop_trace import LoopTrace, StepPhase, TrainingLoop
 from planner.training_loop.account import (
     Floor,
     LoopAccount,
@@ -14,7 +15,6 @@ from planner.training_loop.account import (
     PhaseMemory,
     holders_at,
 )
-from planner.training_loop.trace import LoopTrace, StepPhase, TrainingLoop
 
 _HOLDERS = 20
 """How many of the holders at the peak `to_dict` lists."""
@@ -61,6 +61,9 @@ class MemoryReport(LoopAccount):
     proposals: tuple[Proposal, ...]
     """Changes that lower the peak, the most effective first."""
     notes: tuple[str, ...]
+    reserved_bytes: int | None = None
+    """What torch's allocator is predicted to reserve on a GPU for the loop, the workspaces of
+    cuBLAS included; `None` on a CPU, whose allocator reserves nothing beyond what is allocated."""
 
     @property
     def account(self) -> LoopAccount:
@@ -97,6 +100,7 @@ class MemoryReport(LoopAccount):
         return {
             "peak_bytes": self.peak_bytes,
             "peak_phase": self.fullest.phase.value,
+            "reserved_bytes": self.reserved_bytes,
             "resident_bytes": self.resident_bytes,
             "inference_peak_bytes": self.inference_peak_bytes,
             "device": self.device,

@@ -18,7 +18,7 @@ from os import PathLike
 from typing import Any
 
 from graph_capture.memory.trace import Block
-from planner.training_loop.trace import LoopTrace
+from planner.step.loop_trace import LoopTrace
 from planner.whole_file import write_whole
 
 _PROTOCOL = 4

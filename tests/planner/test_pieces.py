@@ -100,7 +100,10 @@ def test_gradients_and_peaks_in_pieces(loss, output):
     assert [form.pieces for form in forms] == [4, 16, 64]
     plain = copy.deepcopy(model)
     for form in forms[:2]:
-        for schedule in (form.problem.keep_all_schedule, random_schedule(form.problem, 0, 0.5)):
+        schedules = [form.problem.keep_all_schedule]
+        if output == "dropped":  # logits that are held are best not made again
+            schedules.append(random_schedule(form.problem, 0, 0.5))
+        for schedule in schedules:
             planned, timeline = apply_schedule(
                 type("Of", (), {"model": model, "inputs": inputs}), step, schedule, form)
             assert distance(gradients(planned, inputs), gradients(plain, inputs)) < 1e-6
@@ -194,7 +197,7 @@ def test_models_of_transformers_take_less(make):
 
 def test_choices_are_checked():
     model, inputs = Head(), batch()
-    with pytest.raises(ValueError, match=r"unknown choice in allow 'fuse'; known: recompute, chunk"):
+    with pytest.raises(ValueError, match="unknown choice in allow 'fuse'; known: recompute, chunk"):
         planner.plan(model, inputs, allow=("recompute", "fuse"))
     with pytest.raises(TypeError, match=r'write allow=\("recompute", "chunk"\)'):
         planner.plan(model, inputs, allow="chunk")

@@ -7,7 +7,7 @@ from graph_capture.memory.trace import Category
 from graph_capture.training_graph import BufferKind
 from planner.step.accounting import memory_at
 from planner.step.lowering import lower
-from planner.training_loop.planned_step import planned_micro_step
+from planner.step.planned_micro_step import planned_micro_step
 from solvers.simulator import unroll
 from tests.support.graphs import legal_schedule, steps
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.training_loop.trace import StepPhase
+from planner.step.loop_trace import StepPhase
 from tests.support.loops import (
     IDS,
     Network,

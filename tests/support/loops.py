@@ -15,8 +15,8 @@ from torch import nn
 import planner
 from graph_capture.memory.allocator import record_stages
 from graph_capture.plain_step.loss import objective
+from planner.step.loop_trace import StepPhase
 from planner.training_loop.account import LoopAccount
-from planner.training_loop.trace import StepPhase
 
 STEPS = 3
 MEASURED_PHASES = (StepPhase.FORWARD, StepPhase.LOSS, StepPhase.BACKWARD,

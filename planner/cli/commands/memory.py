@@ -29,7 +29,7 @@ class HoldOutput(StrEnum):
     LOOP = "loop"
 
 
-@command(planning=("optimizer", "accumulation", "device", "probe", "autocast"))
+@command(planning=("optimizer", "accumulation", "device", "probe", "autocast", "budget_of"))
 def run(
     target: TargetOptions, planning: Planning, ranks: RankOptions, budget: Budget = None,
     plan_path: Annotated[Path | None, typer.Option(
@@ -72,7 +72,7 @@ def run(
         parallel=ranks.settings(), device=planning.device, probe=planning.probe)
     if snapshot is not None:
         report.save_snapshot(snapshot)
-    check = None if limit is None else check_budget(report, limit)
+    check = None if limit is None else check_budget(report, limit, planning.budget_of)
     if json:
         checked = {} if check is None else {"budget": check.to_dict()}
         print_json({**report.to_dict(), **checked})

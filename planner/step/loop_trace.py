@@ -9,7 +9,7 @@ their gradients; from the second on everything repeats.  Two micro-steps stand f
 number: the first after a reset of the gradients, and one that adds to them.
 
 Parts are traced or planned one by one (`graph_capture.plain_step.micro_step`,
-`graph_capture.optimizer.step`, `planner.training_loop.planned_step`); what outlives a part, and
+`graph_capture.optimizer.step`, `planner.step.planned_micro_step`); what outlives a part, and
 until when, is decided here.
 
 Blind spots: what the loop does beside these parts (metrics, an average of the weights); a copy of

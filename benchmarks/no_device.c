@@ -1,0 +1,145 @@
+/* A runtime and a driver of CUDA with a device of 1 TiB that hands out addresses and no memory: as
+   much as torch's caching allocator asks for.  It stands in for libcudart (LD_PRELOAD), libcuda.so.1
+   and libnvidia-ml.so.1 alike.  Addresses ascend, in steps of 2 MiB. */
+
+#include <stdint.h>
+#include <string.h>
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#define STEP 0x200000ULL
+
+static uintptr_t end = 0x100000000000ULL;
+
+static uintptr_t take(size_t size) {
+  uintptr_t address = end;
+  end += (size + STEP - 1) / STEP * STEP + STEP;
+  return address;
+}
+
+cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) { return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) { *version = 13030; return cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; return cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device) {
+  memset(found, 0, sizeof *found);
+  strcpy(found->name, "no device");
+  found->major = 9;
+  found->totalGlobalMem = 1ULL << 40;
+  found->multiProcessorCount = 100;
+  found->warpSize = 32;
+  found->maxThreadsPerBlock = 1024;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr what, int device) {
+  *value = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char *name, int size, int device) {
+  strcpy(name, "0000:00:00.0");
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
+  *available = *total = 1ULL << 40;
+  return cudaSuccess;
+}
+cudaError_t cudaMalloc(void **pointer, size_t size) {
+  *pointer = (void *)take(size);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void *pointer) { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, cudaGraph_t *graph,
+                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
+                                     size_t *count) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+  *least = 0;
+  *greatest = -1;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+  *can = 0;
+  return cudaSuccess;
+}
+
+CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int *version) { *version = 13030; return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = ordinal; return CUDA_SUCCESS; }
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute what, CUdevice device) {
+  *value = 0;
+  return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
+  *flags = 0;
+  *active = 1;
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)16; return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
+CUresult cuGetErrorString(CUresult error, const char **text) {
+  *text = "no device";
+  return CUDA_SUCCESS;
+}
+
+static CUresult reserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wish,
+                        unsigned long long flags) {
+  *address = take(size);
+  return CUDA_SUCCESS;
+}
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size,
+                       const CUmemAllocationProp *how, unsigned long long flags) {
+  static unsigned long long number = 0;
+  *handle = ++number;
+  return CUDA_SUCCESS;
+}
+static CUresult granularity(size_t *size, const CUmemAllocationProp *how,
+                            CUmemAllocationGranularity_flags option) {
+  *size = STEP;
+  return CUDA_SUCCESS;
+}
+static CUresult done(void) { return CUDA_SUCCESS; }
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **found, unsigned version,
+                                             unsigned long long flags,
+                                             enum cudaDriverEntryPointQueryResult *status) {
+  static const struct { const char *name; void *function; } known[] = {
+      {"cuMemAddressReserve", reserve},        {"cuMemCreate", create},
+      {"cuMemGetAllocationGranularity", granularity},
+      {"cuDeviceGet", cuDeviceGet},            {"cuDeviceGetAttribute", cuDeviceGetAttribute},
+      {"cuCtxGetCurrent", cuCtxGetCurrent},
+      {"cuDevicePrimaryCtxGetState", cuDevicePrimaryCtxGetState}};
+  *found = done;
+  for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+    if (!strcmp(symbol, known[i].name)) *found = known[i].function;
+  if (status) *status = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) {
+  *device = (void *)16;
+  return 0;
+}
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13030; return 0; }
+/* Not supported (3). */
+int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return 3; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return 3; }
+int nvmlDeviceGetComputeRunningProcesses(void) { return 3; }
+int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return 3; }

@@ -1,0 +1,186 @@
+"""What torch reserves of a GPU for training, of which what is allocated is a part.
+
+The model of the world: the blocks of a whole training loop (`planner.step.loop_trace`) go through a
+model of torch's caching allocator (`graph_capture.memory.caching_allocator`), one after the other:
+loading, the first step, in which the optimizer makes its state, a later one, and that again until
+nothing more is reserved.  What is reserved then stays reserved, since torch keeps what it has.
+
+cuBLAS keeps a workspace for each thread that has multiplied matrices: the one that runs the forward
+and the one of autograd that runs the backward.  Torch takes both from the same allocator, so that
+they are reserved memory, too.
+
+Blind spots: those of the allocator's model; what stands outside of torch's allocator, which is the
+context of CUDA and the buffers of NCCL; what the user's code allocates elsewhere; for several ranks
+the streams of their wrappers, which share no blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graph_capture.memory.caching_allocator import (
+    CachingAllocator,
+    Handle,
+    replay,
+    takes_first_made,
+)
+from graph_capture.memory.trace import Block, MicroStep
+from graph_capture.training_graph import TrainingGraph
+from planner.step.loop_trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
+from planner.step.planned_micro_step import planned_micro_step
+from solvers.simulator import Timeline
+
+if TYPE_CHECKING:
+    from graph_capture.capture import CapturedStep
+    from graph_capture.optimizer.step import OptimizerTrace
+
+_MOST_STEPS = 4
+"""So many steps are replayed at most."""
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the environment that torch reads, the first that is set."""
+_MATRIX_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
+_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+_LARGE_WORKSPACE_BYTES = 8 * 4096 * 1024
+_WITH_LARGE_WORKSPACE = ("H100", "H200", "B200")
+
+
+def expandable_segments() -> bool:
+    """Whether the environment asks torch for expandable segments."""
+    settings = next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
+    words = settings.replace(" ", "").split(",")
+    return "expandable_segments:True" in words
+
+
+def cublas_workspace_bytes(device_name: str) -> int:
+    """What torch gives cuBLAS for each thread (`aten/src/ATen/cuda/CublasHandlePool.cpp`), unless
+    `CUBLAS_WORKSPACE_CONFIG` says otherwise; by the name in the table of devices."""
+    large = device_name.startswith(_WITH_LARGE_WORKSPACE)
+    return _LARGE_WORKSPACE_BYTES if large else _WORKSPACE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A training loop seen by the allocator."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+    """The most at any time, workspaces of cuBLAS included."""
+    steps: int
+    """How many steps were replayed."""
+
+
+def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool = False) -> Replay:
+    """Loading and two steps, and the second one again until nothing more is reserved.
+
+    `workspace_bytes`: of cuBLAS, for each of the two threads.
+    """
+    from torch import __version__
+
+    trace = loop.trace
+    allocator = CachingAllocator(expandable=expandable,
+                                 first_made=takes_first_made(__version__))
+    sizes = [block.size_bytes for block in trace.blocks]
+    held: dict[int, Handle] = {}
+    seen = 0
+    for event in _first_products(loop) if workspace_bytes else ():
+        replay(sizes, trace.events[seen:event], allocator, held)
+        allocator.allocate(workspace_bytes)
+        seen = event
+    replay(sizes, trace.events[seen:], allocator, held)
+    second = [event for span in loop.spans if span.iteration == 2
+              for event in trace.events[span.start:span.stop]]
+    steps = 2
+    if _leaves_nothing(second):
+        before = -1
+        while steps < _MOST_STEPS and allocator.reserved_bytes != before:
+            before = allocator.reserved_bytes
+            replay(sizes, second, allocator, held)
+            steps += 1
+    return Replay(allocator.reserved_bytes, allocator.peak_allocated_bytes, steps)
+
+
+def _first_products(loop: LoopTrace) -> list[int]:
+    """Number of events before matrices are multiplied first, in the forward and in the backward."""
+    found: dict[StepPhase, int] = {}
+    products = (run.event for run in loop.trace.runs if run.op in _MATRIX_PRODUCTS)
+    spans = iter(loop.spans)
+    span = next(spans)
+    for event in products:
+        while event >= span.stop:
+            span = next(spans)
+        if span.phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
+            found.setdefault(span.phase, event)
+        if len(found) == 2:
+            break
+    return sorted(found.values())
+
+
+def _leaves_nothing(events: Iterable[int]) -> bool:
+    """Whether what is made is released and nothing else is: then the same may come again."""
+    made: set[int] = set()
+    released: set[int] = set()
+    for event in events:
+        (made if event >= 0 else released).add(event if event >= 0 else ~event)
+    return made == released
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSurroundings:
+    """All of a training loop but its forward and backward, and the allocator's settings."""
+
+    resident: tuple[Block, ...]
+    parameters: frozenset[str]
+    """Names of the model's parameters."""
+    optimizer: OptimizerTrace | None
+    loop: TrainingLoop
+    workspace_bytes: int
+    """Of cuBLAS, for each thread."""
+    expandable: bool
+    plain: MicroSteps | None
+    """Forward and backward as they run today; `None` where they were not followed."""
+
+    @classmethod
+    def of(cls, step: CapturedStep, accumulation: int) -> StepSurroundings | None:
+        """Those of a captured step; `None` where nothing is known of what is reserved: on a CPU,
+        which has no such allocator, for the code that Inductor generates, and where shards of
+        gradients add up."""
+        if not step.graph.device.startswith("cuda") or step.compiled is not None:
+            return None
+        if accumulation > 1 and step.tracing.layout is not None:
+            return None
+        first, later = step.baseline.blocks, step.later and step.later.blocks
+
+        def plain(with_gradient: frozenset[str]) -> MicroStep:
+            assert first is not None
+            return later if with_gradient and later else first
+
+        is_followed = first is not None and (accumulation == 1 or later is not None)
+        return cls(
+            step.resident_blocks(), frozenset(step.tracing.twin.parameters), step.optimizer_steps,
+            TrainingLoop(accumulation, hold_output="step" if accumulation == 1 else "backward"),
+            cublas_workspace_bytes(step.device_name), expandable_segments(),
+            plain if is_followed else None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know about the prediction of reserved memory."""
+        return (() if not self.expandable else
+                ("what is reserved is predicted with expandable segments, which the environment "
+                 "asks for",))
+
+    def replay(self, micro_steps: MicroSteps) -> Replay:
+        """The loop whose forward and backward are these."""
+        loop = compose(self.resident, micro_steps, self.optimizer, self.loop)
+        return replay_loop(loop, self.workspace_bytes, expandable=self.expandable)
+
+    def plain_reserved_bytes(self) -> int | None:
+        """What is reserved as the step runs today."""
+        return None if self.plain is None else self.replay(self.plain).reserved_bytes
+
+    def planned(self, graph: TrainingGraph, timeline: Timeline) -> MicroSteps:
+        """Forward and backward under a schedule."""
+        return lambda with_gradient: planned_micro_step(graph, timeline, self.parameters,
+                                                        with_gradient)

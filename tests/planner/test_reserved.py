@@ -1,0 +1,227 @@
+"""What torch reserves of a GPU: predicted for plans and loops, and budgets of it, held."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graph_capture.memory.caching_allocator import CachingAllocator, replay
+from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
+from planner.api import capture
+from planner.cli import app
+from planner.plans.file import dumps, from_dict, loads
+from planner.step.loop_trace import LoopTrace, Span, StepPhase
+from planner.step.reserved import cublas_workspace_bytes, replay_loop
+from tests.support.command_line import RUNNER, TINY_GPT2, run
+from tests.support.graphs import HandMadeStep, chain, prepared
+
+MIB = 2 ** 20
+BATCH = 16384
+ON_GPU = {"device": "cuda", "optimizer": "adamw", "time_limit": 2.0}
+
+
+def network(layers=4):
+    """Layers of different widths, so that blocks of one do not fit those of the next."""
+    widths = [256 + 96 * (number % 3) for number in range(layers + 1)]
+    with torch.device("meta"):
+        return nn.Sequential(*(part for here, there in pairwise(widths)
+                               for part in (nn.Linear(here, there), nn.GELU())))
+
+
+def inputs(batch=BATCH):
+    return (torch.zeros(batch, 256, device="meta"),)
+
+
+def mean(output):
+    return output.square().mean()
+
+
+def plan(budget=None, **arguments):
+    return planner.plan(network(), inputs(), budget=budget, loss_fn=mean, **ON_GPU | arguments)
+
+
+@pytest.fixture(scope="module")
+def unlimited():
+    return plan()
+
+
+def loop_of(sizes, first, second):
+    """A loop that does nothing but make blocks and release them, in the forwards of two steps."""
+    blocks = tuple(Block(size, Category.ACTIVATIONS) for size in sizes)
+    spans = (Span(StepPhase.LOADING, 0, 0, 0, 0),
+             Span(StepPhase.FORWARD, 1, 0, 0, len(first)),
+             Span(StepPhase.FORWARD, 2, 0, len(first), len(first) + len(second)))
+    runs = (OpRun(1, "aten.mm", "", ()),)
+    return LoopTrace(MemoryTrace(blocks, (*first, *second), runs), spans)
+
+
+def test_a_loop_is_replayed_until_nothing_more_is_reserved():
+    # The first block of 12 MiB lies where one of 30 MiB was.
+    sizes = [30 * MIB, 12 * MIB, 30 * MIB, 12 * MIB]
+    loop = loop_of(sizes, [0, ~0, 1], [~1, 2, 3, ~2, ~3])
+    assert replay_loop(loop).reserved_bytes == 42 * MIB
+    # The workspace comes while 30 MiB are in use; 12 of its segment of 20 MiB are left.
+    assert replay_loop(loop, 8 * MIB).reserved_bytes == 50 * MIB
+    assert replay_loop(loop, expandable=True).reserved_bytes == 60 * MIB
+
+
+def test_a_later_step_may_reserve_more_than_the_first():
+    # First 12 MiB, then 13 and 12 at once: the first finds 12 too small.
+    loop = loop_of([12 * MIB, 13 * MIB, 12 * MIB], [0, ~0], [1, 2, ~2, ~1])
+    found = replay_loop(loop)
+    assert found.reserved_bytes == 26 * MIB and found.steps == 3
+    assert found.allocated_bytes == 26 * MIB  # a rest of 1 MiB is not split off
+
+
+def test_the_workspace_of_cublas_depends_on_the_device():
+    assert cublas_workspace_bytes("A100") == cublas_workspace_bytes("RTX 4090") == 8_519_680
+    assert cublas_workspace_bytes("H100") == cublas_workspace_bytes("B200") == 32 * MIB
+
+
+def test_a_plan_says_what_is_reserved(unlimited, tmp_path):
+    assert unlimited.peak_bytes < unlimited.reserved_bytes < 2 * unlimited.peak_bytes
+    assert unlimited.baseline_peak_bytes < unlimited.baseline_reserved_bytes
+    assert unlimited.reserved_bytes % (2 * MIB) == 0
+    assert f"{unlimited.reserved_bytes:,}" in str(unlimited)
+    unlimited.save(tmp_path / "plan.json")
+    assert planner.load(tmp_path / "plan.json") == unlimited
+
+
+def test_expandable_segments_of_the_environment_count(unlimited, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8, "
+                       "expandable_segments:True")
+    found = plan()
+    assert found.peak_bytes <= found.reserved_bytes < unlimited.reserved_bytes
+    assert any("expandable" in note for note in found.notes)
+
+
+def test_the_loop_of_a_plan_reserves_what_the_plan_says(unlimited):
+    tight = plan(budget="70%")
+    for made in (unlimited, tight):
+        report = planner.memory(network(), inputs(), loss_fn=mean, plan=made, optimizer="adamw",
+                                device="cuda")
+        assert report.reserved_bytes == made.reserved_bytes
+    report = planner.memory(network(), inputs(), loss_fn=mean, optimizer="adamw", device="cuda")
+    assert report.reserved_bytes == unlimited.baseline_reserved_bytes > report.peak_bytes
+    assert f"{report.reserved_bytes:,}" in str(report)
+    assert report.to_dict()["reserved_bytes"] == report.reserved_bytes
+
+
+def test_the_blocks_of_a_plan_are_those_of_its_account(unlimited):
+    """What is replayed peaks where the plan does."""
+    step = capture(network(), inputs(), loss_fn=mean, optimizer="adamw", device="cuda")
+    report = planner.memory(network(), inputs(), loss_fn=mean, plan=unlimited, optimizer="adamw",
+                            device="cuda")
+    trace = report.trace.trace
+    allocator = CachingAllocator(expandable=True)
+    replay([block.size_bytes for block in trace.blocks], trace.events, allocator, {})
+    assert step.surroundings.workspace_bytes == 8_519_680
+    assert unlimited.peak_bytes <= allocator.peak_allocated_bytes < 1.01 * unlimited.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.7])
+def test_a_budget_of_what_is_reserved_is_held(unlimited, share):
+    budget = int(share * unlimited.baseline_reserved_bytes)
+    try:
+        found = plan(budget=budget, budget_of="reserved")
+    except planner.InfeasibleBudget as refusal:
+        assert refusal.minimum_bytes > budget
+        found = plan(budget=refusal.minimum_bytes, budget_of="reserved")
+    assert found.reserved_bytes <= found.budget_bytes and found.budget_of == "reserved"
+    assert found.peak_bytes <= found.reserved_bytes
+    same_limit = plan(budget=found.budget_bytes)  # of what is allocated, which is less
+    assert same_limit.overhead <= found.overhead + 1e-9
+    assert found.overhead_bound <= same_limit.overhead + 1e-9
+    assert loads(dumps(found)) == found
+
+
+def test_a_percentage_is_of_what_the_plain_step_reserves(unlimited):
+    found = plan(budget="90%", budget_of="reserved")
+    assert found.budget_bytes == int(0.9 * unlimited.baseline_reserved_bytes)
+    assert "of what is reserved" in str(found)
+
+
+def test_where_nothing_fits_the_smallest_budget_works():
+    with pytest.raises(planner.InfeasibleBudget, match="reserves then") as caught:
+        plan(budget="20MB", budget_of="reserved")
+    smallest = plan(budget=caught.value.minimum_bytes, budget_of="reserved")
+    assert smallest.reserved_bytes <= caught.value.minimum_bytes
+    with pytest.raises(planner.InfeasibleBudget):
+        plan(budget=caught.value.minimum_bytes // 2, budget_of="reserved")
+
+
+def test_where_nothing_is_reserved_that_is_said():
+    with pytest.raises(ValueError, match="reserves nothing beyond"):
+        plan(budget="1GB", budget_of="reserved", device="cpu")
+    with pytest.raises(ValueError, match="Inductor compiles"):
+        plan(budget="1GB", budget_of="reserved", backend="inductor")
+    with pytest.raises(ValueError, match="unknown budget_of 'all'; known: allocated, reserved"):
+        plan(budget="1GB", budget_of="all")
+    model = planner.within(nn.Linear(3, 3), "1GB", budget_of="reserved")
+    with pytest.raises(ValueError, match="reserves nothing beyond"):
+        model(torch.zeros(2, 3)).sum()
+    assert plan(device="cpu").reserved_bytes is None
+
+
+def test_gradients_of_earlier_micro_steps_count(unlimited):
+    found = plan(accumulation=4)
+    assert found.reserved_bytes > unlimited.resident_bytes
+    assert found.peak_bytes <= found.reserved_bytes
+    shards = planner.DataParallel("fsdp2", 2)
+    assert plan(parallel=shards).reserved_bytes is not None
+    assert plan(parallel=shards, accumulation=2).reserved_bytes is None
+    with pytest.raises(ValueError, match="shards add up"):
+        plan(parallel=shards, accumulation=2, budget="1GB", budget_of="reserved")
+
+
+def test_the_curve_is_one_of_what_is_reserved():
+    curve = planner.frontier(network(), inputs(), points=5, loss_fn=mean, budget_of="reserved",
+                             **ON_GPU)
+    reserved = [each.reserved_bytes for each in curve]
+    assert reserved == sorted(reserved, reverse=True) == [each.budget_bytes for each in curve]
+    assert all(each.overhead_bound <= each.overhead for each in curve)
+
+
+def test_sizes_fit_what_is_reserved(unlimited):
+    budget = unlimited.baseline_reserved_bytes
+    arguments = {"budget": budget, "loss_fn": mean, "budget_of": "reserved", **ON_GPU}
+    found = planner.max_batch_size(inputs, network(), multiple_of=1024, largest=2 * BATCH,
+                                   **arguments)
+    assert found.plain == BATCH and found.planned > BATCH
+    assert found.plan.reserved_bytes <= budget
+
+
+@pytest.mark.slow
+def test_advice_counts_what_is_reserved(unlimited):
+    budget = unlimited.baseline_reserved_bytes
+    advice = planner.advise(inputs, network(), effective_batch=2 * BATCH, budget=budget,
+                            loss_fn=mean, budget_of="reserved", **ON_GPU)
+    plans = [each.plan for each in advice.choices if each.plan is not None]
+    assert plans and all(each.reserved_bytes <= budget for each in plans)
+
+
+def test_a_file_of_version_7_says_nothing_of_it():
+    from planner.search.planning import plan_within
+
+    made = plan_within(prepared(HandMadeStep(chain(12), 2600)), 1900)
+    document = made.to_dict()
+    for name in ("reserved_bytes", "baseline_reserved_bytes"):
+        assert document["predicted"].pop(name) is None
+    del document["budget_of"]
+    assert from_dict(document | {"schema_version": 7}) == made
+    with pytest.raises(planner.PlanFileError, match="predicted"):
+        from_dict(document | {"schema_version": 7, "predicted": 5})
+
+
+def test_the_command_line_takes_a_budget_of_what_is_reserved():
+    arguments = [*TINY_GPT2, "--device", "cuda", "--budget-of", "reserved"]
+    document = json.loads(run("plan", *arguments, "--budget", "100%", "--json").stdout)
+    predicted = document["predicted"]
+    assert predicted["reserved_bytes"] <= document["budget_bytes"]
+    reserved = predicted["baseline_reserved_bytes"]
+    over = RUNNER.invoke(app, ["memory", *arguments, "--budget", str(reserved - 1)])
+    assert over.exit_code == 3 and "reserved for the loop" in over.stdout
+    assert f"takes {reserved:,} bytes" in over.stderr.replace("\n", " ")
