@@ -24,6 +24,7 @@ from graph_capture.inductor.fused_costs import FusedCosts
 from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
 from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
+from graph_capture.op_costs.devices import Gpu, compute_capability
 from graph_capture.op_costs.room import ProbeRoom
 from graph_capture.optimizer.step import trace_optimizer
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
@@ -38,7 +39,7 @@ from graph_capture.step.released_output import with_output_released
 from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
-from graph_capture.twins.fake import FakeTwin, make_twin
+from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class CapturedStep:
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: LossFn | None = None, optimizer: object = None,
-    device: torch.device | str | None = None, gpu: str | None = None, keep: Sequence[str] = (),
+    device: torch.device | str | None = None, gpu: str | Gpu | None = None, keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
     autocast: torch.dtype | None = None, holds_output: bool = True,
@@ -144,7 +145,8 @@ def capture_step(
     forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
     twin = make_twin(model, args, {**kwargs, **dict(forced)}, device=device,
-                     extra=() if loss_fn is None else (loss_fn,))
+                     extra=() if loss_fn is None else (loss_fn,),
+                     capability=compute_capability(device_planned_for(model, device), gpu))
     twin_loss = None if loss_fn is None else twin.extra[0]
     twin = replace(twin, answers=answers, autocast=autocast)
     room = None if not probe or probe_room is None else probe_room.left(
