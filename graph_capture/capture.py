@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_capture.device_kernels.choices import kernels_of
 from graph_capture.dynamo.blocks import WHOLE_MODEL, find_blocks
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.dynamo.record import Recording
@@ -169,12 +170,14 @@ def capture_step(
         traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
         wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
+    rules = _rules_since(twin)
 
     say("tracing the plain step")
     try:
         unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
         tracing = Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output, layout)
         baseline = tracing.plain_step(twin_loss)
+        plain_rules = _rules_since(twin)
         outputs = trace_loss(traced_loss, output, traced, costs.workspace_bytes).outputs
         later = (None if not accumulated
                  else tracing.plain_step(twin_loss, baseline.with_gradient))
@@ -200,7 +203,8 @@ def capture_step(
         if not holds_output:
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
-        graph = replace(graph, notes=_notes(forced, recording, costs))
+        graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules),
+                        kernels=kernels_of(graph.ops, rules))
         return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepForm(graph, low_peak))
 
@@ -246,8 +250,18 @@ def _forced_arguments(
     return (("use_cache", False),) if "use_cache" in accepted else ()
 
 
+def _rules_since(twin: FakeTwin) -> dict[str, tuple[str, ...]]:
+    """Why kernels were chosen for the twin since this was last asked."""
+    if twin.kernels is None:
+        return {}
+    rules = {kernel: tuple(found) for kernel, found in twin.kernels.rules.items()}
+    twin.kernels.rules.clear()
+    return rules
+
+
 def _notes(
-    forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts
+    forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
+    rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
 ) -> tuple[str, ...]:
     notes = []
     if forced:
@@ -272,6 +286,11 @@ def _notes(
     if costs.assumed:
         notes.append("workspace is a stated margin, not a measurement, for: "
                      + ", ".join(sorted(costs.assumed)))
+    others = {kernel for kernel in rules.keys() ^ plain_rules.keys() if "attention" in kernel}
+    if others:
+        plain = [kernel for kernel in plain_rules if "attention" in kernel]
+        notes.append(f"the plain step runs {' and '.join(plain)}: what torch.compile makes of the "
+                     "model's code calls attention with other arguments")
     if costs.assumption is not None:
         notes.append(costs.assumption)
     if costs.estimated:

@@ -40,7 +40,7 @@ class DeviceKernels:
         """`capability`: as `torch.cuda.get_device_capability` gives it."""
         self.capability = capability
         self.rules: dict[str, dict[str, None]] = {}
-        """Why each kernel was chosen: by its name, the rules met, in order."""
+        """Why each kernel was chosen since this was last emptied: by its name, the rules met."""
         composed = {
             aten.scaled_dot_product_attention.default: self._attention,
             aten.batch_norm.default: self._batch_norm,
@@ -57,7 +57,10 @@ class DeviceKernels:
 
     def notes(self) -> tuple[str, ...]:
         """What was chosen so far, and why, in words."""
-        return tuple(f"{kernel} ({' | '.join(rules)})" for kernel, rules in self.rules.items())
+        major, minor = self.capability
+        return (f"there is no such GPU here: kernels are those that torch would choose on compute "
+                f"capability {major}.{minor}",
+                *(f"{kernel}: {' | '.join(rules)}" for kernel, rules in self.rules.items()))
 
     def _note(self, kernel: str, rule: str) -> None:
         self.rules.setdefault(kernel, {})[rule] = None

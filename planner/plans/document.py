@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
-from graph_capture.training_graph import CodeMemory, OptimizerMemory, Outline
+from graph_capture.training_graph import CodeMemory, KernelChoice, OptimizerMemory, Outline
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
@@ -26,7 +26,7 @@ from solvers.result import Status
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Layout that this version writes."""
 
 
@@ -97,6 +97,7 @@ class Document:
     predicted: Predicted
     course: StepCourse | None
     notes: tuple[str, ...]
+    kernels: tuple[KernelChoice, ...]
     tensors: tuple[ParameterKey, ...]
     regions: tuple[RegionRow, ...]
 

@@ -1,6 +1,6 @@
 """Plan files of older versions, brought to the present layout.
 
-Version 6 knew one rank only.  Version 5 had other names for some fields, and recomputations without
+Version 7 said nothing of kernels.  Version 6 knew one rank only.  Version 5 had other names for some fields, and recomputations without
 a kind of action.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.plans.document import FREE_FIELDS
+from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION
 
 _NAMES = {"early": "hoisted", "takeovers": "inplace_reuses", "recomputations": "insertions",
           "lean_backward": "low_peak", "ops": "actions"}
 _NOT_RENAMED = (*FREE_FIELDS, "created_with", "decisions")
 
-OLDER_VERSIONS = (5, 6)
+OLDER_VERSIONS = (5, 6, 7)
 """Versions that are read."""
 
 
@@ -23,7 +23,9 @@ def from_older(document: dict[str, Any]) -> dict[str, Any]:
     the reader to name."""
     if document["schema_version"] == 5:
         document = _from_version_5(document)
-    return {**document, "schema_version": 7, "parallel": None}
+    if document["schema_version"] < 7:
+        document = {**document, "parallel": None}
+    return {**document, "schema_version": SCHEMA_VERSION, "kernels": []}
 
 
 def _from_version_5(document: Any) -> Any:
