@@ -60,8 +60,8 @@ def kernels_replaced(kernels: Mapping[Place, Callable[..., Any]]) -> Iterator[No
     before = getattr(_of_thread, "kernels", {})
     _of_thread.kernels = {**before, **{place: kernels[place] for place in places}}
     try:
-        # torch's decompositions of recurrent layers ask nothing else of the device.
-        with mock.patch.object(torch._C, "_has_mkldnn", new=False):
+        # What decomposes recurrent layers asks for the CPU's library; C++ does not ask here.
+        with mock.patch.object(torch._C, "_get_mkldnn_enabled", new=lambda: False):
             yield
     finally:
         _of_thread.kernels = before

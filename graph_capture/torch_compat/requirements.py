@@ -54,7 +54,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "DispatchKeySet",
              "_ExcludeDispatchKeyGuard", "_dispatch_has_kernel_for_dispatch_key",
              "_get_cudnn_sdp_enabled", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
-             "_get_mem_efficient_sdp_enabled", "_get_sdp_priority_order", "_has_mkldnn"),
+             "_get_mem_efficient_sdp_enabled", "_get_mkldnn_enabled", "_get_sdp_priority_order"),
         "torch.library.Library._destroy(self)",
         "torch._ops.OpOverload",
         *_of("torch.ops.aten.dropout.default", "_dispatch_cache", "_op_dk"),
