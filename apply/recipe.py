@@ -141,7 +141,7 @@ class Recipe:
     circumstances: Circumstances | None = None
     """For errors, not for choosing; `None`: not known."""
     device: str = ""
-    """The device planned for; for errors, too."""
+    """The device planned for; for errors."""
 
     @property
     def holds_output(self) -> bool:

@@ -115,7 +115,8 @@ class CapturedStep:
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: LossFn | None = None, optimizer: object = None,
-    device: torch.device | str | None = None, gpu: str | Gpu | None = None, keep: Sequence[str] = (),
+    device: torch.device | str | None = None, gpu: str | Gpu | None = None,
+    keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
     autocast: torch.dtype | None = None, holds_output: bool = True,

@@ -75,18 +75,14 @@ def choose_attention(call: AttentionCall, capability: tuple[int, int]) -> Attent
 
     Raises `RuntimeError` where no kernel that is switched on takes the call, as torch does.
     """
-    refused = []
+    refused: list[str] = []
     switches = attention_switches()
-    order = switches.order
-    if order is None:
-        order = [*map(str, AttentionKernel)]
-        if capability[0] in (9, 10) and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1":
-            order = ["cudnn", "flash", "efficient", "math"]
-    for name in order:
-        if name not in tuple(AttentionKernel):
-            continue
-        kernel = AttentionKernel(name)
-        why = "switched off" if name not in switches.enabled else next(
+    prefers_cudnn = (capability[0] in (9, 10)
+                     and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1")
+    for kernel in map(AttentionKernel, switches.order or (
+            ("cudnn", "flash", "efficient", "math") if prefers_cudnn
+            else ("flash", "efficient", "math", "cudnn"))):
+        why = "switched off" if kernel not in switches.enabled else next(
             _objections(kernel, call, capability), None)
         if why is None:
             dtype = str(call.query.dtype).removeprefix("torch.")
@@ -144,9 +140,10 @@ def _flash(call: AttentionCall, capability: tuple[int, int]) -> Iterator[str]:
         yield "head dim over 256"
     if not (8, 0) <= capability <= (12, 1):
         yield "it needs compute capability 8.0 to 12.1"
-    if call.needs_gradient and ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability):
-        if call.head_dim > 192 and (call.dropout > 0 or call.head_dim <= 224):
-            yield "no backward for this head dim here"
+    is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    if is_small and call.needs_gradient and call.head_dim > 192 and (
+            call.dropout > 0 or call.head_dim <= 224):
+        yield "no backward for this head dim here"
     if call.is_causal and call.query.shape[-2] != call.key.shape[-2]:
         yield "causal with different lengths"
     if call.query.dtype not in _HALF:

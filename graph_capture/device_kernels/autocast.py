@@ -21,7 +21,11 @@ import torch
 from graph_capture.torch_compat import OpOverload, pytree
 from graph_capture.torch_compat.dispatch import Place
 
-FLOAT32 = frozenset("""
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
     pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
     frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
@@ -31,22 +35,21 @@ FLOAT32 = frozenset("""
     logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
     _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa""".split())
+    _upsample_bicubic2d_aa""")
 """Ops whose operands are cast to float32.  `rms_norm` is one from torch 2.12 on."""
 
-FLOAT32_RESULT = frozenset("""
+FLOAT32_RESULT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
-    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList""".split())
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList""")
 """Ops that are told to compute in float32, unless they are told a dtype."""
 
-LOWER = frozenset("""
+LOWER = _names("""
     prelu addmv addr einsum mv chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
-    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split())
+    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""")
 """Ops whose operands are cast to autocast's dtype, beside those of the CPU's autocast."""
 
-WIDEST = frozenset("""
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-    """.split())
+WIDEST = _names("""
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add""")
 """Ops whose operands are cast to the widest dtype among them."""
 
 

@@ -41,7 +41,7 @@ class DeviceKernels:
         self.capability = capability
         self.rules: dict[str, dict[str, None]] = {}
         """Why each kernel was chosen since this was last emptied: by its name, the rules met."""
-        composed = {
+        composed: dict[Any, Callable[..., Any]] = {
             aten.scaled_dot_product_attention.default: self._attention,
             aten.batch_norm.default: self._batch_norm,
             aten.dropout.default: self._dropout,
@@ -155,9 +155,9 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax(op: Any, fused: Any) -> Callable[..., torch.Tensor]:
-    def kernel(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def kernel(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
         if x.dtype is torch.float16 and dtype is torch.float32:
-            return fused(x, dim, True)  # type: ignore[no-any-return]
-        return as_composed(op)(x, dim, dtype)  # type: ignore[no-any-return]
+            return fused(x, dim, True)
+        return as_composed(op)(x, dim, dtype)
 
     return kernel

@@ -34,7 +34,7 @@ def _none(args: Sequence[Any]) -> int:
 def _flash_backward(args: Sequence[Any]) -> int:
     """The gradient of the queries and a sum for each, in float32; with grouped heads, gradients of
     keys and values for each head of the queries."""
-    _, query, key, value = args[:4]
+    _, query, key = args[:3]
     batch, heads, queries, size = query.shape
     rows = batch * heads * _up(queries, 128)
     padded = _up(size, 32 if size <= 128 else 64) if size <= 192 else 256

@@ -149,13 +149,14 @@ def device_model(device: torch.device | str, name: str | None = None, *,
 
     `name`: as `torch.cuda.get_device_name` gives it; asked for if the device is here.  A GPU that
     is not known, or not here, counts as an A100.  `gpu`: the one that the user names instead, or
-    whose figures he gives; raises `ValueError` where the table has none such, and where the device is no GPU.
+    whose figures he gives; raises `ValueError` where the table has none such, and where the device
+    is no GPU.
     """
     device = torch.device(device)
     if gpu is not None:
         if device.type == "cpu":
-            raise ValueError(f"gpu={gpu if isinstance(gpu, str) else gpu.name!r} names a GPU, but the device planned for is the CPU: "
-                             "give device='cuda' too, or no gpu")
+            raise ValueError(f"gpu={known_gpu(gpu).name!r} names a GPU, but the device planned for "
+                             "is the CPU: give device='cuda' too, or no gpu")
         return known_gpu(gpu).model()
     if device.type == "cpu":
         return _CPU

@@ -54,7 +54,9 @@ def kernels_replaced(kernels: Mapping[Place, Callable[..., Any]]) -> Iterator[No
             _wanted[place] += 1
             if place not in _registered:
                 library = torch.library.Library("aten", "IMPL")
-                library.impl(place.op, functools.partial(_run, place), place.key)
+                # Where a graph breaks, Dynamo would compile what the dispatcher calls.
+                library.impl(place.op, torch.compiler.disable(functools.partial(_run, place)),
+                             place.key)
                 _registered[place] = library
                 place.op._dispatch_cache.clear()
     before = getattr(_of_thread, "kernels", {})

@@ -1,7 +1,7 @@
 """Plan files of older versions, brought to the present layout.
 
-Version 7 said nothing of kernels.  Version 6 knew one rank only.  Version 5 had other names for some fields, and recomputations without
-a kind of action.
+Version 7 said nothing of kernels.  Version 6 knew one rank only.  Version 5 had other names for
+some fields, and recomputations without a kind of action.
 """
 
 from __future__ import annotations

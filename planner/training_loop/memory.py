@@ -72,7 +72,8 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         PlanMismatch: the plan was made for another step.
         TypeError, ValueError: an argument is wrong in itself, an unknown optimizer for one.
     """
-    dtype = Planning(loss_fn=loss_fn, gpu=gpu, accumulation=accumulation, autocast=autocast).autocast_dtype
+    dtype = Planning(loss_fn=loss_fn, gpu=gpu, accumulation=accumulation,
+                     autocast=autocast).autocast_dtype
     loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
     _check_clip(grad_clip)
     if parallel is not None and not check_parallel(parallel).is_replicated and accumulation > 1:
