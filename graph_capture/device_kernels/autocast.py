@@ -21,6 +21,7 @@ import torch
 from graph_capture.torch_compat import OpOverload, pytree
 from graph_capture.torch_compat.dispatch import Place
 
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
