@@ -122,9 +122,10 @@ def _objections_of_all(kernel: AttentionKernel, call: AttentionCall) -> Iterator
 
 def _objections_to_heads(kernel: AttentionKernel, call: AttentionCall) -> Iterator[str]:
     queries, keys, values = (tensor.shape[-3] for tensor in (call.query, call.key, call.value))
-    takes_groups = kernel is not AttentionKernel.EFFICIENT or _VERSION >= (2, 15)
+    is_new = _VERSION >= (2, 15)
+    takes_groups = kernel is not AttentionKernel.EFFICIENT or is_new
     if not (call.grouped and takes_groups):
-        if not queries == keys == values:
+        if not (queries == keys == values or (is_new and keys == values == 1)):
             yield "it takes no fewer heads of keys than of queries"
     elif queries % keys or queries % values or (
             keys != values and kernel is not AttentionKernel.CUDNN):

@@ -2,7 +2,7 @@
 
 The model of the world: an op that torch runs as it is (a matrix product, a convolution) is the same
 op on every device; what differs is how torch composes some ops of others, which it decides by the
-device of the operands.  Those are attention, batch normalization, dropout, a softmax that casts,
+device of the operands.  Those are attention, batch and root mean square normalization, dropout, a softmax that casts,
 recurrent layers, and what autocast casts.  They are replaced by what torch composes them of on an
 NVIDIA GPU, forward and backward; tensors stay where tracing has them.
 
@@ -49,7 +49,8 @@ class DeviceKernels:
             aten.log_softmax.int: _softmax(aten.log_softmax.int, aten._log_softmax.default)}
         self._kernels: dict[Place, Callable[..., Any]] = {
             **{Place(op, "AutogradCPU"): kernel for op, kernel in composed.items()},
-            **dict(autocast_kernels())}
+            **dict(autocast_kernels()),
+            Place(aten._fused_rms_norm.default, "CPU"): as_composed(aten._fused_rms_norm.default)}
 
     def active(self) -> AbstractContextManager[None]:
         """Inside, ops run so in this thread."""
@@ -79,12 +80,12 @@ class DeviceKernels:
                       for t in (query, key, value)]
             out = aten._scaled_dot_product_flash_attention.default(
                 *padded, dropout_p, is_causal, False, scale=scale)[0]
-            return out[..., :size] if size % 8 else out
+            return aten.slice.Tensor(out, -1, 0, size) if size % 8 else out
         is_cudnn = choice.kernel is AttentionKernel.CUDNN
         mask = attn_mask
         if mask is not None and mask.dtype is torch.bool:
-            lowest = torch.scalar_tensor(-65504.0 if is_cudnn else -math.inf, dtype=query.dtype,
-                                         device=mask.device)
+            lowest = aten.scalar_tensor.default(-65504.0 if is_cudnn else -math.inf,
+                                                dtype=query.dtype, device=mask.device)
             mask = aten.where.ScalarSelf(mask, 0.0, lowest)
         if choice.kernel is AttentionKernel.MATH:
             return aten._scaled_dot_product_attention_math.default(
@@ -151,7 +152,8 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     size = mask.shape[-1]
-    return torch.nn.functional.pad(mask, (0, 8 - size % 8))[..., :size]
+    padded = torch.nn.functional.pad(mask, (0, 8 - size % 8))
+    return aten.slice.Tensor(padded, -1, 0, size)
 
 
 def _softmax(op: Any, fused: Any) -> Callable[..., torch.Tensor]:

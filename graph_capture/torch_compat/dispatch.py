@@ -31,7 +31,7 @@ class Place(NamedTuple):
     op: OpOverload
     key: str
     """`AutogradCPU`: in place of how torch composes the op of others; `AutocastCPU`: where autocast
-    is on, before it."""
+    is on, before it; `CPU`: so that there is a kernel, and autograd has the op's own backward."""
 
 
 _LOCK = threading.Lock()
@@ -81,6 +81,11 @@ def has_kernel(op: OpOverload, key: str) -> bool:
 
 
 def _run(place: Place, *args: Any, **kwargs: Any) -> Any:
+    keys = torch._C.DispatchKey
+    decomposition = place.op.py_kernels.get(keys.Autograd)
+    if decomposition is not None and torch._C._dispatch_tls_is_dispatch_key_included(
+            keys.PythonDispatcher):  # AOTAutograd traces it as it does on every device
+        return decomposition(*args, **kwargs)
     kernel = getattr(_of_thread, "kernels", {}).get(place)
     if place.key == "AutocastCPU":
         with beneath_autocast():
@@ -111,6 +116,14 @@ class AttentionSwitches:
 
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
+
+
+def kernel_chosen_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                           mask: torch.Tensor | None, dropout: float, is_causal: bool,
+                           grouped: bool) -> str:
+    """What `scaled_dot_product_attention` runs on the device of its operands, which is here."""
+    return _BACKENDS[torch._fused_sdp_choice(query, key, value, mask, dropout, is_causal,
+                                             enable_gqa=grouped)]
 
 
 def attention_switches() -> AttentionSwitches:

@@ -224,6 +224,38 @@ def test_recurrent_layers_are_captured_op_by_op_as_torch_compile_has_them_on_cud
     assert "aten.sigmoid.default" in targets and not any("rnn" in each for each in targets)
 
 
+def test_root_mean_square_normalization_has_the_backward_of_its_kernel():
+    x = torch.empty(4, 16, 64, device="meta", dtype=BF16, requires_grad=True)
+    step = captured(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64)).to("meta", BF16), x)
+    backward = [op for op in step.graph.ops if "_fused_rms_norm_backward" in op.target]
+    assert len(backward) == 1
+    x = torch.randn(4, 16, requires_grad=True)
+    assert F.rms_norm(x, [16]).grad_fn.name() == "MulBackward0"
+
+
+def around_attention(module, x, mask, **arguments):
+    step = capture_step(module, (x, mask), loss_fn=lambda out: out.float().sum(), probe=False,
+                        **arguments)
+    # The result of attention has other strides, and so has what is made of it.
+    return [(op.target, op.result.partition("/")[0]) for op in step.graph.ops
+            if op.target.partition(".")[2] in ("scalar_tensor.default", "where.self",
+                                               "native_dropout.default", "clone.default")]
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out = F.scaled_dot_product_attention(x, x, x, mask)
+        return F.dropout(out, 0.1, False) + F.dropout(out, 0.3, True)
+
+
+def test_what_stands_around_attention_is_composed_as_torch_composes_it():
+    x = torch.empty(2, 4, 32, 16, device="meta", requires_grad=True)
+    mask = torch.zeros(2, 1, 32, 32, dtype=torch.bool, device="meta")
+    ours = around_attention(Masked(), x, mask, device="cuda")
+    assert ours == around_attention(Masked(), x, mask, device="cpu")
+    assert {target for target, _ in ours} >= {"aten.where.self", "aten.native_dropout.default"}
+
+
 def test_autocast_of_a_captured_step_is_that_of_cuda():
     x = torch.empty(2, 32, 64, device="meta")
     step = captured(Block().to("meta"), x, gpu="A100", autocast=BF16)
