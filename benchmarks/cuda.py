@@ -5,11 +5,11 @@
 
 GPT-2 medium, and Llama at the width of 8B (on small GPUs of 1B) with as many layers as fit, in
 bf16.  Each is predicted on `meta` as on a machine without the GPU, then measured: what torch's
-allocator handed out and what it reserved.  Step times (forward, loss, backward; rounds in turns) are
-those of the plain step, `torch.compile`, its `activation_memory_budget`, checkpointing of every
+allocator handed out and what it reserved.  Step times (forward, loss, backward; rounds in turns)
+are those of the plain step, `torch.compile`, its `activation_memory_budget`, checkpointing of every
 layer, selective checkpointing as torchtitan does it (products, every second one, and attention are
-kept), and of plans within the measured peak of each of these.  What time does not allow is left out,
-and said so.  No GPU has run this yet.
+kept), and of plans within the measured peak of each of these.  What time does not allow is left
+out, and said so.  No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import planner
@@ -44,8 +43,6 @@ class Subject(NamedTuple):
     build: Callable[[int], nn.Module]
     batch: tuple[int, int]
     vocabulary: int
-    blocks: str
-    """Attribute path of its layers."""
 
 
 def _gpt2(layers: int, **sizes: int) -> nn.Module:
@@ -66,15 +63,15 @@ def subjects(memory_bytes: int | None) -> list[Subject]:
     """What to measure on a GPU with so much memory; `None`: a rehearsal."""
     if memory_bytes is None:
         return [Subject("gpt2, tiny", 2, functools.partial(
-            _gpt2, n_embd=64, n_head=4, vocab_size=512), (2, 64), 512, "transformer.h")]
+            _gpt2, n_embd=64, n_head=4, vocab_size=512), (2, 64), 512)]
     large = memory_bytes > 60e9
     width = ({"hidden_size": 4096, "intermediate_size": 14336} if large
              else {"hidden_size": 2048, "intermediate_size": 8192})
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
     return [Subject("gpt2 medium", 24, functools.partial(_gpt2, n_embd=1024, n_head=16),
-                    (8 if large else 2, 1024), 50257, "transformer.h"),
+                    (8 if large else 2, 1024), 50257),
             Subject(f"llama, width of {'8B' if large else '1B'}", 16 if large else 12,
-                    functools.partial(_llama, **width, **heads), (2, 4096), 32000, "model.layers")]
+                    functools.partial(_llama, **width, **heads), (2, 4096), 32000)]
 
 
 class LossOnly(nn.Module):
@@ -114,30 +111,35 @@ def sharing_tensors(model: nn.Module) -> nn.Module:
                                                              *model.buffers())})
 
 
-def with_checkpoints(model: nn.Module, path: str, *, selective: bool) -> nn.Module:
-    """A copy in which every layer is checkpointed; `path`: the module that lists them."""
+def with_checkpoints(model: nn.Module, *, selective: bool) -> nn.Module:
+    """A copy of a model of transformers, or of one that holds it, in which every layer is
+    checkpointed."""
     model = sharing_tensors(model)
-    layers = model.get_submodule(path)
-    kept = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default}
+    inner: Any = model.model if isinstance(model, LossOnly) else model
+    how = {"use_reentrant": False, **({"context_fn": _contexts} if selective else {})}
+    if hasattr(inner, "activation_checkpointing_enable"):  # transformers 5.23 and later
+        inner.activation_checkpointing_enable(how)
+    else:
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    return model.train()
 
-    def contexts() -> Any:
-        products = {False: 0, True: 0}
 
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            is_product = op in (aten.mm.default, aten.addmm.default)
-            products[context.is_recompute] += is_product
-            saves = op in kept and not (is_product and products[context.is_recompute] % 2 == 0)
-            return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+_KEPT = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default,
+         aten._scaled_dot_product_efficient_attention.default,
+         aten._scaled_dot_product_cudnn_attention.default,
+         aten._scaled_dot_product_flash_attention_for_cpu.default}
 
-        return create_selective_checkpoint_contexts(policy)
 
-    for name, layer in list(layers.named_children()):
-        setattr(layers, name, checkpoint_wrapper(
-            layer, **({"context_fn": contexts} if selective else {})))
-    return model
+def _contexts() -> Any:
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op in (aten.mm.default, aten.addmm.default)
+        products[context.is_recompute] += is_product
+        saves = op in _KEPT and not (is_product and products[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def step(model: Callable[..., torch.Tensor], ids: torch.Tensor) -> None:
@@ -162,11 +164,11 @@ def measured(model: Callable[..., torch.Tensor], ids: torch.Tensor) -> tuple[int
     return peak, torch.cuda.max_memory_reserved() if ids.is_cuda else 0
 
 
-def alternatives(model: LossOnly, path: str, backends: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def alternatives(model: LossOnly, backends: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """What there is without plans, by name."""
     yield "plain", model
-    yield "checkpointing every layer", with_checkpoints(model, f"model.{path}", selective=False)
-    yield "selective, as torchtitan", with_checkpoints(model, f"model.{path}", selective=True)
+    yield "checkpointing every layer", with_checkpoints(model, selective=False)
+    yield "selective, as torchtitan", with_checkpoints(model, selective=True)
     if "inductor" in backends:
         yield "torch.compile", torch.compile(sharing_tensors(model))
         yield "activation_memory_budget 0.5", torch.compile(sharing_tensors(model))
@@ -190,7 +192,7 @@ def run(subject: Subject, device: str, memory_bytes: int | None, deadline: float
                   "times plain:.3f", "estimated:.3f")
     steps: dict[str, tuple[Any, int, int, float | None, float | None]] = {}
     limits: list[tuple[str, str, int]] = []
-    for name, other in alternatives(model, subject.blocks, backends):
+    for name, other in alternatives(model, backends):
         if time.monotonic() > deadline:
             print(f"left out for time: {name}")
             continue

@@ -137,8 +137,8 @@ def predictions(gpus: list[str], names: list[str], share: float) -> None:
 
 
 def torchtitan() -> None:
-    """One rank of Llama 3 8B under FSDP2 with torchtitan's settings: parameters in float32, gathered
-    in bf16, two sequences of 8192 tokens; op-level selective checkpointing, traced as it is written.
+    """One rank of Llama 3 8B under FSDP2 with torchtitan's settings: parameters in float32,
+    gathered in bf16, two sequences of 8192 tokens; selective checkpointing by op, traced as it is.
 
     Published (torchtitan/benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, reserved by
     the allocator): 82.4 GiB on 8 GPUs, 67.0 GiB on 128.
@@ -159,7 +159,7 @@ def torchtitan() -> None:
         what = {"optimizer": "adamw", "device": "cuda", "parallel": shards}
         plain = planner.data_parallel(model, inputs, **what)
         table.row(ranks, "plain", plain.peak_bytes / 2 ** 30, None)
-        checkpointed = with_checkpoints(model, "model.layers", selective=True)
+        checkpointed = with_checkpoints(model, selective=True)
         selective = planner.data_parallel(checkpointed, inputs, **what)
         table.row(ranks, "selective, as torchtitan", selective.peak_bytes / 2 ** 30, None)
         plan = planner.plan(model, inputs, budget=selective.peak_bytes, output="dropped",

@@ -2,9 +2,9 @@
 
 The model of the world: an op that torch runs as it is (a matrix product, a convolution) is the same
 op on every device; what differs is how torch composes some ops of others, which it decides by the
-device of the operands.  Those are attention, batch and root mean square normalization, dropout, a softmax that casts,
-recurrent layers, and what autocast casts.  They are replaced by what torch composes them of on an
-NVIDIA GPU, forward and backward; tensors stay where tracing has them.
+device of the operands.  Those are attention, batch and root mean square normalization, dropout, a
+softmax that casts, recurrent layers, and what autocast casts.  They are replaced by what torch
+composes them of on an NVIDIA GPU, forward and backward; tensors stay where tracing has them.
 
 Blind spots: `ctc_loss` and `grid_sampler` by cuDNN; recurrent layers where autograd runs op by op,
 for which cuDNN has a kernel whose reserve only it knows (they count as the ops that torch.compile

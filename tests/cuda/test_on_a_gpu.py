@@ -128,8 +128,8 @@ SCRIPT = """
     assert here == (not sys.argv[2])
     if not here:
         where = {"device": "cuda", "gpu": sys.argv[2]}
-    plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, optimizer="adamw", probe=False,
-                        autocast=sys.argv[3] or None, **where)
+    plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, optimizer="adamw",
+                        probe=False, autocast=sys.argv[3] or None, **where)
     print(fingerprint(plan.recipe), plan.baseline_peak_bytes, plan.peak_bytes,
           ",".join(each.kernel for each in plan.kernels))
 """
