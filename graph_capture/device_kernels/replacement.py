@@ -26,7 +26,12 @@ from graph_capture.device_kernels.attention import (
     choose_attention,
 )
 from graph_capture.device_kernels.autocast import autocast_kernels
-from graph_capture.torch_compat.dispatch import Place, as_composed, kernels_replaced
+from graph_capture.torch_compat.dispatch import (
+    Place,
+    as_composed,
+    decomposition_of,
+    kernels_replaced,
+)
 
 aten = torch.ops.aten
 
@@ -47,6 +52,9 @@ class DeviceKernels:
             aten.dropout.default: self._dropout,
             aten.softmax.int: _softmax(aten.softmax.int, aten._softmax.default),
             aten.log_softmax.int: _softmax(aten.log_softmax.int, aten._log_softmax.default)}
+        for layer in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
+            composed |= {op: found for op in (layer.input, layer.data)
+                         if (found := decomposition_of(op)) is not None}
         self._kernels: dict[Place, Callable[..., Any]] = {
             **{Place(op, "AutogradCPU"): kernel for op, kernel in composed.items()},
             **dict(autocast_kernels()),

@@ -81,16 +81,21 @@ def has_kernel(op: OpOverload, key: str) -> bool:
 
 
 def _run(place: Place, *args: Any, **kwargs: Any) -> Any:
-    keys = torch._C.DispatchKey
-    decomposition = place.op.py_kernels.get(keys.Autograd)
+    decomposition = decomposition_of(place.op)
     if decomposition is not None and torch._C._dispatch_tls_is_dispatch_key_included(
-            keys.PythonDispatcher):  # AOTAutograd traces it as it does on every device
+            torch._C.DispatchKey.PythonDispatcher):  # as AOTAutograd traces it on every device
         return decomposition(*args, **kwargs)
     kernel = getattr(_of_thread, "kernels", {}).get(place)
     if place.key == "AutocastCPU":
         with beneath_autocast():
             return (kernel or place.op)(*args, **kwargs)
     return (kernel or as_composed(place.op))(*args, **kwargs)
+
+
+def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+    """What AOTAutograd traces an op as, where that is other ops than torch composes it of."""
+    found: Callable[..., Any] | None = op.py_kernels.get(torch._C.DispatchKey.Autograd)
+    return found
 
 
 def as_composed(op: OpOverload) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from graph_capture.device_kernels.attention import AttentionCall, choose_attenti
 from graph_capture.device_kernels.replacement import DeviceKernels
 from graph_capture.errors import CaptureError
 from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
+from graph_capture.plain_step.micro_step import trace_micro_step
 from graph_capture.torch_compat.dispatch import has_kernel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch chooses by the GPU here")
@@ -219,9 +220,12 @@ def test_batch_norm_of_the_plain_step_is_by_cudnn_where_torch_takes_it(dtype, ke
 def test_recurrent_layers_are_captured_op_by_op_as_torch_compile_has_them_on_cuda():
     x = torch.empty(5, 2, 8, device="meta")
     model = nn.LSTM(8, 16).to("meta")
-    targets = {op.target for op in capture_step(
-        model, (x,), loss_fn=lambda out: out[0].sum(), device="cuda", probe=False).graph.ops}
+    step = capture_step(model, (x,), loss_fn=lambda out: out[0].sum(), device="cuda", probe=False)
+    targets = {op.target for op in step.graph.ops}
     assert "aten.sigmoid.default" in targets and not any("rnn" in each for each in targets)
+    plain = trace_micro_step(step.tracing.twin, step.tracing.loss_fn, workspace=lambda *call: 0)
+    ops = {run.op for run in plain.trace.runs}
+    assert "aten.sigmoid" in ops and not any("rnn" in each for each in ops)
 
 
 def test_root_mean_square_normalization_has_the_backward_of_its_kernel():
