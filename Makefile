@@ -1,5 +1,6 @@
 # Two commands set up everything: `make demo` and `make test`.  Both use .venv, which they make from
 # PYTHON and the pinned versions in constraints.txt.  `make lint` checks style, types and layers;
+# `make cuda` runs, on a machine with an NVIDIA GPU, what needs one, with the torch of PYTHON;
 # `make compat TORCH=2.15.0` runs the tests with another torch, in an environment beside .venv.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ TORCH ?= 2.15.0
 OTHER ?= .venv-torch-$(TORCH)
 MARKED ?= slow or not slow
 
-.PHONY: demo test lint compat docs clean
+.PHONY: demo test lint compat cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
@@ -27,6 +28,11 @@ lint: $(STAMP)
 
 compat: $(OTHER)
 	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" "$(OTHER)/bin/python" $(PYTEST) -m "$(MARKED)"
+
+# Installs nothing, for what has CUDA is there; each of the two ends within 9 minutes.
+cuda:
+	PYTHONPATH="$(CURDIR)" timeout 540 $(PYTHON) -m pytest -q -m cuda tests/cuda
+	PYTHONPATH="$(CURDIR)" timeout 540 $(PYTHON) -m benchmarks.cuda
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

@@ -80,7 +80,8 @@ def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:
 
 def differences(recipe: Recipe, model: nn.Module, now: Circumstances) -> list[str]:
     """How the circumstances of a step differ from those that a recipe was made in, in words."""
-    words = list(_tensor_differences(recipe.tensors, tensor_keys(model)))
+    words = list(_device_differences(recipe.device, model))
+    words += _tensor_differences(recipe.tensors, tensor_keys(model))
     if model.training != recipe.training:
         now_in, planned_in = ("train", "eval") if model.training else ("eval", "train")
         words.append(f"the model is in {now_in} mode, and was in {planned_in} mode when the plan "
@@ -195,6 +196,14 @@ def _dtype_and_sizes(kind: str) -> tuple[str, list[int]]:
     if not bracket or not hasattr(torch, dtype):
         return kind, []
     return dtype, [int(size) for size in sizes.split(", ") if size]
+
+
+def _device_differences(planned: str, model: nn.Module) -> Iterator[str]:
+    here = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    kind = planned.partition(":")[0]
+    if kind and here and kind not in here:
+        yield (f"the plan was made for {kind}, whose kernels it names, and the model is on "
+               f"{', '.join(sorted(here))}: move it there, or plan for the device that it is on")
 
 
 def _input_differences(then: InputKey, now: InputKey) -> Iterator[str]:

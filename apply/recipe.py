@@ -144,6 +144,8 @@ class Recipe:
     stores what is read behind them (`apply.realized`)."""
     circumstances: Circumstances | None = None
     """For errors, not for choosing; `None`: not known."""
+    device: str = ""
+    """The device planned for; for errors."""
 
     @property
     def holds_output(self) -> bool:

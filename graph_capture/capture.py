@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_capture.device_kernels.choices import kernels_of
 from graph_capture.dynamo.blocks import WHOLE_MODEL, find_blocks
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.dynamo.record import Recording
@@ -25,6 +26,7 @@ from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
 from graph_capture.memory.trace import Block
 from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
+from graph_capture.op_costs.devices import Gpu, compute_capability
 from graph_capture.op_costs.room import ProbeRoom
 from graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
@@ -40,7 +42,7 @@ from graph_capture.step.released_output import with_output_released
 from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
-from graph_capture.twins.fake import FakeTwin, make_twin
+from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,8 @@ class CapturedStep:
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: LossFn | None = None, optimizer: object = None,
-    device: torch.device | str | None = None, gpu: str | None = None, keep: Sequence[str] = (),
+    device: torch.device | str | None = None, gpu: str | Gpu | None = None,
+    keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
     autocast: torch.dtype | None = None, holds_output: bool = True,
@@ -160,7 +163,8 @@ def capture_step(
     forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
     twin = make_twin(model, args, {**kwargs, **dict(forced)}, device=device,
-                     extra=() if loss_fn is None else (loss_fn,))
+                     extra=() if loss_fn is None else (loss_fn,),
+                     capability=compute_capability(device_planned_for(model, device), gpu))
     twin_loss = None if loss_fn is None else twin.extra[0]
     twin = replace(twin, answers=answers, autocast=autocast)
     room = None if not probe or probe_room is None else probe_room.left(
@@ -183,12 +187,14 @@ def capture_step(
         traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
         wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
+    rules = _rules_since(twin)
 
     say("tracing the plain step")
     try:
         unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
         tracing = Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output, layout)
         baseline = tracing.plain_step(twin_loss)
+        plain_rules = _rules_since(twin)
         outputs = trace_loss(traced_loss, output, traced, costs.workspace_bytes).outputs
         later = (None if not accumulated
                  else tracing.plain_step(twin_loss, baseline.with_gradient))
@@ -214,7 +220,8 @@ def capture_step(
         if not holds_output:
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
-        graph = replace(graph, notes=_notes(forced, recording, costs))
+        graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules),
+                        kernels=kernels_of(graph.ops, rules))
         return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepForm(graph, low_peak, pieces))
 
@@ -269,8 +276,18 @@ def _forced_arguments(
     return (("use_cache", False),) if "use_cache" in accepted else ()
 
 
+def _rules_since(twin: FakeTwin) -> dict[str, tuple[str, ...]]:
+    """Why kernels were chosen for the twin since this was last asked."""
+    if twin.kernels is None:
+        return {}
+    rules = {kernel: tuple(found) for kernel, found in twin.kernels.rules.items()}
+    twin.kernels.rules.clear()
+    return rules
+
+
 def _notes(
-    forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts
+    forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
+    rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
 ) -> tuple[str, ...]:
     notes = []
     if forced:
@@ -295,6 +312,11 @@ def _notes(
     if costs.assumed:
         notes.append("workspace is a stated margin, not a measurement, for: "
                      + ", ".join(sorted(costs.assumed)))
+    others = {kernel for kernel in rules.keys() ^ plain_rules.keys() if "attention" in kernel}
+    if others:
+        plain = [kernel for kernel in plain_rules if "attention" in kernel]
+        notes.append(f"the plain step runs {' and '.join(plain)}: what torch.compile makes of the "
+                     "model's code calls attention with other arguments")
     if costs.assumption is not None:
         notes.append(costs.assumption)
     if costs.estimated:

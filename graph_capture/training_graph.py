@@ -213,6 +213,20 @@ class OptimizerMemory:
     """The most that a step takes beyond that."""
 
 
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """Which of several kernels ops of the forward take on the GPU planned for."""
+
+    kernel: str
+    """E.g. `attention by flash`."""
+    modules: str
+    """Qualified names of the modules, numbers in them as `*`; empty where it is not known."""
+    count: int
+    """How many ops; 0 where it is composed of others."""
+    rule: str
+    """Why; empty where torch chose on the device itself."""
+
+
 @dataclass(frozen=True)
 class TrainingGraph:
     """One training step: forward, loss and backward, without any recomputation."""
@@ -228,6 +242,8 @@ class TrainingGraph:
     """What the user should know about this capture, e.g. that a cache was switched off."""
     outputs: tuple[ModelOutput, ...] = ()
     """What the model returns."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """Kernels of a GPU among which there was a choice."""
 
     @property
     def gradient_bytes(self) -> int:

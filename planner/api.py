@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graph_capture.capture import CapturedStep
+    from graph_capture.op_costs.devices import Gpu
     from graph_capture.op_costs.room import ProbeRoom
     from graph_capture.plain_step.loss import LossFn
 
@@ -32,7 +33,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          budget: int | str | None = None, loss_fn: Callable[[Any], torch.Tensor] | None = None,
          optimizer: object = None, solver: str = "auto", backend: str = "eager",
          cost_model: str = "roofline", device: torch.device | str | None = None,
-         gpu: str | None = None, probe: bool = True, time_limit: float = 60.0,
+         gpu: str | Gpu | None = None, probe: bool = True, time_limit: float = 60.0,
          keep: Sequence[str] = (), accumulation: int = 1,
          regions: str | Sequence[str] | None = None,
          autocast: torch.dtype | str | None = None, output: str = "held",
@@ -65,8 +66,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `overhead` from the seconds of each generated kernel, which is compiled for that;
             `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
         device: the device planned for; by default the model's, the CPU for a `meta` model.
-        gpu: the GPU whose figures estimates of time take, such as `"H100"`; by default the one that
-            is here, and an A100, with a note in the plan, where there is none or it is not known.
+        gpu: the GPU whose kernels are planned for where there is none here, and whose figures
+            estimates of time take: a name such as `"H100"`, or a `planner.Gpu`; by default the one
+            that is here, and an A100, with a note in the plan, where there is none or it is not
+            known.
         probe: measure the workspace of single ops where the device is at hand.
         time_limit: seconds for planning; soft.  What capture has used is taken off the solver's
             share, down to half of the limit.

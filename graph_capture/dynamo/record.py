@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_capture.device_kernels.layouts import on_device
 from graph_capture.dynamo.block_calls import BlockCalls
 from graph_capture.dynamo.captured_graphs import CapturedGraphs
 from graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
@@ -125,7 +126,7 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     recorder = _Recorder(twin, recording, make_backend)
     compiled, installed = _compiled(twin, blocks, recorder, keep_graphs)
     hooks = (wrapper or Wrapper()).attached(twin.model, recorder.make_buffer)
-    with compile_settings(), twin.mode, installed, hooks:
+    with compile_settings(), twin.as_on_device(), twin.mode, installed, hooks:
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)
@@ -212,6 +213,7 @@ class _Recorder:
 
     def __init__(self, twin: FakeTwin, recording: Recording, make_backend: MakeBackend) -> None:
         self.mode, self.model, self.device = twin.mode, twin.model, twin.trace_device
+        self.planned = twin.device
         self.recording = recording
         self.make_backend = make_backend
         self.tracker: GapTracker | None = None
@@ -230,7 +232,9 @@ class _Recorder:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal region
             primal_positions.extend(primal_indices(primals_of(joint)))
-            region = RecordedRegion(joint, num_fwd_outputs)
+            region = RecordedRegion(
+                joint if self.planned == self.device else on_device(joint, self.planned),
+                num_fwd_outputs)
             return split_joint_graph(joint, crossing(joint, num_fwd_outputs), num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:

@@ -178,7 +178,9 @@ def check_compiler(device: torch.device, here: torch.device | None = None) -> No
     if here is not None and here.type != device.type:
         raise CaptureError(
             f"planning for Inductor on {device} needs such a device, and this machine has none: "
-            'its code is what the plan is judged by; plan there, or with backend="eager"')
+            "the peak of such a plan is that of the code that Inductor generates, and it generates "
+            'none without the device. Plan there; or here with backend="eager", which takes the '
+            "kernels of that device and runs op by op when it is applied")
     missing = missing_compiler(device)
     if missing:
         raise CaptureError(

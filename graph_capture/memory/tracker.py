@@ -137,7 +137,10 @@ class MemoryTracker(TorchDispatchMode):
         self._running = (str(func.overloadpacket), self._module_of_op())
         out = func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
-            self._follow(out)  # made from Python numbers: of its storage no other op tells
+            # Made from Python numbers: of its storage no other op tells.  A single one, such as an
+            # optimizer's count of steps, is left in host memory where it is not put elsewhere.
+            if out.dim() or self._device.type == self._trace_device.type:
+                self._follow(out)
         elif not func.is_view:
             self._follow_new(func, args, kwargs, out)
         workspace = self._workspace(func, args, kwargs, out)

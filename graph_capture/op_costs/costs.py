@@ -26,7 +26,7 @@ from torch import fx
 from graph_capture.joint_graph.joint import tensors_of
 from graph_capture.joint_graph.random_ops import original_call
 from graph_capture.joint_graph.replay import draws
-from graph_capture.op_costs.devices import assumption, device_model
+from graph_capture.op_costs.devices import Gpu, assumption, device_model
 from graph_capture.op_costs.flops import bytes_moved, op_flops
 from graph_capture.op_costs.probe import OpProbe
 from graph_capture.progress import Progress
@@ -51,7 +51,7 @@ class OpCosts:
 
     def __init__(
         self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True,
-        gpu: str | None = None, progress: Progress | None = None,
+        gpu: str | Gpu | None = None, progress: Progress | None = None,
         room: Callable[[], int] | None = None,
     ) -> None:
         """`gpu`: whose figures to take, by the table; `progress` is told now and then how many ops

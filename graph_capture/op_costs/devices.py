@@ -6,7 +6,7 @@ arithmetic at the device's peak rate or its memory traffic at the device's bandw
 longer, plus a constant for starting it and, on a CPU, the time that its generator takes for the
 random numbers drawn.  The figures are the manufacturers' (dense, without sparsity), scaled by what
 large kernels reach in practice; they are the same on every machine, so that equal models give equal
-plans.
+plans.  A GPU's compute capability, memory and cuBLAS workspace stand in its row, too.
 
 A GPU that is not in the table, or neither here nor named, counts as an A100, and `assumption` says
 so in words for the user.  A new GPU is a row of the table.
@@ -37,6 +37,8 @@ class DeviceModel:
     bandwidth_efficiency: float = 0.8
     draw_seconds: float = 0.0
     """For one random number by torch's generator; 0 where the memory traffic takes longer."""
+    gpu: Gpu | None = None
+    """The row that it was made of; `None` for a CPU."""
 
     def arithmetic_seconds(self, flops: int, dtype: torch.dtype) -> float:
         """Duration of the arithmetic alone."""
@@ -56,39 +58,78 @@ class DeviceModel:
             self.arithmetic_seconds(flops, dtype), self.traffic_seconds(bytes_moved))
 
 
-def _gpu(name: str, *, float32: float, half: float, bandwidth: float, bfloat16: float | None = None,
-         float64: float | None = None) -> DeviceModel:
-    """`float32`, `half`, …: TFLOP/s; `bandwidth`: GB/s.  `float32` is without TF32, as in torch."""
-    return DeviceModel(
-        name=name,
-        flops_per_second={
-            torch.float32: float32 * 1e12,
-            torch.float16: half * 1e12,
-            torch.bfloat16: (half if bfloat16 is None else bfloat16) * 1e12,
-            torch.float64: (float32 / 32 if float64 is None else float64) * 1e12},
-        bytes_per_second=bandwidth * 1e9,
-        launch_seconds=5e-6)
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The figures of a GPU: a row of the table, or one that the user gives as `gpu=`.
+
+    Rates are the manufacturer's, dense and without sparsity, in TFLOP/s."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    """As `torch.cuda.get_device_capability` gives it: it decides which kernels there are."""
+    memory_bytes: int
+    """All of it, as the driver states it; a process gets some hundred MB less."""
+    float32_tflops: float
+    """Without TF32, as in torch."""
+    half_tflops: float
+    """Of float16, and of bfloat16 where `bfloat16_tflops` does not say otherwise."""
+    bandwidth_gb: float
+    """GB/s."""
+    bfloat16_tflops: float | None = None
+    float64_tflops: float | None = None
+    """`None`: a 32nd of that of float32."""
+
+    def __post_init__(self) -> None:
+        capability = self.compute_capability
+        if not (isinstance(capability, tuple) and len(capability) == 2
+                and all(isinstance(part, int) for part in capability)):
+            raise TypeError("compute_capability must be two whole numbers, such as (9, 0), got "
+                            f"{capability!r}")
+        for each in ("memory_bytes", "float32_tflops", "half_tflops", "bandwidth_gb"):
+            if not getattr(self, each) > 0:
+                raise ValueError(f"{each} must be above 0, got {getattr(self, each)!r}")
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What torch lets cuBLAS hold for each handle and stream, by default."""
+        return 32 << 20 if self.compute_capability >= (9, 0) else 8_519_680
+
+    def model(self) -> DeviceModel:
+        """What it can do per second."""
+        half = self.half_tflops
+        return DeviceModel(
+            name=self.name,
+            flops_per_second={
+                torch.float32: self.float32_tflops * 1e12,
+                torch.float16: half * 1e12,
+                torch.bfloat16: (half if self.bfloat16_tflops is None
+                                 else self.bfloat16_tflops) * 1e12,
+                torch.float64: (self.float32_tflops / 32 if self.float64_tflops is None
+                                else self.float64_tflops) * 1e12},
+            bytes_per_second=self.bandwidth_gb * 1e9,
+            launch_seconds=5e-6, gpu=self)
 
 
 _GPUS = {gpu.name: gpu for gpu in (
-    _gpu("B200", float32=75, half=2250, bandwidth=8000, float64=37),
-    _gpu("H200", float32=67, half=989, bandwidth=4800, float64=67),
-    _gpu("H100", float32=67, half=989, bandwidth=3350, float64=67),
-    _gpu("A100", float32=19.5, half=312, bandwidth=1935, float64=19.5),
-    _gpu("A10G", float32=31.2, half=70, bandwidth=600),
-    _gpu("A10", float32=31.2, half=125, bandwidth=600),
-    _gpu("L40S", float32=91.6, half=362, bandwidth=864),
-    _gpu("L40", float32=90.5, half=181, bandwidth=864),
-    _gpu("L4", float32=30.3, half=121, bandwidth=300),
-    _gpu("V100", float32=15.7, half=125, bfloat16=15.7, bandwidth=900, float64=7.8),
-    _gpu("T4", float32=8.1, half=65, bfloat16=8.1, bandwidth=320),
-    _gpu("RTX 5090", float32=104.8, half=209.5, bandwidth=1792),
-    _gpu("RTX 4090", float32=82.6, half=165.2, bandwidth=1008),
-    _gpu("RTX 4080", float32=48.7, half=97.5, bandwidth=717),
-    _gpu("RTX 3090", float32=35.6, half=71, bandwidth=936),
-    _gpu("RTX A6000", float32=38.7, half=154.8, bandwidth=768),
-    _gpu("P100", float32=9.3, half=18.7, bfloat16=9.3, bandwidth=732, float64=4.7),
+    Gpu("B200", (10, 0), 183359 << 20, 75, 2250, 8000, float64_tflops=37),
+    Gpu("H200", (9, 0), 143771 << 20, 67, 989, 4800, float64_tflops=67),
+    Gpu("H100", (9, 0), 81559 << 20, 67, 989, 3350, float64_tflops=67),
+    Gpu("A100", (8, 0), 81920 << 20, 19.5, 312, 1935, float64_tflops=19.5),
+    Gpu("A10G", (8, 6), 23028 << 20, 31.2, 70, 600),
+    Gpu("A10", (8, 6), 23028 << 20, 31.2, 125, 600),
+    Gpu("L40S", (8, 9), 46068 << 20, 91.6, 362, 864),
+    Gpu("L40", (8, 9), 46068 << 20, 90.5, 181, 864),
+    Gpu("L4", (8, 9), 23034 << 20, 30.3, 121, 300),
+    Gpu("V100", (7, 0), 32510 << 20, 15.7, 125, 900, 15.7, 7.8),
+    Gpu("T4", (7, 5), 15360 << 20, 8.1, 65, 320, 8.1),
+    Gpu("RTX 5090", (12, 0), 32607 << 20, 104.8, 209.5, 1792),
+    Gpu("RTX 4090", (8, 9), 24564 << 20, 82.6, 165.2, 1008),
+    Gpu("RTX 4080", (8, 9), 16376 << 20, 48.7, 97.5, 717),
+    Gpu("RTX 3090", (8, 6), 24576 << 20, 35.6, 71, 936),
+    Gpu("RTX A6000", (8, 6), 49140 << 20, 38.7, 154.8, 768),
+    Gpu("P100", (6, 0), 16280 << 20, 9.3, 18.7, 732, 9.3, 4.7),
 )}
+"""Where a product comes with more and with less memory, the most."""
 
 _CPU = DeviceModel(
     name="CPU",
@@ -102,46 +143,59 @@ with the number of cores."""
 _ASSUMED_GPU = "A100"
 
 
-def device_model(device: torch.device | str, name: str | None = None, *, gpu: str | None = None
-                 ) -> DeviceModel:
+def device_model(device: torch.device | str, name: str | None = None, *,
+                 gpu: str | Gpu | None = None) -> DeviceModel:
     """The model of `device`, by its product name where it is a GPU.
 
     `name`: as `torch.cuda.get_device_name` gives it; asked for if the device is here.  A GPU that
-    is not known, or not here, counts as an A100.  `gpu`: the one that the user names instead;
-    raises `ValueError` where the table has none such, and where the device is no GPU.
+    is not known, or not here, counts as an A100.  `gpu`: the one that the user names instead, or
+    whose figures he gives; raises `ValueError` where the table has none such, and where the device
+    is no GPU.
     """
     device = torch.device(device)
     if gpu is not None:
         if device.type == "cpu":
-            raise ValueError(f"gpu={gpu!r} names a GPU, but the device planned for is the CPU: "
-                             "give device='cuda' too, or no gpu")
-        return gpu_model(gpu)
+            raise ValueError(f"gpu={known_gpu(gpu).name!r} names a GPU, but the device planned for "
+                             "is the CPU: give device='cuda' too, or no gpu")
+        return known_gpu(gpu).model()
     if device.type == "cpu":
         return _CPU
-    return _in_table(name or product_name(device)) or _GPUS[_ASSUMED_GPU]
+    return (_in_table(name or product_name(device)) or _GPUS[_ASSUMED_GPU]).model()
 
 
-def gpu_model(gpu: str) -> DeviceModel:
-    """The row of the table that a name means: its own, or a product's with that in it.
+def known_gpu(gpu: str | Gpu) -> Gpu:
+    """The row of the table that a name means: its own, or a product's with that in it; figures as
+    they are.
 
     Raises `TypeError` or `ValueError` where there is none.
     """
+    if isinstance(gpu, Gpu):
+        return gpu
     if not isinstance(gpu, str):
-        raise TypeError(f"gpu must be the name of a GPU, such as 'H100', got {gpu!r}")
+        raise TypeError("gpu must be the name of a GPU, such as 'H100', or its figures, a "
+                        f"planner.Gpu, got {gpu!r}")
     known = _in_table(gpu)
     if known is None:
-        raise ValueError(f"unknown gpu {gpu!r}; known: {', '.join(_GPUS)}")
+        raise ValueError(f"unknown gpu {gpu!r}; known: {', '.join(_GPUS)}; or give the figures of "
+                         "one, a planner.Gpu")
     return known
 
 
-def assumption(device: torch.device, gpu: str | None = None) -> str | None:
+def compute_capability(device: torch.device, gpu: str | Gpu | None = None
+                       ) -> tuple[int, int] | None:
+    """Of the GPU that `device_model` takes; `None` for a CPU."""
+    found = device_model(device, gpu=gpu).gpu
+    return None if found is None else found.compute_capability
+
+
+def assumption(device: torch.device, gpu: str | Gpu | None = None) -> str | None:
     """In words, what `device_model` takes for granted of a GPU; `None` where it knows it."""
     name = product_name(device)
     if gpu is not None or device.type == "cpu" or _in_table(name):
         return None
     what = f"{name} is not in the table of GPUs" if name else "there is no GPU here to ask"
-    return (f"seconds are estimated for an {_ASSUMED_GPU}, since {what}: gpu= names the one to "
-            f"plan for ({', '.join(_GPUS)})")
+    return (f"kernels are chosen and seconds estimated for an {_ASSUMED_GPU}, since {what}: gpu= "
+            f"names the one to plan for ({', '.join(_GPUS)})")
 
 
 def product_name(device: torch.device) -> str:
@@ -151,7 +205,7 @@ def product_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def _in_table(name: str) -> DeviceModel | None:
+def _in_table(name: str) -> Gpu | None:
     words = name.upper().replace("-", " ").split()
     for known in sorted(_GPUS, key=len, reverse=True):
         wanted = known.split()

@@ -10,7 +10,8 @@ would exceed what the caller's budget leaves in this process.
 Where an op cannot be run (no such device here, too large for the memory that is free or, on a GPU,
 for what the budget leaves, an error, an op that is not torch's own) a margin stands in, and the
 op's name is added to `assumed`: a convolution counts its operands and results once more, a matrix
-product copies of its operands where the kernel may want them rearranged, any other op nothing.
+product copies of its operands where the kernel may want them rearranged, attention and embeddings
+on CUDA what their code asks for (`cuda_workspace`), any other op nothing.
 
 Blind spots: what a library takes from the operating system; workspace that depends on the values.
 """
@@ -31,6 +32,7 @@ import torch
 from graph_capture.memory.allocator import allocated_bytes, record_peak_of_op
 from graph_capture.memory.sparse import is_sparse, strided_tensors
 from graph_capture.op_costs.cache import OpCache, cache_directory
+from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
 from graph_capture.op_costs.devices import device_model
 from graph_capture.op_costs.flops import op_flops
 from graph_capture.op_costs.free_memory import free_bytes
@@ -100,7 +102,7 @@ class OpProbe:
         measured = self._measure(target, args, kwargs, inputs, outputs, "workspace")
         if measured is None:
             self.assumed.add(str(target))
-            return self._margin(target, inputs, outputs)
+            return self._margin(target, inputs, outputs, args)
         self._cache.put(key, measured)
         return int(measured)
 
@@ -222,8 +224,12 @@ class OpProbe:
         return statistics.median(durations)
 
     def _margin(self, target: OpOverload, inputs: list[torch.Tensor],
-                outputs: list[torch.Tensor]) -> int:
+                outputs: list[torch.Tensor], args: tuple[Any, ...] = ()) -> int:
         name = target._schema.name.removeprefix("aten::")
+        by_its_code = cuda_workspace_bytes(name, args) if self.device.type == "cuda" and args else (
+            None)
+        if by_its_code is not None:
+            return by_its_code
         if name in _CONVOLUTIONS:
             return sum(allocated_bytes(_extent_bytes(tensor), self.device)
                        for tensor in (*inputs, *outputs))

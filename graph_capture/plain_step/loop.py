@@ -18,6 +18,7 @@ from graph_capture.errors import CaptureError
 from graph_capture.memory.module_location import ModuleLocator
 from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep
 from graph_capture.memory.tracker import MemoryTracker
+from graph_capture.op_costs.devices import Gpu, assumption, compute_capability
 from graph_capture.op_costs.probe import OpProbe
 from graph_capture.optimizer.step import (
     OptimizerSettings,
@@ -29,7 +30,7 @@ from graph_capture.plain_step.micro_step import run_without_data, trace_micro_st
 from graph_capture.plain_step.resident import resident_blocks
 from graph_capture.rank import RankLayout
 from graph_capture.torch_compat import quiet_fake_tensors
-from graph_capture.twins.fake import FakeTwin, make_twin
+from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
 
 
 class PlainLoop:
@@ -38,20 +39,24 @@ class PlainLoop:
     def __init__(self, model: nn.Module, args: tuple[Any, ...] = (),
                  kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFn | None = None,
                  device: torch.device | str | None = None, probe: bool = True,
+                 gpu: str | Gpu | None = None,
                  autocast: torch.dtype | None = None, grad_scaler: bool = False,
                  make_layout: Callable[[FakeTwin], RankLayout] | None = None) -> None:
         """`autocast`: forward and loss run within `torch.autocast` to this dtype.  `make_layout`:
-        the loop is that of one rank of a data-parallel run, which holds the model so.  The other
-        arguments are those of `make_twin` and `OpProbe`.
+        the loop is that of one rank of a data-parallel run, which holds the model so.  `gpu`: as
+        for `compute_capability`.  The other arguments are those of `make_twin` and `OpProbe`.
 
         Raises `CaptureError` where the model has no twin.
         """
         self.twin = replace(make_twin(model, args, kwargs, device=device,
-                                      extra=() if loss_fn is None else (loss_fn,)),
+                                      extra=() if loss_fn is None else (loss_fn,),
+                                      capability=compute_capability(
+                                          device_planned_for(model, device), gpu)),
                             autocast=autocast)
         self._layout = None if make_layout is None else make_layout(self.twin)
         self._loss_fn = None if loss_fn is None else self.twin.extra[0]
         self._probe = OpProbe(self.twin.device, probe=probe)
+        self._assumption = assumption(self.twin.device, gpu)
         self._scaled = grad_scaler
         self._micro_steps: dict[frozenset[str], MicroStep] = {}
 
@@ -62,11 +67,10 @@ class PlainLoop:
         if any(not step.data_less for step in self._micro_steps.values()):
             notes.append("the model's code does not run on plain tensors without values; it was "
                          "traced on fake ones, which some libraries treat in another way")
-        here, planned = self.twin.trace_device.type, self.twin.device.type
-        if here != planned:
-            notes.append(f"there is no {planned} device here: the step was traced with what torch "
-                         f"does on {here}, its choice of attention kernels and the ops that "
-                         "autocast concerns among it")
+        if self.twin.kernels is not None:
+            notes += self.twin.kernels.notes()
+        if self._assumption is not None:
+            notes.append(self._assumption)
         if self._probe.assumed:
             notes.append("workspace is a stated margin, not a measurement, for: "
                          + ", ".join(sorted(self._probe.assumed)))
@@ -122,7 +126,8 @@ class PlainLoop:
         tracker = MemoryTracker(self._probe.workspace_bytes, device=twin.device,
                                 trace_device=twin.trace_device, resident=twin.fake_of.values(),
                                 module_of_op=locate)
-        with _evaluating(twin.model), torch.no_grad(), twin.forward_context(), locate:
+        with (_evaluating(twin.model), torch.no_grad(), twin.as_on_device(),
+              twin.forward_context(), locate):
             with twin.mode, tracker:
                 output = twin.model(*twin.args, **twin.kwargs)
             tracker.close()

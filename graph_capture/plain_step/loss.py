@@ -174,7 +174,7 @@ def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
         saved.add(storage_key(tensor))
         return tensor
 
-    with twin.mode, tracker:
+    with twin.as_on_device(), twin.mode, tracker:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             goal = objective(output, loss_fn)
         forward_peak, retained = tracker.peak_bytes, tracker.live_bytes

@@ -96,7 +96,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         return buffer
 
     try:
-        with locate, wrapper.attached(twin.model, make_buffer):
+        with twin.as_on_device(), locate, wrapper.attached(twin.model, make_buffer):
             with twin.forward_context():
                 with twin.mode, tracker:
                     output = twin.call()

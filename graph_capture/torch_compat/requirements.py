@@ -49,6 +49,18 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),
     ),
+    "dispatch": (
+        *_of("torch._C", "DispatchKey.AutocastCPU", "DispatchKey.Autograd",
+             "DispatchKey.CompositeImplicitAutograd", "DispatchKey.PythonDispatcher",
+             "DispatchKeySet", "_dispatch_tls_is_dispatch_key_included",
+             "_ExcludeDispatchKeyGuard", "_dispatch_has_kernel_for_dispatch_key",
+             "_get_cudnn_sdp_enabled", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
+             "_get_mem_efficient_sdp_enabled", "_get_mkldnn_enabled", "_get_sdp_priority_order"),
+        "torch.library.Library._destroy(self)",
+        "torch._fused_sdp_choice(query, key, value, mask, dropout, is_causal, enable_gqa=)",
+        "torch._ops.OpOverload",
+        *_of("torch.ops.aten.dropout.default", "_dispatch_cache", "_op_dk", "py_kernels"),
+    ),
     "fake_kernels": (
         "torch._meta_registrations._create_grouped_mm_output_tensor(a, b, offsets, dtype)",
         "torch._subclasses.fake_impls.op_implementations_dict",

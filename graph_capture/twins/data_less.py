@@ -76,17 +76,20 @@ def data_less_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
     known gets 0 instead of an error.
     """
     copier = DataLessCopier({id(fake): original for original, fake in twin.fake_of.items()},
-                          unknown_is_zero=unknown_is_zero)
+                          unknown_is_zero=unknown_is_zero, planned=twin.device)
     made = twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
                    twin.device)
-    return replace(made, answers=twin.answers, autocast=twin.autocast)
+    return replace(made, answers=twin.answers, autocast=twin.autocast, kernels=twin.kernels)
 
 
 class DataLessMode(TorchDispatchMode):
     """Runs ops of known values, and answers all others with data-less tensors."""
 
-    def __init__(self, *, unknown_is_zero: bool = False) -> None:
+    def __init__(self, *, unknown_is_zero: bool = False, planned: torch.device | None = None
+                 ) -> None:
+        """`planned`: the device whose kernels answer; `None`: that of the operands."""
         super().__init__()
+        self._planned = planned
         self._unknown_is_zero = unknown_is_zero
         self._answers: Iterator[Any] | None = None
         self._nothing_is_known = False
@@ -201,7 +204,7 @@ class DataLessMode(TorchDispatchMode):
                 storages[key] = torch.UntypedStorage(leaf.untyped_storage().nbytes(), device="meta")
             meta = torch.empty(0, dtype=leaf.dtype, device="meta").set_(
                 storages[key], leaf.storage_offset(), leaf.size(), leaf.stride())
-            made = fake_tensor(self._fakes, meta, leaf.device)
+            made = fake_tensor(self._fakes, meta, self._planned or leaf.device)
             originals[id(made)] = leaf
             owners[storage_key(made)] = leaf
             return made
@@ -283,13 +286,15 @@ class DataLessCopier(TwinCopier):
     """Deep copies in which each tensor becomes data-less, but for small known values."""
 
     def __init__(self, original_of: Mapping[int, torch.Tensor], *,
-                 unknown_is_zero: bool = False) -> None:
-        """`original_of`: by identity of a fake tensor, the one that has its value."""
+                 unknown_is_zero: bool = False, planned: torch.device | None = None) -> None:
+        """`original_of`: by identity of a fake tensor, the one that has its value; `planned`: as
+        for `DataLessMode`."""
         self._original_of, self._unknown_is_zero = original_of, unknown_is_zero
+        self._planned = planned
         super().__init__(torch.device("cpu"))
 
     def new_mode(self) -> DataLessMode:
-        return DataLessMode(unknown_is_zero=self._unknown_is_zero)
+        return DataLessMode(unknown_is_zero=self._unknown_is_zero, planned=self._planned)
 
     def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
         return data_less_storage(size_bytes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graph_capture.device_kernels.replacement import DeviceKernels
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.module_forward import take_down
@@ -71,11 +72,17 @@ class FakeTwin:
     forward, beneath the model's own hooks."""
     autocast: torch.dtype | None = None
     """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
+    kernels: DeviceKernels | None = None
+    """What stands for the kernels of `device` where it is not here; `None`: torch chooses."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """What forward and loss run in; an autocast that is active anyway counts as well."""
         return (nullcontext() if self.autocast is None
                 else torch.autocast(self.trace_device.type, self.autocast))
+
+    def as_on_device(self) -> AbstractContextManager[None]:
+        """Inside, torch composes ops as it does on the device planned for."""
+        return nullcontext() if self.kernels is None else self.kernels.active()
 
     @property
     def callee(self) -> Callable[..., Any]:
@@ -92,13 +99,15 @@ class FakeTwin:
 
 
 def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
-              *, device: torch.device | str | None = None, extra: Iterable[Any] = ()) -> FakeTwin:
+              *, device: torch.device | str | None = None, extra: Iterable[Any] = (),
+              capability: tuple[int, int] | None = None) -> FakeTwin:
     """The fake twin of `model` and of the call `model(*args, **kwargs)`.
 
     `device` is the one planned for: by default the model's own, the CPU for a model on `meta` or
     without tensors.  All tensors of the twin are placed there, those of the inputs too.  `extra`
     are objects that may share tensors with the model, e.g. a loss with weights; their storages
-    count as buffers.
+    count as buffers.  `capability`: the compute capability of a GPU planned for, whose kernels the
+    twin runs where it is not here; `None`: those of the device that it is traced on.
 
     Raises `CaptureError` where the model is spread over several devices, is compiled or scripted,
     has uninitialized parameters, or holds an object that cannot be copied.
@@ -106,7 +115,10 @@ def make_twin(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str,
     _refuse_what_has_no_twin(model)
     planned = device_planned_for(model, device)
     copier = TwinCopier(planned if _can_trace(planned) else torch.device("cpu"))
-    return twin_by(copier, model, args, kwargs or {}, tuple(extra), planned)
+    twin = twin_by(copier, model, args, kwargs or {}, tuple(extra), planned)
+    if capability is None or planned.type != "cuda" or copier.device == planned:
+        return twin
+    return replace(twin, kernels=DeviceKernels(capability))
 
 
 def twin_by(copier: TwinCopier, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],

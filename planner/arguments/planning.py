@@ -23,6 +23,8 @@ from planner.arguments.parallel import DataParallel, check_parallel
 if TYPE_CHECKING:
     import torch
 
+    from graph_capture.op_costs.devices import Gpu
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 BACKENDS = ("eager", "inductor")
@@ -55,7 +57,7 @@ class PlanArguments(TypedDict, total=False):
     backend: str
     cost_model: str
     device: torch.device | str | None
-    gpu: str | None
+    gpu: str | Gpu | None
     time_limit: float
     keep: Sequence[str]
     probe: bool
@@ -106,7 +108,8 @@ class Planning:
         "What recomputation costs: roofline (time), measured or flops."))
     device: torch.device | str | None = field(default=None, metadata=flag(
         "The device planned for."))
-    gpu: str | None = field(default=None, metadata=flag("Its model, for estimates: H100, ..."))
+    gpu: str | Gpu | None = field(default=None, metadata=flag(
+        "Its model, for kernels and estimates: H100, ..."))
     time_limit: float = field(default=60.0, metadata=flag("Seconds for the solver.", kind=float))
     keep: Sequence[str] = field(default=(), metadata=flag(
         "Module or op whose results are kept; may be repeated.", kind=list[str], metavar="NAME"))
@@ -160,9 +163,9 @@ class Planning:
                              f"{self.autocast!r}")
         _check_allowed(self.allow, self.backend)
         if self.gpu is not None:
-            from graph_capture.op_costs.devices import gpu_model
+            from graph_capture.op_costs.devices import known_gpu
 
-            gpu_model(self.gpu)
+            known_gpu(self.gpu)
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Planning:

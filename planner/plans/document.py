@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
-from graph_capture.training_graph import CodeMemory, OptimizerMemory, Outline
+from graph_capture.training_graph import CodeMemory, KernelChoice, OptimizerMemory, Outline
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
@@ -100,6 +100,7 @@ class Document:
     predicted: Predicted
     course: StepCourse | None
     notes: tuple[str, ...]
+    kernels: tuple[KernelChoice, ...]
     tensors: tuple[ParameterKey, ...]
     regions: tuple[RegionRow, ...]
 

@@ -1,14 +1,15 @@
 """Plan files of older versions, brought to the present layout.
 
-Version 7 ran nothing in pieces and knew nothing of what is reserved, and version 6 one rank only.
-Version 5 had other names for some fields, and recomputations without a kind of action.
+Version 7 ran nothing in pieces and knew nothing of kernels and of what is reserved, and version 6
+one rank only.  Version 5 had other names for some fields, and recomputations without a kind of
+action.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from planner.plans.document import FREE_FIELDS
+from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION
 
 _NAMES = {"early": "hoisted", "takeovers": "inplace_reuses", "recomputations": "insertions",
           "lean_backward": "low_peak", "ops": "actions"}
@@ -23,8 +24,8 @@ def from_older(document: dict[str, Any]) -> dict[str, Any]:
     the reader to name."""
     if document["schema_version"] == 5:
         document = _from_version_5(document)
-    if document["schema_version"] == 6:
-        document = {**document, "schema_version": 7, "parallel": None}
+    if document["schema_version"] < 7:
+        document = {**document, "parallel": None}
     regions = document.get("regions")
     if isinstance(regions, list):
         document = {**document, "regions": [
@@ -33,8 +34,8 @@ def from_older(document: dict[str, Any]) -> dict[str, Any]:
     predicted = document.get("predicted")
     if isinstance(predicted, dict):
         predicted = {**predicted, "reserved_bytes": None, "baseline_reserved_bytes": None}
-    return {**document, "schema_version": 8, "pieces": 1, "budget_of": "allocated",
-            "predicted": predicted}
+    return {**document, "schema_version": SCHEMA_VERSION, "pieces": 1, "kernels": [],
+            "budget_of": "allocated", "predicted": predicted}
 
 
 def _from_version_5(document: Any) -> Any:

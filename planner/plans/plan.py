@@ -12,7 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from apply.recipe import Recipe
-from graph_capture.training_graph import OptimizerMemory
+from graph_capture.training_graph import KernelChoice, OptimizerMemory
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
@@ -58,6 +58,8 @@ class Plan(Predicted):
     """Shapes and dtypes of the inputs planned for, as JSON values."""
     notes: tuple[str, ...]
     """What to know about the capture: a cache that was switched off, a graph break."""
+    kernels: tuple[KernelChoice, ...]
+    """Kernels of a GPU among which torch chooses, and why; empty for a plan for the CPU."""
     created_with: tuple[tuple[str, str], ...]
     """Versions of this package and of torch, by name."""
     course: StepCourse | None = field(hash=False, repr=False)

@@ -60,6 +60,7 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
            optimizer: object, device: torch.device | str | None, probe: bool) -> RankMemory:
     from graph_capture.data_parallel.rank_step import trace_parallel_step
     from graph_capture.op_costs.costs import OpCosts
+    from graph_capture.op_costs.devices import compute_capability
     from graph_capture.optimizer.step import trace_optimizer
     from graph_capture.torch_compat import quiet_fake_tensors
     from graph_capture.twins.fake import device_planned_for, make_twin
@@ -69,7 +70,8 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with quiet_fake_tensors():
         twin = make_twin(beneath_wrappers(model, parallel), args, kwargs,
                          device=device_planned_for(model, device),
-                         extra=() if loss_fn is None else (loss_fn,))
+                         extra=() if loss_fn is None else (loss_fn,),
+                         capability=compute_capability(device_planned_for(model, device)))
         layout = layout_of(model, twin, parallel)
         costs = OpCosts(twin.device, probe=probe)
         step = trace_parallel_step(twin, layout.wrapper(),

@@ -48,7 +48,7 @@ def plan_report(plan: Plan) -> RenderableType:
               f"Training step of one of {plan.parallel.ranks} ranks under {plan.parallel.kind}"),
         _summary(plan), title(f"Memory at the peak, in {moment}"),
         category_table(plan.memory, "100.0%" if plan.peak_bytes else ""),
-        title("What each module keeps for the backward"), _layers(plan),
+        title("What each module keeps for the backward"), _layers(plan), *_kernels(plan),
         *note_lines(plan.notes, optimizer=plan.optimizer))
 
 
@@ -145,6 +145,15 @@ def _layers(plan: Plan) -> Table:
         table.add_section()
         add("total", sum(row.count for row in rows), sum((row.totals for row in rows), Totals()))
     return table
+
+
+def _kernels(plan: Plan) -> list[RenderableType]:
+    if not plan.kernels:
+        return []
+    table = new_table("kernel", "module", ">ops", "rule", fold="rule")
+    for each in plan.kernels:
+        table.add_row(each.kernel, each.modules, str(each.count or "-"), each.rule)
+    return [title("Kernels of the GPU planned for"), table]
 
 
 def _share(size_bytes: int, plan: Plan) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from graph_capture.op_costs.devices import Gpu
     from graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
     from graph_capture.plain_step.loop import PlainLoop
     from planner.plans.plan import Plan
@@ -35,7 +36,8 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
            zero_grad: Literal["after_step", "before_backward"] = "after_step",
            hold_output: Literal["backward", "step", "loop"] = "step",
            load_state_dict: bool = False, parallel: DataParallel | None = None,
-           device: torch.device | str | None = None, probe: bool = True,
+           device: torch.device | str | None = None, gpu: str | Gpu | None = None,
+           probe: bool = True,
            progress: Progress | None = None) -> MemoryReport:
     """What a training loop of `model` takes, phase by phase: loading, forward, loss, backward, the
     optimizer's step, and what is left for the next iteration; in the first step and in later ones.
@@ -44,7 +46,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     tensors without memory.  Nothing of the model changes.
 
     Args:
-        model, inputs, loss_fn, device, probe, progress: as for `planner.plan`.
+        model, inputs, loss_fn, device, gpu, probe, progress: as for `planner.plan`.
         optimizer: an instance, a class, or a name such as `"adamw"`; or several instances, which
             step one after the other.  Its own `step` is traced, so that any optimizer written in
             torch will do, and with an instance its groups and settings count.  An instance that
@@ -70,7 +72,8 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         PlanMismatch: the plan was made for another step.
         TypeError, ValueError: an argument is wrong in itself, an unknown optimizer for one.
     """
-    dtype = Planning(loss_fn=loss_fn, accumulation=accumulation, autocast=autocast).autocast_dtype
+    dtype = Planning(loss_fn=loss_fn, gpu=gpu, accumulation=accumulation,
+                     autocast=autocast).autocast_dtype
     loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
     _check_clip(grad_clip)
     if parallel is not None and not check_parallel(parallel).is_replicated and accumulation > 1:
@@ -96,7 +99,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         report("tracing the plain step")
         plain = PlainLoop(
             beneath_wrappers(model, parallel), args, kwargs, loss_fn=loss_fn,
-            device=device_planned_for(model, device), probe=probe, autocast=dtype,
+            device=device_planned_for(model, device), gpu=gpu, probe=probe, autocast=dtype,
             grad_scaler=grad_scaler, make_layout=None if parallel is None else (
                 lambda twin: layout_of(model, twin, parallel)))
         plain.micro_step()

@@ -249,7 +249,8 @@ def test_a_device_that_is_not_here_is_told():
         pytest.skip("there is a GPU")
     report = planner.memory(Network(), (IDS,), loss_fn=loss_fn, device="cuda", autocast="bf16")
     assert report.device == "cuda:0"
-    assert any("there is no cuda device here" in note for note in report.notes)
+    assert any("compute capability 8.0" in note for note in report.notes)
+    assert any("for an A100" in note for note in report.notes)
 
 
 def test_an_optimizer_of_another_model_is_told():

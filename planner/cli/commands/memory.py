@@ -29,7 +29,8 @@ class HoldOutput(StrEnum):
     LOOP = "loop"
 
 
-@command(planning=("optimizer", "accumulation", "device", "probe", "autocast", "budget_of"))
+@command(planning=("optimizer", "accumulation", "device", "gpu", "probe", "autocast",
+                   "budget_of"))
 def run(
     target: TargetOptions, planning: Planning, ranks: RankOptions, budget: Budget = None,
     plan_path: Annotated[Path | None, typer.Option(
@@ -69,7 +70,8 @@ def run(
         accumulation=planning.accumulation, autocast=planning.autocast, grad_clip=grad_clip,
         grad_scaler=grad_scaler, set_to_none=set_to_none, zero_grad=zero_grad.value,
         hold_output=hold_output.value, load_state_dict=load_state_dict,
-        parallel=ranks.settings(), device=planning.device, probe=planning.probe)
+        parallel=ranks.settings(), device=planning.device, gpu=planning.gpu,
+        probe=planning.probe)
     if snapshot is not None:
         report.save_snapshot(snapshot)
     check = None if limit is None else check_budget(report, limit, planning.budget_of)

@@ -30,7 +30,7 @@ def test_show_prints_the_table_or_the_file(plan, saved):
     assert json.loads(run("show", saved, "--json").stdout) == plan.to_dict()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 7}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 8}'])
 def test_a_file_that_is_no_plan_is_an_error(tmp_path, content):
     path = tmp_path / "other.json"
     path.write_text(content)

@@ -1,0 +1,1 @@
+"""Which kernels a device that is not here would run, chosen as torch chooses them."""

@@ -1,0 +1,32 @@
+"""The kernels of a captured step among which there was a choice, for people."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from graph_capture.device_kernels.attention import AttentionKernel
+from graph_capture.training_graph import KernelChoice, Phase, TrainingOp
+
+_KERNELS = {
+    f"aten._scaled_dot_product_{part}attention.default": f"attention by {kernel}"
+    for part, kernel in (("flash_", AttentionKernel.FLASH),
+                         ("efficient_", AttentionKernel.EFFICIENT),
+                         ("cudnn_", AttentionKernel.CUDNN))}
+"""Names of kernels by the op that stands for one in a joint graph."""
+
+_COMPOSED = f"attention by {AttentionKernel.MATH}"
+
+
+def kernels_of(ops: Iterable[TrainingOp], rules: Mapping[str, Iterable[str]]
+               ) -> tuple[KernelChoice, ...]:
+    """Attention of a step by kernel and kind of module; `rules`: why, by kernel, where it was
+    chosen here."""
+    found = Counter((_KERNELS[op.target], re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", op.module))
+                    for op in ops if op.phase is Phase.FORWARD and op.target in _KERNELS)
+    chosen = [KernelChoice(kernel, modules, count, " | ".join(rules.get(kernel, ())))
+              for (kernel, modules), count in found.items()]
+    if _COMPOSED in rules:
+        chosen.append(KernelChoice(_COMPOSED, "", 0, " | ".join(rules[_COMPOSED])))
+    return tuple(chosen)

@@ -1,0 +1,76 @@
+"""What the ops of a graph that was traced on the CPU make on another device.
+
+The model of the world: torch's fake kernels know what an op makes on a device that is not here, as
+long as autograd has no part in it: dtypes of saved statistics, strides of what a library writes.
+So a joint graph, in which autograd has done its part, is gone through once more on fake tensors
+of the device planned for.  An op that has no fake kernel there keeps what it made on the CPU.
+
+Blind spots: what the model's code puts on the CPU on purpose counts as on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_capture.torch_compat import (
+    FakeTensor,
+    copied_module,
+    fake_tensor,
+    no_active_modes,
+    pytree,
+    storage_key,
+)
+
+
+def on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy of a joint graph whose values are on `device`, and whose ops make tensors there."""
+    moved = copied_module(module, module.graph)
+    with no_active_modes(), torch.no_grad():
+        mover = _Mover(device)
+        for node in moved.graph.nodes:
+            if node.op == "call_function":
+                node.args, node.kwargs = pytree.tree_map(
+                    mover.placed, (node.args, dict(node.kwargs)))
+            if "val" in node.meta:
+                node.meta["val"] = mover.value(node)
+    return moved
+
+
+class _Mover:
+    """Values of nodes, on another device; what shares a storage goes on sharing it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def placed(self, argument: Any) -> Any:
+        """An argument of a node."""
+        return self._device if isinstance(argument, torch.device) and (
+            argument.type == "cpu") else argument
+
+    def value(self, node: fx.Node) -> Any:
+        """What a node makes there; its operands have been asked for."""
+        known = node.meta["val"]
+        modes = {leaf.fake_mode for leaf in pytree.tree_leaves(known)
+                 if isinstance(leaf, FakeTensor)}
+        if node.op == "call_function" and modes:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)),
+                                      lambda operand: operand.meta.get("val"))
+            try:
+                with modes.pop():
+                    return node.target(*args, **kwargs)
+            except Exception:  # whatever a fake kernel cannot do without the device
+                pass
+        return pytree.tree_map(self._moved, known)
+
+    def _moved(self, leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor) or leaf.device.type != "cpu":
+            return leaf
+        storage = self._storages.setdefault(storage_key(leaf), torch.UntypedStorage(
+            leaf.untyped_storage().nbytes(), device="meta"))
+        meta = torch.empty(0, dtype=leaf.dtype, device="meta")
+        meta.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())
+        return fake_tensor(leaf.fake_mode, meta, self._device)

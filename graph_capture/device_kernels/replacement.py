@@ -1,0 +1,173 @@
+"""The kernels of a GPU that is not here, in place of those that torch would choose on the CPU.
+
+The model of the world: an op that torch runs as it is (a matrix product, a convolution) is the same
+op on every device; what differs is how torch composes some ops of others, which it decides by the
+device of the operands.  Those are attention, batch and root mean square normalization, dropout, a
+softmax that casts, recurrent layers, and what autocast casts.  They are replaced by what torch
+composes them of on an NVIDIA GPU, forward and backward; tensors stay where tracing has them.
+
+Blind spots: `ctc_loss` and `grid_sampler` by cuDNN; recurrent layers where autograd runs op by op,
+for which cuDNN has a kernel whose reserve only it knows (they count as the ops that torch.compile
+traces); cuDNN's reserve for batch normalization, taken to be none as it is for contiguous operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from graph_capture.device_kernels.attention import (
+    AttentionCall,
+    AttentionKernel,
+    choose_attention,
+)
+from graph_capture.device_kernels.autocast import autocast_kernels
+from graph_capture.torch_compat.dispatch import (
+    Place,
+    as_composed,
+    decomposition_of,
+    kernels_replaced,
+)
+
+aten = torch.ops.aten
+
+_MOST_OF_CUDNN = 880_801
+
+
+class DeviceKernels:
+    """Chooses and stands for the kernels of a GPU of one compute capability."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        """`capability`: as `torch.cuda.get_device_capability` gives it."""
+        self.capability = capability
+        self.rules: dict[str, dict[str, None]] = {}
+        """Why each kernel was chosen since this was last emptied: by its name, the rules met."""
+        composed: dict[Any, Callable[..., Any]] = {
+            aten.scaled_dot_product_attention.default: self._attention,
+            aten.batch_norm.default: self._batch_norm,
+            aten.dropout.default: self._dropout,
+            aten.softmax.int: _softmax(aten.softmax.int, aten._softmax.default),
+            aten.log_softmax.int: _softmax(aten.log_softmax.int, aten._log_softmax.default)}
+        for layer in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
+            composed |= {op: found for op in (layer.input, layer.data)
+                         if (found := decomposition_of(op)) is not None}
+        self._kernels: dict[Place, Callable[..., Any]] = {
+            **{Place(op, "AutogradCPU"): kernel for op, kernel in composed.items()},
+            **dict(autocast_kernels()),
+            Place(aten._fused_rms_norm.default, "CPU"): as_composed(aten._fused_rms_norm.default)}
+
+    def active(self) -> AbstractContextManager[None]:
+        """Inside, ops run so in this thread."""
+        return kernels_replaced(self._kernels)
+
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen so far, and why, in words."""
+        major, minor = self.capability
+        return (f"there is no such GPU here: kernels are those that torch would choose on compute "
+                f"capability {major}.{minor}",
+                *(f"{kernel}: {' | '.join(rules)}" for kernel, rules in self.rules.items()))
+
+    def _note(self, kernel: str, rule: str) -> None:
+        self.rules.setdefault(kernel, {})[rule] = None
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                   attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+                   is_causal: bool = False, *, scale: float | None = None,
+                   enable_gqa: bool = False) -> torch.Tensor:
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        choice = choose_attention(call, self.capability)
+        self._note(f"attention by {choice.kernel}", choice.rule)
+        if choice.kernel is AttentionKernel.FLASH:
+            size = query.shape[-1]
+            scale = 1.0 / math.sqrt(size) if scale is None else scale
+            padded = [torch.nn.functional.pad(t, (0, -size % 8)) if size % 8 else t
+                      for t in (query, key, value)]
+            out = aten._scaled_dot_product_flash_attention.default(
+                *padded, dropout_p, is_causal, False, scale=scale)[0]
+            return aten.slice.Tensor(out, -1, 0, size) if size % 8 else out
+        is_cudnn = choice.kernel is AttentionKernel.CUDNN
+        mask = attn_mask
+        if mask is not None and mask.dtype is torch.bool:
+            lowest = aten.scalar_tensor.default(-65504.0 if is_cudnn else -math.inf,
+                                                dtype=query.dtype, device=mask.device)
+            mask = aten.where.ScalarSelf(mask, 0.0, lowest)
+        if choice.kernel is AttentionKernel.MATH:
+            return aten._scaled_dot_product_attention_math.default(
+                query, key, value, mask, dropout_p, is_causal, None, scale=scale,
+                enable_gqa=enable_gqa)[0]
+        if is_cudnn:
+            return aten._scaled_dot_product_cudnn_attention.default(
+                query, key, value, mask, call.needs_gradient, dropout_p, is_causal, False,
+                scale=scale)[0]
+        if mask is not None:
+            mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
+        return aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, mask, call.needs_gradient, dropout_p, is_causal, scale=scale)[0]
+
+    def _batch_norm(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+                    mean: torch.Tensor | None, variance: torch.Tensor | None, training: bool,
+                    momentum: float, eps: float, cudnn_enabled: bool) -> torch.Tensor:
+        why = _why_not_cudnn(x, weight, bias, mean, variance, training)
+        if x.numel() == 0:
+            return as_composed(aten.batch_norm.default)(
+                x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled)
+        if why:
+            self._note("batch norm by torch", f"not cuDNN: {why}")
+            return aten.native_batch_norm.default(
+                x, weight, bias, mean, variance, training, momentum, eps)[0]
+        self._note("batch norm by cudnn", f"{str(x.dtype).removeprefix('torch.')}, with weight and "
+                                          "bias, 3 dimensions or more")
+        last = (torch.channels_last if x.dim() == 4 else
+                torch.channels_last_3d if x.dim() == 5 else torch.contiguous_format)
+        kept = last if x.dim() > 3 and x.is_contiguous(memory_format=last) else (
+            torch.contiguous_format)
+        return aten.cudnn_batch_norm.default(
+            x.contiguous(memory_format=kept), weight, bias, mean, variance, training, momentum,
+            eps)[0]
+
+    def _dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if not (train and 0 < p < 1 and x.numel()):
+            return as_composed(aten.dropout.default)(x, p, train)
+        return aten.native_dropout.default(x, p, train)[0]
+
+
+def _why_not_cudnn(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+                   mean: torch.Tensor | None, variance: torch.Tensor | None, training: bool) -> str:
+    """As `_select_batch_norm_backend` of torch's `Normalization.cpp`; empty: cuDNN."""
+    if not torch.backends.cudnn.enabled:
+        return "switched off"
+    if weight is None or bias is None:
+        return "no weight or no bias"
+    if torch.bfloat16 in (x.dtype, weight.dtype):
+        return "it takes no bfloat16"
+    if x.dtype is torch.float16 and weight.dtype is not torch.float32:
+        return "float16 with a weight of another dtype than float32"
+    if (mean is None) != (variance is None) or (mean is None and not training):
+        return "no running statistics"
+    if x.dim() < 3:
+        return "fewer than 3 dimensions"
+    if x.shape[0] > (_MOST_OF_CUDNN if training else 65535):
+        return "too large a batch"
+    return "2³¹ elements or more" if x.numel() >= (1 << 31) - 1 else ""
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """A mask that begins each of its rows on a multiple of 8 elements."""
+    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    size = mask.shape[-1]
+    padded = torch.nn.functional.pad(mask, (0, 8 - size % 8))
+    return aten.slice.Tensor(padded, -1, 0, size)
+
+
+def _softmax(op: Any, fused: Any) -> Callable[..., torch.Tensor]:
+    def kernel(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if x.dtype is torch.float16 and dtype is torch.float32:
+            return fused(x, dim, True)
+        return as_composed(op)(x, dim, dtype)
+
+    return kernel
