@@ -103,7 +103,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)
         left = 0.9 * time_limit - (time.monotonic() - started)
-        effort = Effort(solver=solver, time_limit=max(left, time_limit / 2), progress=report)
+        effort = Effort(solver=solver, time_limit=max(left, time_limit / 2),
+                        work_limit=time_limit, progress=report)
         limit_bytes = resolve(limit, prepared)
         if prepared.parallel is None:
             return plan_within(prepared, limit_bytes, effort)

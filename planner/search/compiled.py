@@ -8,7 +8,10 @@ compiled step fills the user's budget as far as can be had.  What Inductor's own
 recomputes without any budget is the starting point: it costs nothing beside the memory traffic that
 it saves.
 
-Blind spots: the proposals are those of the problem's costs, so a plan is not proven to be optimal.
+Work is counted, not timed: the same step and budget give the same plan on a busy machine, unless
+the time limit strikes; then the best plan so far is taken, which says so.
+
+Blind spots: what is proven (`planner.search.fused_bound`) is proven under the problem's costs.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from planner.units import format_bytes
 from solvers.errors import InfeasibleBudget as Refusal
+from solvers.incumbent import PROOF_TOLERANCE
 from solvers.problem import Schedule
 from solvers.simulator import unroll
 
@@ -40,19 +44,17 @@ if TYPE_CHECKING:
 
 _ROUNDS = 4
 """Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
-_LEAST_ROUNDS = 2
-"""The first of these are tried even after the time limit, the others where nothing fits so far or
-what fits is wasteful."""
 _CLOSE_ENOUGH = 0.02
 """Part of the budget that may be left unused."""
-_WASTEFUL = 0.1
-"""Part of the budget that may not be left unused while there are rounds."""
 _MARGIN = 0.002
 """Part of the budget by which the next proposal is to stay below it."""
 _SPREAD = 0.02
 """Part by which the smallest peak of one search may be missed by another: it stops by the clock."""
 _STRICTNESS = 0.03
 """Part of the step's time that the strict order of kernels takes (Llama at 60%)."""
+CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
+           "longer one, or a machine that does less beside, may find a better plan")
+"""A note of such plans."""
 _SIMPLICITY = 0.005
 """Part of the step's time that may be given for blocks that are treated alike."""
 
@@ -75,11 +77,18 @@ class _Search:
         self.prepared, self.form, self.effort = prepared, form, effort
         self.account = form.compiled
         self.started = time.monotonic()
-        self.proposals = Proposals(form, effort)
+        self.deadline = self.started + effort.time_limit
+        self.proposals = Proposals(form, effort, self.deadline)
+        self.was_cut_off = False
+        """Whether the time limit kept anything from being tried."""
+        self.overstated_bytes = 0
+        """By how much, at most, the problem's account was above that of the code; what Inductor
+        does by itself, which is fullest elsewhere, left aside."""
 
-    @property
-    def seconds_left(self) -> float:
-        return self.effort.time_limit - (time.monotonic() - self.started)
+    def is_late(self) -> bool:
+        """Whether there is no time for another try, which is then left out."""
+        self.was_cut_off |= time.monotonic() > self.deadline
+        return self.was_cut_off
 
     def default(self) -> _Candidate:
         """What Inductor does by itself."""
@@ -92,8 +101,11 @@ class _Search:
             replace(region, inplace_reuses=()) for region in recipe.regions))
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
-        return _Candidate(schedule, recipe, self.account.trace(recipe),
-                          self.proposals.cost(schedule))
+        step = self.account.trace(recipe)
+        if schedule != self.proposals.default:
+            self.overstated_bytes = max(
+                self.overstated_bytes, self.form.net_peak_bytes(schedule) - step.peak_bytes)
+        return _Candidate(schedule, recipe, step, self.proposals.cost(schedule))
 
     def within(self, net_bytes: int) -> _Candidate | None:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
@@ -101,13 +113,15 @@ class _Search:
         found = None if self.form.low_peak else self._narrow(net_bytes, strict_order=False)
         price = _STRICTNESS * self.form.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
-        if found is None or found.cost > self.proposals.cost_within(net_bytes) + 2 * price:
+        if found is None or (not self.is_late() and (
+                found.cost > self.proposals.cost_within(net_bytes) + 2 * price)):
             strict = self._narrow(net_bytes, strict_order=True)
             if strict is not None and (found is None or strict.cost + price < found.cost):
                 found = strict
-        if found is None:
-            return None
-        return self._simplified(self._filled(found, net_bytes), net_bytes)
+        for improve in (self._filled, self._simplified):
+            if found is not None and not self.is_late():
+                found = improve(found, net_bytes)
+        return found
 
     def _filled(self, found: _Candidate, net_bytes: int) -> _Candidate:
         """A candidate that puts what is left of the budget to use: it saves in addition what
@@ -148,9 +162,8 @@ class _Search:
         low, high = 0, self.form.net_peak_bytes(self.proposals.default)
         # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
         best: _Candidate | None = None
-        for number in range(_ROUNDS):
-            is_good = best is not None and best.step.peak_bytes >= (1 - _WASTEFUL) * net_bytes
-            if number >= _LEAST_ROUNDS and is_good and self.seconds_left <= 0:
+        for _ in range(_ROUNDS):
+            if best is not None and self.is_late():
                 break
             try:
                 candidate = self._best_of(self.proposals.within(internal), net_bytes, strict_order)
@@ -210,29 +223,28 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
     base, budget = searches[0], prepared.budget
     default = base.default()
     if budget_bytes is None:
-        return _make_plan(base, budget_bytes, default, base)
+        return _make_plan(searches, base, budget_bytes, default)
     net = budget.net_bytes(budget_bytes)
     if budget.is_possible(budget_bytes):
         if default.step.peak_bytes <= net:
-            return _make_plan(base, budget_bytes, default, base)
+            return _make_plan(searches, base, budget_bytes, default)
         # Copies of gradients are for budgets near the least.
         cheapest = choose(
             searches, lambda search: search.within(net), lambda search, best: (
                 best.recipe.strict_order and search.proposals.cost_within(net) < best.cost))
         if cheapest is not None:
-            search, found = cheapest
-            return _make_plan(search, budget_bytes, found, base)
+            return _make_plan(searches, cheapest[0], budget_bytes, cheapest[1])
     search, found, least = _smallest(searches, net)
     if budget.whole_bytes(found.step.peak_bytes) > budget_bytes:
         raise budget.refusal(budget_bytes, least, _describe(prepared, found.step))
-    return _make_plan(search, budget_bytes, found, base)
+    return _make_plan(searches, search, budget_bytes, found)
 
 
 def smallest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
     """The plan whose compiled step takes the least memory, among those tried."""
     searches = [_Search(prepared, form, effort) for form in prepared.forms]
     search, found, _ = _smallest(searches)
-    return _make_plan(search, None, found, searches[0])
+    return _make_plan(searches, search, None, found)
 
 
 def _smallest(searches: Sequence[_Search], net_bytes: int = 0) -> tuple[_Search, _Candidate, int]:
@@ -249,24 +261,40 @@ def _smallest(searches: Sequence[_Search], net_bytes: int = 0) -> tuple[_Search,
     return search, found, min(bytes_needed for *_, bytes_needed in tried)
 
 
-def _make_plan(search: _Search, budget_bytes: int | None, found: _Candidate, base: _Search) -> Plan:
-    """The plan of a candidate of one search; `base` is that among schedules of the base form."""
-    prepared, form, base_cost = search.prepared, search.form, base.form.problem.keep_all_cost
+def _make_plan(searches: Sequence[_Search], search: _Search, budget_bytes: int | None,
+               found: _Candidate) -> Plan:
+    """The plan of a candidate that one of the searches, each among schedules of one form, found."""
+    base, prepared, form = searches[0], search.prepared, search.form
+    base_cost = base.form.problem.keep_all_cost
     default = base.default()
     unlimited_bytes = form.budget.resident_bytes + default.step.peak_bytes
     # What an estimate takes for a gain, the machine may not.
     extra = max(0.0, (found.cost - default.cost) / base_cost) if base_cost else 0.0
+    bound, is_proven = min(0.0, extra), False
+    if extra > 0 and budget_bytes is not None and prepared.cost_model != "measured":
+        least = _least_cost(searches, form.budget.net_bytes(budget_bytes))
+        bound = min(max(0.0, (least - default.cost) / base_cost), extra)
+        is_proven = found.cost <= least + PROOF_TOLERANCE * base_cost
     if prepared.cost_model == "measured" and found.recipe != default.recipe:
         extra = search.account.seconds(found.recipe) / base.account.seconds(default.recipe) - 1
     return assemble_plan(
         prepared, form, budget_bytes, schedule=found.schedule,
         recipe=search.account.with_code(found.recipe),
         account=form.budget.account(found.step.peak_bytes, _made(found.step)),
-        overhead=extra, overhead_bound=min(0.0, extra), status="feasible",
+        overhead=extra, overhead_bound=min(bound, extra),
+        status="optimal" if is_proven else "feasible",
         solver=search.effort.solver, seconds=time.monotonic() - base.started,
         made=found.step.course, backward_begins=found.step.backward_begins,
         notes=(f"without a budget the compiled step peaks at {unlimited_bytes} bytes; overhead is "
-               "relative to that step",))
+               "relative to that step",
+               *((CUT_OFF,) if any(each.was_cut_off for each in searches) else ())))
+
+
+def _least_cost(searches: Sequence[_Search], net_bytes: int) -> float:
+    """A bound on the cost of any choice whose code takes at most `net_bytes`, whatever the form, if
+    no code takes less beside the problem's account than that of the steps that were followed."""
+    overstated = max(search.overstated_bytes for search in searches)
+    return min(search.proposals.least_cost_within(net_bytes + overstated) for search in searches)
 
 
 def _made(step: CompiledStep) -> dict[str, int]:
