@@ -43,9 +43,27 @@ class CompiledAccount:
     saving_costs: SavingCosts
     """What Inductor's kernels take to save results for the backward."""
     _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
+    _estimated: dict[Recipe, CompiledStep] = field(default_factory=dict)
     _seconds: dict[Recipe, float] = field(default_factory=dict)
     _generated: dict[_Decided, _Generated] = field(default_factory=dict)
     _backend: InductorBackend | None = None
+
+    def estimate(self, recipe: Recipe) -> CompiledStep:
+        """As `trace`, from the code of a step that lacks most of the layers that are alike, where it
+        has such: what that takes does not grow with depth."""
+        if recipe in self._known or len(recipe.regions) > 1:
+            return self.trace(recipe)
+        if recipe not in self._estimated:
+            (shared,) = _shared_code(recipe)
+            short = self._new_code(recipe, shared)
+            short.backend.leave_out_layers()
+            short.backend.keep_code()
+            step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out or ())
+            self._estimated[recipe] = step
+            if not short.backend.left_out:  # it was the whole step
+                self._known[recipe] = step
+                self._generated[_Decided(shared.decisions, recipe.strict_order)] = short
+        return self._estimated[recipe]
 
     def trace(self, recipe: Recipe) -> CompiledStep:
         """The memory of the step under a recipe, above what is resident."""
