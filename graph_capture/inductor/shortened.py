@@ -95,8 +95,7 @@ def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int)
             new_backward.erase_node(new)
     new_forward = there.without_windows(
         lambda _, node: there.stand_in(node), [True] * num_outputs + kept)
-    left_out = _accounts(there, back, cuts, [
-        (node, keeps) for node, keeps in zip(saved, kept, strict=True) if isinstance(node, fx.Node)])
+    left_out = _accounts(there, back, cuts, list(zip(saved, kept, strict=True)))
     return Shortened(fx.GraphModule(forward, new_forward), fx.GraphModule(backward, new_backward),
                      left_out)
 

@@ -55,6 +55,13 @@ _STRICTNESS = 0.03
 CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
            "longer one, or a machine that does less beside, may find a better plan")
 """A note of such plans."""
+UNCONFIRMED = ("the peak is that of a step with fewer layers, and the others added: the time limit "
+               "left no time to generate the code of all")
+"""A note of such plans."""
+_GRACE = 0.5
+"""Part of the time limit by which it may be overrun for what has been begun."""
+_CONFIRMATIONS = 2
+"""Whole steps that are compiled for one form, at most, because what was expected does not fit."""
 _SIMPLICITY = 0.005
 """Part of the step's time that may be given for blocks that are treated alike."""
 
@@ -81,27 +88,33 @@ class _Search:
         self.proposals = Proposals(form, effort, self.deadline)
         self.was_cut_off = False
         """Whether the time limit kept anything from being tried."""
+        self.is_unconfirmed = False
+        """Whether there was no time for the code of a whole step."""
         self.overstated_bytes = 0
         """By how much, at most, the problem's account was above that of the code; what Inductor
         does by itself, which is fullest elsewhere, left aside."""
 
     def is_late(self) -> bool:
         """Whether there is no time for another try, which is then left out."""
-        self.was_cut_off |= time.monotonic() > self.deadline
+        beyond = max(0.0, self.account.whole_seconds - _GRACE * self.effort.time_limit)
+        self.was_cut_off |= time.monotonic() + beyond > self.deadline
         return self.was_cut_off
 
     def default(self) -> _Candidate:
         """What Inductor does by itself."""
         return self.judge(self.proposals.default)
 
-    def judge(self, schedule: Schedule, strict_order: bool = False) -> _Candidate:
-        """Compile a step with this schedule and follow its memory."""
+    def judge(self, schedule: Schedule, strict_order: bool = False, is_last: bool = False
+              ) -> _Candidate:
+        """Compile a step with this schedule and follow its memory: the whole step at once where it
+        is taken to be the last that is tried."""
         recipe = build_recipe(self.prepared, self.form, unroll(self.form.problem, schedule))
         recipe = replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
             replace(region, inplace_reuses=()) for region in recipe.regions))
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
-        step = self.account.trace(recipe)
+        step = (self.account.trace(recipe) if is_last and self._has_time_for_whole(recipe)
+                else self.account.estimate(recipe))
         if schedule != self.proposals.default:
             self.overstated_bytes = max(
                 self.overstated_bytes, self.form.net_peak_bytes(schedule) - step.peak_bytes)
@@ -110,6 +123,34 @@ class _Search:
     def within(self, net_bytes: int) -> _Candidate | None:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
         what Inductor does by itself takes more."""
+        target_bytes = net_bytes
+        for _ in range(_CONFIRMATIONS):
+            found = self._judged_within(target_bytes)
+            if found is None:
+                return None
+            whole = self.confirmed(found)
+            if whole.step.peak_bytes <= net_bytes:
+                return whole
+            target_bytes -= whole.step.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
+        return None
+
+    def confirmed(self, found: _Candidate) -> _Candidate:
+        """A candidate with the account of the whole step, if there is time to generate its code."""
+        if not self._has_time_for_whole(found.recipe):
+            self.is_unconfirmed = True
+            return found
+        if self.effort.progress is not None:
+            self.effort.progress("generating the whole compiled step")
+        return replace(found, step=self.account.trace(found.recipe))
+
+    def _has_time_for_whole(self, recipe: Recipe) -> bool:
+        """Whether the time limit leaves time to generate the code of the whole step."""
+        latest = self.started + (1 + _GRACE) * self.effort.time_limit
+        return self.account.is_known(recipe) or (
+            time.monotonic() + self.account.whole_seconds <= latest)
+
+    def _judged_within(self, net_bytes: int) -> _Candidate | None:
+        """The same, as layers that are alike are accounted for together."""
         found = None if self.form.low_peak else self._narrow(net_bytes, strict_order=False)
         price = _STRICTNESS * self.form.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
@@ -162,17 +203,28 @@ class _Search:
         low, high = 0, self.form.net_peak_bytes(self.proposals.default)
         # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
         best: _Candidate | None = None
-        for _ in range(_ROUNDS):
+        off_bytes: int | None = None  # what the code takes beside the problem's account
+        margin, rounds, foreseen = int(_MARGIN * net_bytes), 0, 0
+        while rounds < _ROUNDS:
             if best is not None and self.is_late():
                 break
             try:
-                candidate = self._best_of(self.proposals.within(internal), net_bytes, strict_order)
+                schedules = self.proposals.within(internal)
             except Refusal as refusal:
                 low = max(low, internal)
-                internal = refusal.minimum_bytes
+                internal, rounds = refusal.minimum_bytes, rounds + 1
                 if internal >= high:
                     break
                 continue
+            if off_bytes is not None and foreseen < _ROUNDS:
+                left = net_bytes - off_bytes - min(map(self.form.net_peak_bytes, schedules))
+                if left < 0 and internal + left - margin > low:
+                    internal, foreseen = internal + left - margin, foreseen + 1
+                    continue
+            rounds += 1
+            candidate = self._best_of(
+                schedules, net_bytes, strict_order, is_last=off_bytes is not None)
+            off_bytes = candidate.step.peak_bytes - self.form.net_peak_bytes(candidate.schedule)
             left = net_bytes - candidate.step.peak_bytes
             if left >= 0:
                 if best is None or candidate.cost < best.cost:
@@ -184,17 +236,17 @@ class _Search:
                     or high - low <= _CLOSE_ENOUGH * net_bytes):
                 break
             # The next proposal is taken to be as far from its own account as this one.
-            internal += left - int(_MARGIN * net_bytes)
+            internal += left - margin
             if not low < internal < high:
                 internal = (low + high) // 2
         return best
 
-    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, strict_order: bool
-                 ) -> _Candidate:
+    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, strict_order: bool,
+                 is_last: bool = False) -> _Candidate:
         """The first that fits, else the smallest."""
         tried: list[_Candidate] = []
         for schedule in schedules:
-            tried.append(self.judge(schedule, strict_order))
+            tried.append(self.judge(schedule, strict_order, is_last))
             if tried[-1].step.peak_bytes <= net_bytes:
                 return tried[-1]
         return min(tried, key=lambda candidate: candidate.step.peak_bytes)
@@ -223,9 +275,11 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
     base, budget = searches[0], prepared.budget
     default = base.default()
     if budget_bytes is None:
-        return _make_plan(searches, base, budget_bytes, default)
+        return _make_plan(searches, base, budget_bytes, base.confirmed(default))
     net = budget.net_bytes(budget_bytes)
     if budget.is_possible(budget_bytes):
+        if default.step.peak_bytes <= net:
+            default = base.confirmed(default)
         if default.step.peak_bytes <= net:
             return _make_plan(searches, base, budget_bytes, default)
         # Copies of gradients are for budgets near the least.
@@ -258,7 +312,9 @@ def _smallest(searches: Sequence[_Search], net_bytes: int = 0) -> tuple[_Search,
             if tried[-1][1].step.peak_bytes <= net_bytes:
                 break
     search, found, _ = min(tried, key=lambda one: one[1].step.peak_bytes)
-    return search, found, min(bytes_needed for *_, bytes_needed in tried)
+    whole = search.confirmed(found)
+    more_bytes = max(0, whole.step.peak_bytes - found.step.peak_bytes)
+    return search, whole, more_bytes + min(bytes_needed for *_, bytes_needed in tried)
 
 
 def _make_plan(searches: Sequence[_Search], search: _Search, budget_bytes: int | None,
@@ -287,7 +343,8 @@ def _make_plan(searches: Sequence[_Search], search: _Search, budget_bytes: int |
         made=found.step.course, backward_begins=found.step.backward_begins,
         notes=(f"without a budget the compiled step peaks at {unlimited_bytes} bytes; overhead is "
                "relative to that step",
-               *((CUT_OFF,) if any(each.was_cut_off for each in searches) else ())))
+               *((CUT_OFF,) if any(each.was_cut_off for each in searches) else ()),
+               *((UNCONFIRMED,) if any(each.is_unconfirmed for each in searches) else ())))
 
 
 def _least_cost(searches: Sequence[_Search], net_bytes: int) -> float:
