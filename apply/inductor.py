@@ -33,7 +33,7 @@ from graph_capture.torch_compat.kernel_order import KernelOrder
 from graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
-"""A graph of which more would be left than this part is compiled whole."""
+"""A graph of which more ops would be left than this part is compiled whole."""
 _FORMAT = "checkpoint-planner 7"
 """To be changed whenever one recipe makes other graphs than before."""
 
@@ -46,8 +46,8 @@ class InductorBackend(PlanBackend):
         self._generated: dict[tuple[int, bool], Callable[[], CodeMemory]] | None = None
         self.left_out: tuple[LeftOut, ...] | None = None
         """Layers that the graph compiled last lacks; `None`: graphs are compiled whole."""
-        self.part_left = 1.0
-        """Of the nodes of that graph, those that were compiled."""
+        self.compiled_ops = self.planned_ops = 1
+        """Ops of the graphs compiled last, and of these with all layers."""
 
     def leave_out_layers(self) -> None:
         """From here on, compile graphs without most of the layers that are alike: for the memory of
@@ -103,11 +103,12 @@ class InductorBackend(PlanBackend):
         if self.left_out is None:
             return graphs
         short = shorten(graphs.forward, graphs.backward, num_outputs)
-        whole, rest = (len(first.graph.nodes) + len(second.graph.nodes) for first, second in (
-            (graphs.forward, graphs.backward), (short.forward, short.backward)))
+        whole, rest = (sum(node.op == "call_function" for node in (*first.nodes, *second.nodes))
+                       for first, second in ((graphs.forward.graph, graphs.backward.graph),
+                                             (short.forward.graph, short.backward.graph)))
         if rest > _WORTH_SHORTENING * whole:
             return graphs
-        self.left_out, self.part_left = short.left_out, rest / whole
+        self.left_out, self.compiled_ops, self.planned_ops = short.left_out, rest, whole
         return RewrittenRegion(short.forward, short.backward)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool

@@ -194,8 +194,8 @@ class _Sequence:
     def without_windows(self, read: Callable[[int, fx.Node], fx.Node],
                         keeps: Sequence[bool] | None = None) -> fx.Graph:
         """The graph without its windows.  `read(index, node)`: what the op of that index reads in
-        the place of `node`.  Outputs made in a window are absent; of all outputs only those stay
-        that `keeps` says."""
+        the place of `node`.  Of its outputs only those stay that `keeps` says; without that, those
+        made in a window, and views of such, are absent."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -208,13 +208,15 @@ class _Sequence:
         old = self.graph.output_node()
         chosen = [True] * len(self.outputs) if keeps is None else keeps
         values = [value if not isinstance(value, fx.Node)
-                  else None if self.window_of(value) is not None else copies[value]
+                  else copies[value] if keeps is not None or self.window_of(
+                      _viewed(value)) is None else None
                   for value, is_kept in zip(self.outputs, chosen, strict=True) if is_kept]
         output = graph.output(values)
         output.meta = dict(old.meta)
         if "desc" in output.meta:
             output.meta["desc"] = [
                 each for each, is_kept in zip(old.meta["desc"], chosen, strict=True) if is_kept]
+        graph.eliminate_dead_code()  # views of what was left out
         return graph
 
 
@@ -262,13 +264,13 @@ def _cuts(there: _Sequence, back: _Sequence, maker_of: Mapping[fx.Node, int]) ->
                 continue
             window = _Window(run.start + run.period, run.start + (1 + copies) * run.period,
                              run.period)
-            makers = sorted({maker for index, found in reads.items()
-                             if window.start <= index < window.stop for maker in found})
+            read_makers = sorted({maker for index, found in reads.items()
+                                  if window.start <= index < window.stop for maker in found})
             length = copies * other.period
             for start in range(other.start + other.period,
                                other.stop - other.period - length + 1):
-                inside = sum(start <= maker < start + length for maker in makers)
-                if 2 * inside > len(makers) and (best is None or inside > best[0]):
+                inside = sum(start <= maker < start + length for maker in read_makers)
+                if 2 * inside > len(read_makers) and (best is None or inside > best[0]):
                     best = inside, _Cut(_Window(start, start + length, other.period), window)
         if best is not None:
             cuts.append(best[1])
@@ -302,9 +304,15 @@ def _accounts(there: _Sequence, back: _Sequence, cuts: Iterable[_Cut],
 
 def _root(sequence: _Sequence, node: fx.Node) -> list[tuple[fx.Node, int]]:
     """The op that made the storage of a node, and its place; nothing for what was handed in."""
+    made = _viewed(node)
+    return [(made, sequence.index_of[made])] if made in sequence.index_of else []
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of; itself if it is none."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return [(node, sequence.index_of[node])] if node in sequence.index_of else []
+    return node
 
 
 def _bytes(node: fx.Node) -> int:

@@ -45,6 +45,8 @@ class CompiledAccount:
     """What Inductor's kernels take to save results for the backward."""
     whole_seconds: float = 0.0
     """What it takes, about, to generate the code of a whole step."""
+    compiled_ops: int = 0
+    """Ops of the graphs that the last estimate had compiled."""
     _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
     _estimated: dict[Recipe, CompiledStep] = field(default_factory=dict)
     _seconds: dict[Recipe, float] = field(default_factory=dict)
@@ -63,7 +65,9 @@ class CompiledAccount:
             short.backend.keep_code()
             begun = time.monotonic()
             step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out or ())
-            self.whole_seconds = (time.monotonic() - begun) / short.backend.part_left
+            self.compiled_ops = short.backend.compiled_ops
+            self.whole_seconds = (time.monotonic() - begun) * (
+                short.backend.planned_ops / self.compiled_ops)
             self._estimated[recipe] = step
             if not short.backend.left_out:  # it was the whole step
                 self._known[recipe] = step
