@@ -84,8 +84,7 @@ class _Search:
         self.prepared, self.form, self.effort = prepared, form, effort
         self.account = form.compiled
         self.started = time.monotonic()
-        self.deadline = self.started + effort.time_limit
-        self.proposals = Proposals(form, effort, self.deadline)
+        self.proposals = Proposals(form, effort)
         self.was_cut_off = False
         """Whether the time limit kept anything from being tried."""
         self.is_unconfirmed = False
@@ -97,7 +96,7 @@ class _Search:
     def is_late(self) -> bool:
         """Whether there is no time for another try, which is then left out."""
         beyond = max(0.0, self.account.whole_seconds - _GRACE * self.effort.time_limit)
-        self.was_cut_off |= time.monotonic() + beyond > self.deadline
+        self.was_cut_off |= time.monotonic() + beyond > self.proposals.deadline
         return self.was_cut_off
 
     def default(self) -> _Candidate:

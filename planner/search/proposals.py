@@ -16,6 +16,7 @@ from planner.search.cheap_to_recompute import free_ops, saving_seconds, without_
 from planner.search.effort import Effort
 from planner.search.forms import solve_form
 from planner.search.fused_bound import least_cost
+from planner.search.ordered_layers import LayerOrder
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.step.form import Form
 from solvers.errors import InfeasibleBudget as Refusal
@@ -43,15 +44,18 @@ compiled."""
 class Proposals:
     """What the solver proposes for one form of a step; mutable, since it remembers that."""
 
-    def __init__(self, form: Form, effort: Effort, deadline: float = math.inf) -> None:
-        """`deadline`: when (of `time.monotonic`) a proposal that is looked for is cut off, though
-        not before it had what it should take."""
+    def __init__(self, form: Form, effort: Effort) -> None:
+        """The time limit begins now.  It cuts off a proposal that is looked for, though not before
+        that had what it should take."""
         assert form.compiled is not None
-        self.form, self.effort, self.deadline = form, effort, deadline
+        self.form, self.effort = form, effort
+        self.deadline = time.monotonic() + effort.time_limit
+        """Of `time.monotonic`."""
         self.default = schedule_saving(form, form.compiled.saved_by_default)
         """What Inductor does by itself."""
         self._saved_by_default = form.compiled.saved_by_default
         self._costs = form.compiled.saving_costs
+        self._layers = LayerOrder(form)
         self._solved: dict[int, Schedule] = {}
 
     @cached_property
@@ -89,7 +93,8 @@ class Proposals:
         found = self._solve(net_bytes)
         saved = saved_buffers(self.form, found) | self._small(net_bytes)
         saved = without_free(self.form.graph, saved, self._free)
-        cheap = schedule_saving(self.form, without_cheap(self.form, saved, self._costs))
+        saved = without_cheap(self.form, saved, self._costs)
+        cheap = schedule_saving(self.form, self._layers.ordered(saved, net_bytes))
         peaks = [self.form.net_peak_bytes(schedule) for schedule in (cheap, found)]
         if peaks[0] > _WORTH_TRYING * net_bytes:
             return (found,)
