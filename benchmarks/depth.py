@@ -80,7 +80,7 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
         measured = ""
         if runs:
             measured = f"{_peak_bytes(workload, plan) / plan.peak_bytes:.4f}"
-        said = [word for word in ("cut", "fewer layers") if any(word in n for n in plan.notes)]
+        said = [word for word in ("cut", "estimate") if any(word in n for n in plan.notes)]
         table.row(name, layers, regions, budget, plan.overhead, plan.overhead_bound, captured,
                   planned, clock, plan.peak_bytes / limit, measured,
                   ", ".join([plan.status, *said]))

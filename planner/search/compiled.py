@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from apply.recipe import Recipe
+from graph_capture.training_graph import BufferKind, Phase
 from planner.plans.decisions import build_recipe
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
@@ -31,6 +32,7 @@ from planner.search.forms import choose
 from planner.search.proposals import NO_LESS, Proposals
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.unified_blocks import unify_blocks
+from planner.step.accounting import memory_over
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from planner.units import format_bytes
@@ -55,8 +57,8 @@ _STRICTNESS = 0.03
 CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
            "longer one, or a machine that does less beside, may find a better plan")
 """A note of such plans."""
-UNCONFIRMED = ("the peak is that of a step with fewer layers, and the others added: the time limit "
-               "left no time to generate the code of all")
+UNCONFIRMED = ("the peak is an estimate, from the code of similar steps or of one with fewer "
+               "layers: the time limit left no time to generate the code of this one")
 """A note of such plans."""
 _GRACE = 0.5
 """Part of the time limit by which it may be overrun for what has been begun."""
@@ -107,9 +109,7 @@ class _Search:
               ) -> _Candidate:
         """Compile a step with this schedule and follow its memory: the whole step at once where it
         is taken to be the last that is tried."""
-        recipe = build_recipe(self.prepared, self.form, unroll(self.form.problem, schedule))
-        recipe = replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
-            replace(region, inplace_reuses=()) for region in recipe.regions))
+        recipe = self._recipe(schedule, strict_order)
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
         step = (self.account.trace(recipe) if is_last and self._has_time_for_whole(recipe)
@@ -118,6 +118,27 @@ class _Search:
             self.overstated_bytes = max(
                 self.overstated_bytes, self.form.net_peak_bytes(schedule) - step.peak_bytes)
         return _Candidate(schedule, recipe, step, self.proposals.cost(schedule))
+
+    def _foreseen(self, schedule: Schedule, strict_order: bool, off_bytes: int) -> _Candidate:
+        """A candidate as the problem accounts for it, and `off_bytes` beside that: for a search
+        that is out of time."""
+        from graph_capture.inductor.compiled_step import CompiledStep
+
+        timeline = unroll(self.form.problem, schedule)
+        course = memory_over(self.form.graph, timeline)
+        course[BufferKind.TEMPORARY] = [
+            size + max(0, off_bytes) for size in course[BufferKind.TEMPORARY]]
+        at_peak = {kind: row[timeline.peak_position] for kind, row in course.items()}
+        begins = next(position for position, index in enumerate(timeline.schedule)
+                      if self.form.graph.ops[index].phase is Phase.BACKWARD)
+        step = CompiledStep(sum(at_peak.values()), at_peak, course, begins)
+        return _Candidate(schedule, self._recipe(schedule, strict_order), step,
+                          self.proposals.cost(schedule))
+
+    def _recipe(self, schedule: Schedule, strict_order: bool) -> Recipe:
+        recipe = build_recipe(self.prepared, self.form, unroll(self.form.problem, schedule))
+        return replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
+            replace(region, inplace_reuses=()) for region in recipe.regions))
 
     def within(self, net_bytes: int) -> _Candidate | None:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
@@ -220,6 +241,9 @@ class _Search:
                 if left < 0 and internal + left - margin > low:
                     internal, foreseen = internal + left - margin, foreseen + 1
                     continue
+                if left >= 0 and self.is_late():
+                    return self._foreseen(min(schedules, key=self.form.net_peak_bytes),
+                                          strict_order, off_bytes)
             rounds += 1
             candidate = self._best_of(
                 schedules, net_bytes, strict_order, is_last=off_bytes is not None)

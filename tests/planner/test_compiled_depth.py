@@ -10,7 +10,7 @@ import pytest
 from planner.api import capture
 from planner.plans.decisions import build_recipe
 from planner.search.cheap_to_recompute import saving_seconds
-from planner.search.compiled import CUT_OFF
+from planner.search.compiled import CUT_OFF, _Search
 from planner.search.effort import Effort
 from planner.search.fused_bound import least_cost
 from planner.search.planning import plan_within
@@ -107,4 +107,13 @@ def test_a_plan_says_that_the_time_limit_cut_the_search_off(deep):
     hasty = plan_within(deep, budget, Effort(time_limit=1e-3, work_limit=4.0))
     assert hasty.peak_bytes <= budget
     assert CUT_OFF in hasty.notes
+    assert sum(hasty.memory.values()) == hasty.peak_bytes
     assert hasty.status == "feasible"
+
+
+def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_seen_beside(deep):
+    search = _Search(deep, deep.base, EFFORT)
+    schedule = search.proposals.default
+    step = search._foreseen(schedule, False, 1000).step
+    assert step.peak_bytes == deep.base.net_peak_bytes(schedule) + 1000
+    assert sum(step.by_category.values()) == step.peak_bytes
