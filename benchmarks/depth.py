@@ -89,10 +89,14 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
 def _peak_bytes(workload: Workload, plan: Plan) -> int:
     """The allocator's peak in the second step of the applied model, resident memory included."""
     applied = plan.apply(workload.model)
-    workload.call(applied).loss.backward()
+
+    def step() -> None:
+        output = workload.call(applied)  # held to the end of the step, as a training loop does
+        output.loss.backward()
+
+    step()
     workload.model.zero_grad()
-    record = record_peak(lambda: workload.call(applied).loss.backward(), "cpu")
-    return record.peak_bytes + plan.resident_bytes
+    return record_peak(step, "cpu").peak_bytes + plan.resident_bytes
 
 
 if __name__ == "__main__":
