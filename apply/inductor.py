@@ -24,6 +24,7 @@ from apply.realized import realize_across_library_calls
 from apply.recipe import Recipe
 from apply.rewrite import RewrittenRegion
 from graph_capture.inductor.generated_code import memory_of_code
+from graph_capture.inductor.shortened import LeftOut, shorten
 from graph_capture.joint_graph.random_ops import is_companion
 from graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from graph_capture.torch_compat import PartitionFunction
@@ -31,6 +32,8 @@ from graph_capture.torch_compat.inductor import declare_fallback, inductor_backe
 from graph_capture.torch_compat.kernel_order import KernelOrder
 from graph_capture.training_graph import CodeMemory
 
+_WORTH_SHORTENING = 0.6
+"""A graph of which more ops would be left than this part is compiled whole."""
 _FORMAT = "checkpoint-planner 7"
 """To be changed whenever one recipe makes other graphs than before."""
 
@@ -41,6 +44,15 @@ class InductorBackend(PlanBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._generated: dict[tuple[int, bool], Callable[[], CodeMemory]] | None = None
+        self.left_out: tuple[LeftOut, ...] | None = None
+        """Layers that the graph compiled last lacks; `None`: graphs are compiled whole."""
+        self.compiled_ops = self.planned_ops = 1
+        """Ops of the graphs compiled last, and of these with all layers."""
+
+    def leave_out_layers(self) -> None:
+        """From here on, compile graphs without most of the layers that are alike: for the memory of
+        their code (`graph_capture.inductor.shortened`), not to be run."""
+        self.left_out = ()
 
     def keep_code(self) -> None:
         """From here on, `memory_of_code` can tell what was generated."""
@@ -80,13 +92,24 @@ class InductorBackend(PlanBackend):
                 "allow_buffer_reuse": False,
             })(module, inputs)
 
-    def _annotate(self, graphs: RewrittenRegion) -> None:
+    def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
+                  ) -> RewrittenRegion:
         for node in (*graphs.forward.graph.nodes, *graphs.backward.graph.nodes):
             if node.target is REALIZED_COPY or is_companion(node.target):
                 declare_fallback(node.target)
         if self._recipe.strict_order:
             lay_out_weights(graphs.backward)
             realize_across_library_calls(graphs.backward.graph)
+        if self.left_out is None:
+            return graphs
+        short = shorten(graphs.forward, graphs.backward, num_outputs)
+        whole, rest = (sum(node.op == "call_function" for node in (*first.nodes, *second.nodes))
+                       for first, second in ((graphs.forward.graph, graphs.backward.graph),
+                                             (short.forward.graph, short.backward.graph)))
+        if rest > _WORTH_SHORTENING * whole:
+            return graphs
+        self.left_out, self.compiled_ops, self.planned_ops = short.left_out, rest, whole
+        return RewrittenRegion(short.forward, short.backward)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool
                       ) -> None:

@@ -118,7 +118,7 @@ class PlanBackend:
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses,
                                 region.released)
             watched.extend(places_to_watch(region, match.lowered, rewritten))
-            self._annotate(rewritten)
+            rewritten = self._prepared(match, rewritten, num_fwd_outputs)
             return rewritten.forward, rewritten.backward
 
         self._leaves_no_trace = False
@@ -173,8 +173,11 @@ class PlanBackend:
 
         return aot_backend(partition, forward, backward)(module, list(inputs))
 
-    def _annotate(self, graphs: RewrittenRegion) -> None:
-        """Say on the graphs what their compiler has to know of the plan."""
+    def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
+                  ) -> RewrittenRegion:
+        """The graphs as their compiler is to have them; the forward's first `num_outputs` outputs
+        are the caller's."""
+        return graphs
 
     def _matching_region(
         self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,

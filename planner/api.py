@@ -72,7 +72,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             known.
         probe: measure the workspace of single ops where the device is at hand.
         time_limit: seconds for planning; soft.  What capture has used is taken off the solver's
-            share, down to half of the limit.
+            share, down to half of the limit.  For Inductor work is counted and the limit only cuts
+            off, which the plan then says.
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         accumulation: micro-steps to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
@@ -120,7 +121,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)
         left = 0.9 * time_limit - (time.monotonic() - started)
-        effort = Effort(solver=solver, time_limit=max(left, time_limit / 2), progress=report)
+        effort = Effort(solver=solver, time_limit=max(left, time_limit / 2),
+                        work_limit=time_limit, progress=report)
         limit_bytes = resolve(limit, prepared)
         if prepared.parallel is None:
             try:

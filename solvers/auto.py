@@ -36,13 +36,14 @@ def auto(task: Task) -> Proposal:
     incumbent.start()
     if not incumbent.possible or incumbent.proven:
         return incumbent.proposal()
-    whole = task.seconds_left
+    whole = task.work_limit or task.seconds_left
     search = CutSearch(task, incumbent)
-    turn, moves, fruitless_work = 0, FIRST_TURN_MOVES, 0.0
+    turn, moves, fruitless_work, local_work = 0, FIRST_TURN_MOVES, 0.0, 0.0
     owed = 0.0  # work of local search that the MILP has to match before it goes on
     while not incumbent.proven and task.seconds_left > 0:
-        spent = 1 - task.seconds_left / whole
-        if incumbent.gap < GOOD_ENOUGH * min(1.0, 2 * spent) ** 3:
+        spent = (1 - task.seconds_left / whole if task.work_limit is None
+                 else (search.work + local_work) / whole)
+        if spent >= 1 or incumbent.gap < GOOD_ENOUGH * min(1.0, 2 * spent) ** 3:
             break
         # Turns are shared out by work, which is counted, so that the result does not depend on
         # what else the machine does.
@@ -65,6 +66,7 @@ def auto(task: Task) -> Proposal:
         incumbent.report("local search")
         turn += 1
         work = moves * (MOVE_SECONDS + MOVE_SECONDS_PER_OP * len(task.problem))
+        local_work += work
         if incumbent.cost < before:
             fruitless_work, moves = 0.0, 2 * moves
             owed += work / LOCAL_SHARE

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ortools.math_opt.python import mathopt
 
@@ -72,6 +72,8 @@ class CutModel:
     """What each byte retained past the first cut costs, besides; cost and bound contain it."""
     runs: tuple[Run, ...] = ()
     """Where ops repeat; what is alike there is counted instead of told apart."""
+    retention_costs: Mapping[int, float] = field(default_factory=dict)
+    """What it costs to retain a storage past the first cut, besides; cost and bound contain it."""
 
     def solve(self, seconds: float, *, seed: int = 0, gap: float = 0.0, nodes: int | None = None
               ) -> CutSolution:
@@ -122,6 +124,12 @@ class _Program:
             objective += mathopt.LinearSum(
                 model.price * problem.storages[storage].size_bytes / self.cost_unit * variable
                 for storage, variable in self.retained[0].items())
+        for storage, variable in self.retained[0].items():
+            # Of members that differ, the least: a bound for each is one for all.
+            cost = min(model.retention_costs.get(member, 0.0)
+                       for member in self.classes.storages[storage])
+            if cost:
+                objective += cost / self.cost_unit * variable
         self.mip.minimize(objective)
 
     def _row(self, terms: Mapping[mathopt.Variable, float], lower: float) -> None:

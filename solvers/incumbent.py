@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from solvers.actions import Order
@@ -18,6 +19,8 @@ FIT_WORK = 4.0
 """Work of a first search for a schedule that fits, see `solvers.minimum.Descent`."""
 REFUSAL_SECONDS = 4.0
 """At most this long is the smallest peak searched for where the budget cannot be met."""
+MOVE_SECONDS = 4e-5
+"""What a move of local search takes, about."""
 NEAR_MISS = 0.03
 """A peak over the budget by no more than this fraction is worth all the time that is left."""
 PROOF_TOLERANCE = 1e-8
@@ -102,6 +105,9 @@ class Incumbent:
         self._gave_up = last
         budget, left, begin = self._task.budget_bytes, self._task.seconds_left, time.monotonic()
         seconds = max(GRACE_SECONDS, left) if self.possible else min(3 * REFUSAL_SECONDS, left)
+        work = self._task.work_limit
+        if work is not None:
+            seconds = max(GRACE_SECONDS, left)
         descent = self._descent
         if not self._promised:
             # What a third of the time finds is what a refusal promises: planning with it, which has
@@ -110,14 +116,15 @@ class Incumbent:
             self._timed |= descent.run(begin + seconds / 3, FIT_WORK)
             self.offer(descent.best)
         if last and self.possible and descent.best_peak > budget:
-            self._timed |= descent.run(begin + seconds * 2 / 3)
+            self._timed |= descent.run(begin + seconds * 2 / 3, math.inf if work is None else work)
             if descent.best_peak <= budget:
                 self.offer(descent.best)
             elif descent.best_peak <= budget * (1 + NEAR_MISS):
                 rest = begin + seconds - time.monotonic()
-                self._timed = True
+                self._timed |= work is None or rest <= 0
                 found = repair(self._task.problem, budget, descent.best, time_limit=rest,
-                               seed=self._task.seed)
+                               seed=self._task.seed,
+                               moves=None if work is None else int(work / MOVE_SECONDS))
                 if found is not None:
                     self.offer(found)
         return self.fits

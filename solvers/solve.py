@@ -33,14 +33,17 @@ def algorithm(name: str) -> Algorithm:
 
 def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Algorithm = "auto",
           time_limit: float = 60.0, seed: int = 0, progress: Progress | None = None,
-          warm_start: Schedule | None = None, ideas: Sequence[Schedule] = ()) -> Result:
+          warm_start: Schedule | None = None, ideas: Sequence[Schedule] = (),
+          work_limit: float | None = None) -> Result:
     """The cheapest schedule of `problem` found whose peak is at most `budget_bytes`.
 
     `None` means no limit.  `solver` is one of `ALGORITHMS`, or any function from a `Task` to a
     `Proposal`.  `time_limit` is in seconds and soft: a model under way is finished.
     `warm_start` is a legal schedule to start from, such as that for a smaller budget; the result
     never costs more than it where it fits.  `ideas` are legal schedules, within the budget or not,
-    whose recomputations are worth a try.  `progress` receives lines of text.
+    whose recomputations are worth a try.  `work_limit` ends the search by work that is counted (in
+    seconds of some machine), so that the time limit only cuts off what takes far longer.
+    `progress` receives lines of text.
 
     Raises `InfeasibleBudget` where no schedule within the budget was found, with a
     `minimum_bytes` that this solver meets, `IllegalSchedule` for an illegal warm start, and
@@ -60,7 +63,7 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
 
     start = None if warm_start is None else as_order(warm_start)
     proposal = propose(Task(problem, budget, started + time_limit, seed, start,
-                            tuple(map(as_order, ideas)), progress))
+                            tuple(map(as_order, ideas)), progress, work_limit))
     schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.keep_all_cost)
     if start is not None:
         schedule = min((schedule, start), key=lambda s: _rank(problem, budget, s))

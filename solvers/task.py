@@ -27,6 +27,9 @@ class Task:
     ideas: tuple[Order, ...] = ()
     """Legal schedules, within the budget or not, whose recomputations are worth offering."""
     progress: Progress | None = None
+    work_limit: float | None = None
+    """Work (see `solvers.milp.Answer`) after which a search is to end; `None`: it works until the
+    deadline.  With a limit the result depends on the machine only where the deadline strikes."""
 
     @property
     def seconds_left(self) -> float:

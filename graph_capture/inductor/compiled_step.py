@@ -22,7 +22,8 @@ import torch
 
 from graph_capture.errors import CaptureError
 from graph_capture.inductor.generated_code import CodeTracker
-from graph_capture.memory.trace import Category
+from graph_capture.inductor.shortened import LeftOut
+from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.plain_step.loss import LossFn, objective
 from graph_capture.torch_compat import OpOverload, TorchDispatchMode, compile_settings
 from graph_capture.training_graph import BufferKind
@@ -61,9 +62,11 @@ class CompiledTracer:
     holds_output: bool = True
     """Whether the caller holds the model's output until the backward ends."""
 
-    def trace(self, code_of: Callable[[str], GraphCode]) -> CompiledStep:
+    def trace(self, code_of: Callable[[str], GraphCode],
+              left_out: Callable[[], Sequence[LeftOut]] = tuple) -> CompiledStep:
         """Compile the step, kernels aside, and follow its memory.
 
+        `left_out`: asked afterwards, the layers that the code lacks, and that are to be counted.
         `code_of`: for each block (the whole model is called "") what compiles it; code that was
         compiled in an earlier trace is used again.  The step runs twice: what compiling allocates
         does not count.  Errors of the backends pass.
@@ -79,7 +82,7 @@ class CompiledTracer:
                 copies = list(twin.fake_of.values())
                 tracker = CodeTracker(self.costs.workspace_bytes, device=twin.device,
                                            trace_device=twin.trace_device, resident=copies)
-                return self._run(self.graphs.call, tracker)
+                return self._run(self.graphs.call, tracker, left_out)
 
     def seconds(self, code_of: Callable[[str], GraphCode]) -> float:
         """Duration of the step that is compiled so, by timing each kernel and each op that it runs
@@ -104,7 +107,8 @@ class CompiledTracer:
         mode = self.twin.mode
         return mode.without_values() if isinstance(mode, DataLessMode) else nullcontext()
 
-    def _run(self, compiled: Callable[..., Any], tracker: CodeTracker | None) -> CompiledStep:
+    def _run(self, compiled: Callable[..., Any], tracker: CodeTracker | None,
+             left_out: Callable[[], Sequence[LeftOut]] = tuple) -> CompiledStep:
         twin = self.twin
         leaves = [tensor for tensor in twin.fake_of.values() if tensor.is_leaf]
         try:
@@ -141,10 +145,45 @@ class CompiledTracer:
                     else Category.ACTIVATIONS)
 
         trace = tracker.trace(category_of).until(end)
-        at_peak = trace.by_category(trace.alive_at_peak())
+        course = {kind: trace.levels_of(Category(kind.value)) for kind in BufferKind}
+        for stretch in left_out():
+            _count(stretch, trace, backward_begins, course)
+        levels = [0, *map(sum, zip(*course.values(), strict=True))]
+        peak_bytes = max(levels)
+        moment = levels.index(peak_bytes) - 1
         return CompiledStep(
-            trace.peak_bytes, {kind: at_peak[Category(kind.value)] for kind in BufferKind},
-            {kind: trace.levels_of(Category(kind.value)) for kind in BufferKind}, backward_begins)
+            peak_bytes, {kind: row[moment] if moment >= 0 else 0 for kind, row in course.items()},
+            course, backward_begins)
+
+
+def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
+           course: Mapping[BufferKind, list[int]]) -> None:
+    """Add to the levels after each event what layers that are not in a trace hold: what they save,
+    from where as much is saved as before them, and then their gradients, from where there are as
+    many."""
+    alive = set(trace.alive_after(backward_begins))
+
+    def first(is_meant: Callable[[int], bool], before_bytes: int, begin: int) -> int:
+        """The event by which so many bytes of blocks of a kind are made."""
+        for moment in range(begin, len(trace.events)):
+            block = trace.events[moment]
+            if before_bytes <= 0:
+                return moment
+            if block >= 0 and is_meant(block):
+                before_bytes -= trace.blocks[block].size_bytes
+        return len(trace.events)
+
+    saved = min(backward_begins, first(
+        lambda block: block in alive and trace.blocks[block].category is Category.ACTIVATIONS,
+        stretch.saved_before_bytes, 0))
+    done = max(backward_begins, first(
+        lambda block: trace.blocks[block].category is Category.GRADIENTS,
+        stretch.gradients_before_bytes, backward_begins))
+    for kind, begin, end, size in (
+            (BufferKind.ACTIVATION, saved, done, stretch.saved_bytes),
+            (BufferKind.GRADIENT, done, len(trace.events), stretch.gradient_bytes)):
+        row = course[kind]
+        row[begin:end] = [level + size for level in row[begin:end]]
 
 
 class _OpLog(TorchDispatchMode):

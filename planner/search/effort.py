@@ -14,5 +14,8 @@ class Effort:
     solver: str = "auto"
     time_limit: float = 60.0
     """Seconds; soft."""
+    work_limit: float | None = None
+    """Seconds of some machine: what a search that counts its work takes for the time limit, so that
+    its result does not depend on how long capture took; `None`: the time limit."""
     seed: int = 0
     progress: Progress | None = None

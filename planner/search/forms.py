@@ -57,12 +57,13 @@ def choose(sources: Iterable[_Source], attempt: Callable[[_Source], _Found | Non
 
 
 def solve_form(form: Form, net_bytes: int | None, effort: Effort,
-               warm_start: Schedule | None = None) -> Result:
+               warm_start: Schedule | None = None, work_limit: float | None = None) -> Result:
     """What the solver finds for one form within `net_bytes`; costs are relative to the base form.
-    Raises `solvers.InfeasibleBudget`."""
+    `work_limit`: see `solvers.solve`.  Raises `solvers.InfeasibleBudget`."""
     given = warm_start if warm_start and max(warm_start) + 1 == len(form.problem) else None
     result = solve(form.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
-                   seed=effort.seed, progress=effort.progress, warm_start=given)
+                   seed=effort.seed, progress=effort.progress, warm_start=given,
+                   work_limit=work_limit)
     return replace(result, keep_all_cost=form.base_seconds)
 
 

@@ -7,6 +7,7 @@ for free, or for less than it takes to save, is not saved.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -14,6 +15,8 @@ from itertools import accumulate
 from planner.search.cheap_to_recompute import free_ops, saving_seconds, without_cheap, without_free
 from planner.search.effort import Effort
 from planner.search.forms import solve_form
+from planner.search.fused_bound import least_cost
+from planner.search.ordered_layers import LayerOrder
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.step.form import Form
 from solvers.errors import InfeasibleBudget as Refusal
@@ -23,7 +26,8 @@ NO_LESS = 0.95
 """Schedules whose peaks, by the problem's account, are nearer than this are not told apart by
 it."""
 _SHARE_OF_SOLVER = 0.1
-"""Part of the time limit that one proposal may take."""
+"""Part of the time limit that one proposal may take.  It is counted as work, so that proposals are
+the same on a machine that is slower or does other things."""
 _LEAST_SECONDS = 2.0
 """The search for the least memory may take so long, whatever the time limit (a U-Net of 700 ops
 takes that); cut short, it misses by more than two searches of its kind differ."""
@@ -41,12 +45,17 @@ class Proposals:
     """What the solver proposes for one form of a step; mutable, since it remembers that."""
 
     def __init__(self, form: Form, effort: Effort) -> None:
+        """The time limit begins now.  It cuts off a proposal that is looked for, though not before
+        that had what it should take."""
         assert form.compiled is not None
         self.form, self.effort = form, effort
+        self.deadline = time.monotonic() + effort.time_limit
+        """Of `time.monotonic`."""
         self.default = schedule_saving(form, form.compiled.saved_by_default)
         """What Inductor does by itself."""
         self._saved_by_default = form.compiled.saved_by_default
         self._costs = form.compiled.saving_costs
+        self._layers = LayerOrder(form)
         self._solved: dict[int, Schedule] = {}
 
     @cached_property
@@ -58,9 +67,8 @@ class Proposals:
     def least(self) -> tuple[int, Schedule]:
         """The least net bytes that a schedule is known to take by the problem's own account, and
         that schedule; empty where it is not at hand."""
-        seconds = max(self.effort.time_limit * _SHARE_OF_SOLVER, _LEAST_SECONDS)
         try:  # with the costs that ops have alone: another schedule beside those of `within`
-            return 0, solve_form(self.form, 0, replace(self.effort, time_limit=seconds)).schedule
+            return 0, self._ask(self.form, 0, _LEAST_SECONDS)
         except Refusal as refusal:
             return refusal.minimum_bytes, refusal.schedule
 
@@ -85,7 +93,8 @@ class Proposals:
         found = self._solve(net_bytes)
         saved = saved_buffers(self.form, found) | self._small(net_bytes)
         saved = without_free(self.form.graph, saved, self._free)
-        cheap = schedule_saving(self.form, without_cheap(self.form, saved, self._costs))
+        saved = without_cheap(self.form, saved, self._costs)
+        cheap = schedule_saving(self.form, self._layers.ordered(saved, net_bytes))
         peaks = [self.form.net_peak_bytes(schedule) for schedule in (cheap, found)]
         if peaks[0] > _WORTH_TRYING * net_bytes:
             return (found,)
@@ -106,10 +115,22 @@ class Proposals:
 
     def _solve(self, net_bytes: int) -> Schedule:
         if net_bytes not in self._solved:
-            share = self.effort.time_limit * _SHARE_OF_SOLVER
-            self._solved[net_bytes] = solve_form(
-                self._priced, net_bytes, replace(self.effort, time_limit=share)).schedule
+            self._solved[net_bytes] = self._ask(self._priced, net_bytes)
         return self._solved[net_bytes]
+
+    def _ask(self, form: Form, net_bytes: int, least_seconds: float = 0.0) -> Schedule:
+        effort = self.effort
+        work = max(_SHARE_OF_SOLVER * (effort.work_limit or effort.time_limit), least_seconds)
+        seconds = max(self.deadline - time.monotonic(), work)
+        return solve_form(form, net_bytes, replace(effort, time_limit=seconds),
+                          work_limit=work).schedule
+
+    def least_cost_within(self, net_bytes: int) -> float:
+        """A bound on what any schedule costs within `net_bytes`, by the problem's account."""
+        effort = self.effort
+        share = _SHARE_OF_SOLVER * (effort.work_limit or effort.time_limit)
+        seconds = max(self.deadline - time.monotonic(), share)
+        return least_cost(self.form, net_bytes, self._costs.to_save, seconds)
 
     def _small(self, net_bytes: int) -> frozenset[int]:
         """The smallest of what Inductor saves by itself, from which it makes larger results again.

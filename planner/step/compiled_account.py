@@ -6,6 +6,7 @@ serves all recipes that decide the same.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,10 +43,40 @@ class CompiledAccount:
     """Buffers that Inductor's own partitioner saves for the backward."""
     saving_costs: SavingCosts
     """What Inductor's kernels take to save results for the backward."""
+    whole_seconds: float = 0.0
+    """What it takes, about, to generate the code of a whole step."""
+    compiled_ops: int = 0
+    """Ops of the graphs that the last estimate had compiled."""
     _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
+    _estimated: dict[Recipe, CompiledStep] = field(default_factory=dict)
     _seconds: dict[Recipe, float] = field(default_factory=dict)
     _generated: dict[_Decided, _Generated] = field(default_factory=dict)
     _backend: InductorBackend | None = None
+
+    def estimate(self, recipe: Recipe) -> CompiledStep:
+        """As `trace`, from the code of a step that lacks most of the layers that are alike, where
+        it has such: what that takes does not grow with depth."""
+        if recipe in self._known or len(recipe.regions) > 1:
+            return self.trace(recipe)
+        if recipe not in self._estimated:
+            (shared,) = _shared_code(recipe)
+            short = self._new_code(recipe, shared)
+            short.backend.leave_out_layers()
+            short.backend.keep_code()
+            begun = time.monotonic()
+            step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out or ())
+            self.compiled_ops = short.backend.compiled_ops
+            self.whole_seconds = (time.monotonic() - begun) * (
+                short.backend.planned_ops / self.compiled_ops)
+            self._estimated[recipe] = step
+            if not short.backend.left_out:  # it was the whole step
+                self._known[recipe] = step
+                self._generated[_Decided(shared.decisions, recipe.strict_order)] = short
+        return self._estimated[recipe]
+
+    def is_known(self, recipe: Recipe) -> bool:
+        """Whether the code of the whole step was followed."""
+        return recipe in self._known
 
     def trace(self, recipe: Recipe) -> CompiledStep:
         """The memory of the step under a recipe, above what is resident."""
@@ -70,7 +101,9 @@ class CompiledAccount:
         return self._seconds[recipe]
 
     def with_code(self, recipe: Recipe) -> Recipe:
-        """A recipe that was traced, with what the code of its graphs takes."""
+        """A recipe with what the code of its graphs takes, if it was traced."""
+        if not self.is_known(recipe):
+            return recipe
         regions = list(recipe.regions)
         for shared in _shared_code(recipe):
             found = self._generated[_Decided(shared.decisions, recipe.strict_order)]

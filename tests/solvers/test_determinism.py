@@ -53,6 +53,19 @@ def test_a_proven_schedule_does_not_depend_on_the_load(
     assert calm.status != "optimal" or proven
 
 
+@pytest.mark.parametrize(("problem", "fraction"), CASES)
+def test_work_that_is_counted_gives_one_schedule_whatever_the_load(
+        problem: Problem, fraction: float,
+        loaded: Callable[[float, Callable[[], Result]], Result]) -> None:
+    plain, _ = simulate(problem, problem.keep_all_schedule)
+
+    def answer() -> Result:
+        return solve(problem, int(plain * fraction), time_limit=1e4, work_limit=0.5)
+
+    calm = answer()
+    assert loaded(30.0, answer).schedule == calm.schedule
+
+
 def test_what_only_the_deadline_lets_through_is_not_called_optimal() -> None:
     """A schedule that turns up after the deadline may be another one next time."""
     problem = training_chain(8)

@@ -1,0 +1,103 @@
+"""Plans for Inductor as models get deeper: the whole model against its blocks.
+
+    python -m benchmarks.depth --models llama,gpt2 --layers 12,24 --budgets 80,60,40,30
+    python -m benchmarks.depth --models llama --layers 48 --regions model --budgets 60
+    python -m benchmarks.depth --models llama --layers 12 --budgets 40 --measure
+
+Batch 4 x 512 tokens, 256 wide, one thread.  Seconds are of CPU, those of child processes included.
+All budgets of a model share its capture and the account of what Inductor does without a plan, which
+counts for the first of them.  "measured": the allocator's peak in the second step of the applied
+model, as a part of the predicted one; only with `--measure`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from benchmarks.arguments import add_names, benchmark_parser, parse
+from benchmarks.compile_time import cpu_seconds
+from benchmarks.models import Workload, gpt2, llama
+from benchmarks.table import Table
+from graph_capture.memory.allocator import record_peak
+from planner.errors import InfeasibleBudget
+from planner.plans.plan import Plan
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
+
+MODELS: Mapping[str, Callable[..., Workload]] = MappingProxyType({"llama": llama, "gpt2": gpt2})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = benchmark_parser("depth", __doc__, time_limit=60.0)
+    add_names(parser, "--models", tuple(MODELS))
+    add_names(parser, "--regions", ("model", "blocks"))
+    parser.add_argument("--layers", default="12,24")
+    parser.add_argument("--budgets", default="80,60,40,30", help="percentages of the plain peak")
+    parser.add_argument("--measure", action="store_true", help="run the applied model")
+    options = parse(parser, arguments)
+    table = Table("model:6", "layers:d", "regions:7", "budget:>6", "extra:7.3%", "bound:7.3%",
+                  "capture s:.1f", "plan s:6.1f", "clock s:6.1f", "of budget:.4f", "measured:>9",
+                  "notes:20")
+    for name in options.models:
+        for layers in map(int, options.layers.split(",")):
+            for regions in options.regions:
+                lines = multiprocessing.get_context("spawn").Process(
+                    target=measure, args=(name, layers, regions, options.budgets.split(","),
+                                          options.time_limit, options.measure, table))
+                lines.start()
+                lines.join()
+                if lines.exitcode:
+                    return lines.exitcode
+    return 0
+
+
+def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_limit: float,
+            runs: bool, table: Table) -> None:
+    """Print the lines of one model."""
+    torch.set_num_threads(1)
+    torch.compile(lambda x: x.sin().sum())(torch.ones(64, requires_grad=True)).backward()
+    workload = MODELS[name](layers=layers, batch=4, sequence=512)
+    begun = cpu_seconds()
+    prepared = workload.prepare(regions=regions, backend="inductor")
+    captured = cpu_seconds() - begun
+    for budget in budgets:
+        limit = int(prepared.baseline_peak_bytes * int(budget) / 100)
+        begun, clock = cpu_seconds(), time.monotonic()
+        try:
+            plan = plan_within(prepared, limit, Effort(time_limit=time_limit))
+        except InfeasibleBudget as refusal:
+            print(f"{name}, {layers} layers, {regions}, {budget}%: "
+                  f"{refusal.minimum_bytes / limit:.2f} of that is needed")
+            continue
+        planned, clock = cpu_seconds() - begun, time.monotonic() - clock
+        measured = ""
+        if runs:
+            measured = f"{_peak_bytes(workload, plan) / plan.peak_bytes:.4f}"
+        said = [word for word in ("cut", "estimate") if any(word in n for n in plan.notes)]
+        table.row(name, layers, regions, budget, plan.overhead, plan.overhead_bound, captured,
+                  planned, clock, plan.peak_bytes / limit, measured,
+                  ", ".join([plan.status, *said]))
+
+
+def _peak_bytes(workload: Workload, plan: Plan) -> int:
+    """The allocator's peak in the second step of the applied model, resident memory included."""
+    applied = plan.apply(workload.model)
+
+    def step() -> None:
+        output = workload.call(applied)  # held to the end of the step, as a training loop does
+        output.loss.backward()
+
+    step()
+    workload.model.zero_grad()
+    return record_peak(step, "cpu").peak_bytes + plan.resident_bytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The least that a compiled step may cost within a budget, under the cost model of fused kernels.
+
+The model of the world: each choice of what is saved for the backward pays for what it recomputes
+(`graph_capture.inductor.fused_costs`), once at least, and for what its kernels write and read only
+because it is saved.  Memory is looked at as the forward and the loss end, where the step that
+recomputes nothing is fullest, and where the choice that is cheapest so far exceeds the budget.
+That is the time-cut model of the solvers (`solvers.cut_model`) with a price on each saved result,
+and its optimum is a bound for all choices whose step holds, at these moments, what the scheduling
+problem says is alive then.
+
+Assumption: generated code may hold less than that (results that never leave a kernel), by at most
+what the steps show whose code was followed; whoever asks adds so much to the budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from graph_capture.training_graph import Phase
+from planner.step.form import Form
+from solvers.cut_model import CutModel
+from solvers.realise import realise
+from solvers.repetition import runs_of
+from solvers.simulator import unroll
+from solvers.violations import Inner, next_cuts
+
+_NODES = 400
+"""Nodes of the search for one model; where they do not suffice, the bound is a smaller one."""
+_WORK = 5.0
+"""Work (see `solvers.milp.Answer`) after which no further model is solved."""
+_GAP = 1e-5
+"""Models are solved to within this part of the step's time."""
+
+
+def least_cost(form: Form, net_bytes: int, to_save: Mapping[int, float], seconds: float) -> float:
+    """A bound on the cost of any choice within `net_bytes`, in the unit of the problem and found in
+    about `seconds`; infinite where no choice is possible.  `to_save`: what each buffer costs if it
+    is saved."""
+    problem, ops = form.problem, form.graph.ops
+    end = next((i for i, op in enumerate(ops) if op.phase is Phase.BACKWARD), 0) - 1
+    if end < 0:
+        return problem.keep_all_cost
+    fullest = unroll(problem, problem.keep_all_schedule).peak_position
+    cuts, runs = tuple(sorted({end, max(fullest, end)})), runs_of(problem)
+    inner: Inner = ()
+    deadline, extra, work = time.monotonic() + seconds, 0.0, 0.0
+    while work < _WORK:
+        solution = CutModel(
+            problem, net_bytes, cuts, inner=inner, runs=runs, retention_costs=to_save).solve(
+                deadline - time.monotonic(), nodes=_NODES, gap=_GAP * problem.keep_all_cost)
+        extra, work = max(extra, solution.extra_bound), work + solution.work
+        if solution.retained is None or not solution.solved:
+            break
+        exceeding = realise(problem, cuts, solution.retained)
+        found = next_cuts(problem, net_bytes, exceeding, cuts, inner, first=end)
+        if found is None:
+            break
+        cuts, inner = found
+    return problem.keep_all_cost + extra

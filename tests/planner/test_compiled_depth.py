@@ -1,0 +1,121 @@
+"""Planning for Inductor in deep models; the code of all layers, every choice of what is saved, and
+the same search on a slow machine are the oracles."""
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+
+from planner.api import capture
+from planner.plans.decisions import build_recipe
+from planner.search.cheap_to_recompute import saving_seconds
+from planner.search.compiled import CUT_OFF, _Search
+from planner.search.effort import Effort
+from planner.search.fused_bound import least_cost
+from planner.search.planning import plan_within
+from planner.search.saving import saved_buffers, schedule_saving
+from solvers.simulator import unroll
+from tests.support.compiler import needs_compiler
+from tests.support.inductor import EFFORT, batch, budget_at, loss_of, make_model
+
+pytestmark = needs_compiler
+
+
+def prepare(layers, **options):
+    return capture(make_model(layers=layers, **options), batch(), loss_fn=loss_of,
+                   backend="inductor")
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return prepare(8)
+
+
+def recipe_saving(prepared, saved, strict_order=False):
+    timeline = unroll(prepared.base.problem, schedule_saving(prepared.base, saved))
+    recipe = build_recipe(prepared, prepared.base, timeline)
+    return replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
+        replace(region, inplace_reuses=()) for region in recipe.regions))
+
+
+@pytest.mark.parametrize(("given_up", "strict_order"), [
+    (2, False), pytest.param(0, False, marks=pytest.mark.slow),
+    pytest.param(3, True, marks=pytest.mark.slow)])
+def test_layers_left_out_are_accounted_for(deep, given_up, strict_order):
+    """`given_up`: how many of the first layers save nothing but what they are made from."""
+    form, account = deep.base, deep.base.compiled
+    saved = account.saved_by_default
+    wide = sorted(b for b in saved if form.graph.buffers[b].size_bytes == 4 * 256 * 128)
+    recipe = recipe_saving(deep, saved.difference(wide[:given_up]), strict_order)
+    estimate = account.estimate(recipe)
+    assert not account.is_known(recipe)  # layers were left out
+    whole = account.trace(recipe)
+    assert estimate.peak_bytes == whole.peak_bytes
+    assert estimate.by_category == whole.by_category
+
+
+def test_what_is_generated_for_a_try_does_not_grow_with_depth():
+    compiled = []
+    for layers in (6, 9):
+        prepared = prepare(layers, dropout=0.0)  # its seeds are outside of the layers
+        account = prepared.base.compiled
+        recipe = recipe_saving(prepared, account.saved_by_default)
+        account.estimate(recipe)
+        assert not account.is_known(recipe)
+        compiled.append(account.compiled_ops)
+    assert compiled[0] == compiled[1]
+
+
+@pytest.mark.parametrize("fraction", [0.6, 0.8])
+def test_no_choice_of_what_is_saved_is_below_the_bound(fraction):
+    prepared = prepare(2)
+    form, costs = prepared.base, prepared.base.compiled.saving_costs
+    net_bytes = int(fraction * form.net_peak_bytes(form.problem.keep_all_schedule))
+    everything = sorted(saved_buffers(form, form.problem.keep_all_schedule))
+    largest = sorted(everything, key=lambda b: -form.graph.buffers[b].size_bytes)[:11]
+    always = set(everything).difference(largest)
+    bound = least_cost(form, net_bytes, costs.to_save, 60.0)
+    found = []
+    for count in range(len(largest) + 1):
+        for chosen in itertools.combinations(largest, count):
+            schedule = schedule_saving(form, always.union(chosen))
+            if form.net_peak_bytes(schedule) <= net_bytes:
+                found.append(form.cost(schedule) + saving_seconds(form, schedule, costs))
+    assert found
+    assert bound <= min(found) * (1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_a_slow_machine_finds_the_same_plan(monkeypatch):
+    def planned(slower):
+        prepared = prepare(4)
+        default = plan_within(prepared, None, EFFORT)
+        real, begin = time.monotonic, time.monotonic()
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: begin + slower * (real() - begin))
+            return plan_within(prepared, budget_at(prepared, default, 0.6),
+                               Effort(time_limit=1000.0, work_limit=4.0))
+
+    calm, busy = planned(1.0), planned(10.0)
+    assert calm.recipe == busy.recipe
+    assert (calm.overhead, calm.overhead_bound) == (busy.overhead, busy.overhead_bound)
+    assert 0 <= calm.overhead_bound <= calm.overhead
+
+
+def test_a_plan_says_that_the_time_limit_cut_the_search_off(deep):
+    default = plan_within(deep, None, EFFORT)
+    budget = budget_at(deep, default, 0.5)
+    hasty = plan_within(deep, budget, Effort(time_limit=1e-3, work_limit=4.0))
+    assert hasty.peak_bytes <= budget
+    assert CUT_OFF in hasty.notes
+    assert sum(hasty.memory.values()) == hasty.peak_bytes
+    assert hasty.status == "feasible"
+
+
+def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_seen_beside(deep):
+    search = _Search(deep, deep.base, EFFORT)
+    schedule = search.proposals.default
+    step = search._foreseen(schedule, False, 1000).step
+    assert step.peak_bytes == deep.base.net_peak_bytes(schedule) + 1000
+    assert sum(step.by_category.values()) == step.peak_bytes
