@@ -107,8 +107,8 @@ class CapturedStep:
     """What the loss makes of each tensor of the model's output."""
     tracing: Tracing
     """What traces it again, for what comes to be known later."""
-    device_name: str
-    """The device whose figures the estimates take, by its name in the table of devices."""
+    cublas_workspace_bytes: int
+    """What torch gives cuBLAS for each thread; 0 where the device is no GPU."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -246,7 +246,7 @@ def capture_step(
         compiled=None if recording.graphs is None else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, twin, holds_output),
         outputs=outputs,
-        tracing=tracing, device_name=costs.device_model.name)
+        tracing=tracing, cublas_workspace_bytes=costs.device_model.cublas_workspace_bytes)
 
 
 def _least_plain_peak(twin: FakeTwin, loss_fn: LossFn | None) -> int:

@@ -40,6 +40,11 @@ class DeviceModel:
     gpu: Gpu | None = None
     """The row that it was made of; `None` for a CPU."""
 
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What torch gives cuBLAS for each thread; 0 where there is none."""
+        return 0 if self.gpu is None else self.gpu.cublas_workspace_bytes
+
     def arithmetic_seconds(self, flops: int, dtype: torch.dtype) -> float:
         """Duration of the arithmetic alone."""
         peak = self.flops_per_second.get(dtype, self.flops_per_second[torch.float32])
@@ -91,7 +96,9 @@ class Gpu:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """What torch lets cuBLAS hold for each handle and stream, by default."""
+        """What torch lets cuBLAS hold for each handle and stream
+        (`aten/src/ATen/cuda/CublasHandlePool.cpp`), unless `CUBLAS_WORKSPACE_CONFIG` says
+        otherwise."""
         return 32 << 20 if self.compute_capability >= (9, 0) else 8_519_680
 
     def model(self) -> DeviceModel:

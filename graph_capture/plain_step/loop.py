@@ -53,6 +53,8 @@ class PlainLoop:
                                       capability=compute_capability(
                                           device_planned_for(model, device), gpu)),
                             autocast=autocast)
+        self.gpu = gpu
+        """The GPU that was named; `None`: none was."""
         self._layout = None if make_layout is None else make_layout(self.twin)
         self._loss_fn = None if loss_fn is None else self.twin.extra[0]
         self._probe = OpProbe(self.twin.device, probe=probe)

@@ -42,9 +42,6 @@ _MOST_STEPS = 4
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the environment that torch reads, the first that is set."""
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
-_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
-_LARGE_WORKSPACE_BYTES = 8 * 4096 * 1024
-_WITH_LARGE_WORKSPACE = ("H100", "H200", "B200")
 
 
 def expandable_segments() -> bool:
@@ -52,13 +49,6 @@ def expandable_segments() -> bool:
     settings = next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
     words = settings.replace(" ", "").split(",")
     return "expandable_segments:True" in words
-
-
-def cublas_workspace_bytes(device_name: str) -> int:
-    """What torch gives cuBLAS for each thread (`aten/src/ATen/cuda/CublasHandlePool.cpp`), unless
-    `CUBLAS_WORKSPACE_CONFIG` says otherwise; by the name in the table of devices."""
-    large = device_name.startswith(_WITH_LARGE_WORKSPACE)
-    return _LARGE_WORKSPACE_BYTES if large else _WORKSPACE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +151,7 @@ class StepSurroundings:
         return cls(
             step.resident_blocks(), frozenset(step.tracing.twin.parameters), step.optimizer_steps,
             TrainingLoop(accumulation, hold_output="step" if accumulation == 1 else "backward"),
-            cublas_workspace_bytes(step.device_name), expandable_segments(),
+            step.cublas_workspace_bytes, expandable_segments(),
             plain if is_followed else None)
 
     @property

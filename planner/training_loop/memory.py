@@ -135,17 +135,18 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
-        floor=floor, proposals=proposals, reserved_bytes=_reserved(trace, plain.twin.device),
+        floor=floor, proposals=proposals,
+        reserved_bytes=_reserved(trace, plain.twin.device, plain.gpu),
         notes=(*plain.notes, *_notes_on(traced)))
 
 
-def _reserved(trace: LoopTrace, device: torch.device) -> int | None:
+def _reserved(trace: LoopTrace, device: torch.device, gpu: str | Gpu | None) -> int | None:
     if device.type != "cuda":
         return None
     from graph_capture.op_costs.devices import device_model
-    from planner.step.reserved import cublas_workspace_bytes, expandable_segments, replay_loop
+    from planner.step.reserved import expandable_segments, replay_loop
 
-    return replay_loop(trace, cublas_workspace_bytes(device_model(device).name),
+    return replay_loop(trace, device_model(device, gpu=gpu).cublas_workspace_bytes,
                        expandable=expandable_segments()).reserved_bytes
 
 

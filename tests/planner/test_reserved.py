@@ -10,11 +10,12 @@ from torch import nn
 import planner
 from graph_capture.memory.caching_allocator import CachingAllocator, replay
 from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
+from graph_capture.op_costs.devices import device_model
 from planner.api import capture
 from planner.cli import app
 from planner.plans.file import dumps, from_dict, loads
 from planner.step.loop_trace import LoopTrace, Span, StepPhase
-from planner.step.reserved import cublas_workspace_bytes, replay_loop
+from planner.step.reserved import replay_loop
 from tests.support.command_line import RUNNER, TINY_GPT2, run
 from tests.support.graphs import HandMadeStep, chain, prepared
 
@@ -77,8 +78,9 @@ def test_a_later_step_may_reserve_more_than_the_first():
 
 
 def test_the_workspace_of_cublas_depends_on_the_device():
-    assert cublas_workspace_bytes("A100") == cublas_workspace_bytes("RTX 4090") == 8_519_680
-    assert cublas_workspace_bytes("H100") == cublas_workspace_bytes("B200") == 32 * MIB
+    found = {gpu: device_model("cuda", gpu=gpu).cublas_workspace_bytes
+             for gpu in ("A100", "RTX 4090", "H100", "B200")}
+    assert found == {"A100": 8_519_680, "RTX 4090": 8_519_680, "H100": 32 * MIB, "B200": 32 * MIB}
 
 
 def test_a_plan_says_what_is_reserved(unlimited, tmp_path):
