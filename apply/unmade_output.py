@@ -9,6 +9,7 @@ import torch
 from torch.overrides import get_default_nowrap_functions
 
 from graph_capture.errors import PlannerError
+from graph_capture.torch_compat import no_subclass_functions
 
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16,
                     torch.Tensor.double, torch.Tensor.to, torch.Tensor.detach})
@@ -40,7 +41,7 @@ class UnmadeOutput(torch.Tensor):
                            args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
                            ) -> Any:
         given = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             if func in get_default_nowrap_functions() or func in _OF_SHAPE or (
                     getattr(func, "__name__", "") == "__get__"):
                 return func(*args, **given)

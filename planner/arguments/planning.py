@@ -242,6 +242,9 @@ def _check_allowed(allow: object, backend: str) -> None:
     if isinstance(allow, str) or not isinstance(allow, Sequence):
         raise TypeError(f"allow must be a sequence of choices, got {allow!r}; "
                         'write allow=("recompute", "chunk")')
+    if "offload" in allow:
+        raise ValueError("allow='offload' (storing results on the host and fetching them back) is "
+                         f"not built yet; known: {', '.join(CHOICES)}")
     for choice in allow:
         _check_known("choice in allow", choice, CHOICES)
     if "recompute" not in allow:

@@ -129,12 +129,11 @@ def test_logits_that_are_dropped_are_not_made():
         (allow, least[output]), = refused.value.alternatives.items()
         assert allow == ALLOW and f"{least[output]:,} bytes would do" in str(refused.value)
         plan = planner.plan(model, inputs, budget=least[output], output=output, allow=ALLOW)
+        torch.manual_seed(0)
         found = plan.apply(copy.deepcopy(model))(**inputs)["logits"]
         if output == "held":
             torch.manual_seed(0)
-            found = plan.apply(copy.deepcopy(model).eval())(**inputs)["logits"]
-            torch.testing.assert_close(found, copy.deepcopy(model).eval()(**inputs)["logits"],
-                                       rtol=0, atol=0)
+            assert torch.equal(found, model(**inputs)["logits"])
         else:
             assert found.shape == (BATCH, LENGTH, VOCAB) and found.dtype == torch.float32
             assert found.float().detach().half().dtype == torch.float16
@@ -165,7 +164,12 @@ def test_within_may_run_pieces():
         planner.plan(Head(), inputs, budget=1, allow=ALLOW)
     model = planner.within(Head(), refused.value.minimum_bytes + 4096, allow=ALLOW)
     for _ in range(3):
-        assert distance(gradients(model, inputs), plain) < 1e-6
+        torch.manual_seed(2)
+        model.zero_grad()
+        output = model(**inputs)  # which is held
+        output["loss"].backward()
+        found = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert distance(found, plain) < 1e-6
     assert planner.plan_of(model).recipe.pieces > 1
     assert planner.steps_of(model).planned == 3
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -128,3 +129,17 @@ def test_without_arguments_the_help_is_shown():
                             text=True, check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
     for command in ("plan", "show", "frontier", "verify"):
         assert command in result.stdout
+
+
+def test_a_loss_head_may_run_in_pieces(tmp_path):
+    """By one option, however it is written; refusals name it."""
+    wide = ["hf:gpt2", *TINY_GPT2[1:], "--set", "vocab_size=3000", "--output-dropped"]
+    refused = run("plan", *wide, "--budget", "1B", code=3).stderr
+    least = int(re.search(r"With allow=\('recompute', 'chunk'\), ([\d,]+) bytes", refused)
+                .group(1).replace(",", ""))
+    for written in (["chunk"], ["recompute,chunk"], ["recompute", "chunk"]):
+        options = [word for choice in written for word in ("--allow", choice)]
+        found = json.loads(run("plan", *wide, "--budget", least, *options, "--time-limit", "2",
+                               "--json").stdout)
+        assert found["pieces"] > 1
+    run("plan", *wide, "--budget", least, "--allow", "fuse", code=2)
