@@ -57,12 +57,9 @@ _STRICTNESS = 0.03
 CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
            "longer one, or a machine that does less beside, may find a better plan")
 """A note of such plans."""
-UNCONFIRMED = ("the peak is an estimate, from the code of similar steps or of one with fewer "
-               "layers: the time limit left no time to generate the code of this one")
-"""A note of such plans."""
 _GRACE = 0.5
 """Part of the time limit by which it may be overrun for what has been begun."""
-_CONFIRMATIONS = 2
+_CONFIRMATIONS = 3
 """Whole steps that are compiled for one form, at most, because what was expected does not fit."""
 _SIMPLICITY = 0.005
 """Part of the step's time that may be given for blocks that are treated alike."""
@@ -89,8 +86,6 @@ class _Search:
         self.proposals = Proposals(form, effort)
         self.was_cut_off = False
         """Whether the time limit kept anything from being tried."""
-        self.is_unconfirmed = False
-        """Whether there was no time for the code of a whole step."""
         self.overstated_bytes = 0
         """By how much, at most, the problem's account was above that of the code; what Inductor
         does by itself, which is fullest elsewhere, left aside."""
@@ -155,10 +150,8 @@ class _Search:
         return None
 
     def confirmed(self, found: _Candidate) -> _Candidate:
-        """A candidate with the account of the whole step, if there is time to generate its code."""
-        if not self._has_time_for_whole(found.recipe):
-            self.is_unconfirmed = True
-            return found
+        """A candidate with the account of the whole step, whatever the time: a plan's peak is never
+        that of a part."""
         if self.effort.progress is not None:
             self.effort.progress("generating the whole compiled step")
         return replace(found, step=self.account.trace(found.recipe))
@@ -366,8 +359,7 @@ def _make_plan(searches: Sequence[_Search], search: _Search, budget_bytes: int |
         made=found.step.course, backward_begins=found.step.backward_begins,
         notes=(f"without a budget the compiled step peaks at {unlimited_bytes} bytes; overhead is "
                "relative to that step",
-               *((CUT_OFF,) if any(each.was_cut_off for each in searches) else ()),
-               *((UNCONFIRMED,) if any(each.is_unconfirmed for each in searches) else ())))
+               *((CUT_OFF,) if any(each.was_cut_off for each in searches) else ())))
 
 
 def _least_cost(searches: Sequence[_Search], net_bytes: int) -> float:

@@ -14,7 +14,7 @@ from planner.plans.decisions import build_recipe
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
 from planner.search.effort import Effort
-from planner.search.forms import cheapest, solve_form
+from planner.search.forms import LEAST_SHARE, cheapest, solve_form
 from planner.step.accounting import account, describe_bottleneck, memory_over
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
@@ -55,7 +55,9 @@ def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> Inf
     """The error for a budget below what the optimizer's step or resident memory takes: the smallest
     that can be met, and what holds it."""
     net_bytes = prepared.budget.least_net_bytes
-    brief = replace(effort, time_limit=min(effort.time_limit, _DIAGNOSIS_SECONDS))
+    # Of more than two forms each gets a part of it.
+    seconds = _DIAGNOSIS_SECONDS / (LEAST_SHARE if len(prepared.forms) > 2 else 1)
+    brief = replace(effort, time_limit=min(effort.time_limit, seconds))
     form, found = cheapest(prepared.forms, net_bytes, brief)
     if isinstance(found, Refusal):
         net_bytes = found.minimum_bytes

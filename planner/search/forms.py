@@ -25,7 +25,7 @@ from solvers.solve import solve
 _LEAST_FIRST_SHARE, _FIRST_SHARE = 0.2, 0.5
 """Part of the time for the base form, where there are others: less, the nearer the budget is to
 what that form takes at least."""
-_LEAST_SHARE = 0.1
+LEAST_SHARE = 0.1
 """Part of the time that another form gets whatever the first has used."""
 
 
@@ -89,14 +89,14 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
 
     def seconds_left() -> float:
         return max(effort.time_limit - (time.monotonic() - started),
-                   _LEAST_SHARE * effort.time_limit)
+                   LEAST_SHARE * effort.time_limit)
 
     def attempt(form: Form) -> Result | None:
         if is_only:
             return ask(form, effort.time_limit)
         if form is not base:
             return ask(form, seconds_left() if len(forms) == 2
-                       else _LEAST_SHARE * effort.time_limit)
+                       else LEAST_SHARE * effort.time_limit)
         if not form.may_fit(net_bytes):  # then it is only asked for its minimum, if nothing fits
             return None
         room = 1 - working_set_floor(form.problem) / max(net_bytes, 1)
@@ -105,7 +105,7 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
     found = choose(forms, attempt, lambda form, best: best.cost > form.problem.keep_all_cost)
     if found is None:
         if all(form is not base for form, _ in refusals):
-            ask(base, _LEAST_SHARE * effort.time_limit)
+            ask(base, LEAST_SHARE * effort.time_limit)
         return min(refusals, key=lambda refused: refused[1].minimum_bytes)
     form, result = found
     if len(forms) > 2 and result.status != "optimal":

@@ -187,7 +187,7 @@ def test_half_precision_scales_the_loss_first():
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, bert, t5])
 def test_models_of_transformers_take_less(make):
-    case = make(vocab=4096)
+    case = make(batch=4, seq=128, vocab=4096)
     found = {}
     for allow in (("recompute",), ALLOW):
         with pytest.raises(planner.InfeasibleBudget) as refused:
