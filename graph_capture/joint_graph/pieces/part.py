@@ -45,21 +45,14 @@ class Part:
 
 
 def find_part(joint: JointGraph, returned: Set[fx.Node]) -> Part | None:
-    """The widest part, if there is one whose widest value is made by a matrix product; `returned`:
-    what the caller gets, and must be whole."""
-    entries = [node for node in joint.graph.nodes
-               if node.target in (_aten.mm.default, _aten.addmm.default)
-               and node not in descendants(joint.cotangents)]
-    for entry in sorted(entries, key=lambda node: -_elements(node))[:_TRIED_ENTRIES]:
-        part = _part_from(joint, entry, {unviewed(node) for node in returned})
-        if part is not None:
-            return part
-    return None
-
-
-_TRIED_ENTRIES = 1
-"""Only the widest product: where others are wider than what a part would hold, it would not
-help."""
+    """The part around the widest matrix product of the forward, if it can run in pieces;
+    `returned`: what the caller gets, and must be whole."""
+    late = descendants(joint.cotangents)
+    entry = max((node for node in joint.graph.nodes if node not in late
+                 and node.target in (_aten.mm.default, _aten.addmm.default)),
+                key=_elements, default=None)
+    return None if entry is None else _part_from(
+        joint, entry, {unviewed(node) for node in returned})
 
 
 def _elements(node: fx.Node) -> int:
@@ -77,7 +70,7 @@ def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Par
             and _elements(node) >= _AS_WIDE * _elements(entry)}
     before = ancestors(wide, layouts.__contains__)
     chosen = {node for node in descendants(wide, layouts.__contains__)
-              if node in before or _reads(node, wide, layouts)}
+              if node in before or _reads(node, wide)}
     chosen |= {node for node in layouts if _ends_a_sum(node, chosen, layouts)}
     given = {node for node in chosen if node in wide and unviewed(node) in returned}
     chosen -= ancestors(given, chosen.__contains__)  # the caller gets it whole
@@ -133,7 +126,7 @@ def _can_be_cut(action: Action, layouts: Mapping[fx.Node, Layout]) -> bool:
     return True
 
 
-def _reads(node: fx.Node, wide: set[fx.Node], layouts: Mapping[fx.Node, Layout]) -> bool:
+def _reads(node: fx.Node, wide: set[fx.Node]) -> bool:
     """Whether an op, or the op that it is an element of, reads something wide."""
     source = node.args[0] if is_tuple_element(node) else node
     return any(operand in wide for operand in source.all_input_nodes)
