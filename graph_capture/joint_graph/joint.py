@@ -59,6 +59,12 @@ class JointGraph:
         """The graph's output node."""
         return self.graph.output_node()
 
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """Positions of the model's outputs among the forward outputs."""
+        return tuple(place for place in range(len(self.forward_outputs))
+                     if place not in self.mutations)
+
     def described_anew(self) -> JointGraph:
         """The same graph after other nodes have taken the place of some of its outputs."""
         return _described(self.graph, self.owner, self.primals, self.cotangents,

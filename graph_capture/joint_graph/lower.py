@@ -108,8 +108,7 @@ class LoweredRegion:
     @property
     def returned(self) -> tuple[fx.Node | None, ...]:
         """The outputs of the forward, mutated inputs not counted."""
-        return tuple(node for place, node in enumerate(self.joint.forward_outputs)
-                     if place not in self.joint.mutations)
+        return tuple(self.joint.forward_outputs[place] for place in self.joint.returned)
 
     def primals_read_by(self, node: fx.Node) -> list[int]:
         """Indices of the region's inputs that an op reads, itself or through a view."""

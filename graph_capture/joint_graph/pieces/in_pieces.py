@@ -48,9 +48,7 @@ def run_in_pieces(joint: JointGraph, count: int, unread: Collection[int] = ()
     """
     means_to_sums(joint)
     joint = joint.described_anew()
-    returned = [place for place in range(len(joint.forward_outputs))
-                if place not in joint.mutations]
-    dropped = {returned[place] for place in unread}
+    dropped = {joint.returned[place] for place in unread}
     part = find_part(joint, {node for place, node in enumerate(joint.forward_outputs)
                              if node is not None and place not in dropped})
     if part is None:
@@ -69,7 +67,7 @@ def run_in_pieces(joint: JointGraph, count: int, unread: Collection[int] = ()
     _sort(joint.graph)
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
-    return joint.described_anew(), min(count, part.rows), tuple(map(returned.index, unmade))
+    return joint.described_anew(), min(count, part.rows), tuple(map(joint.returned.index, unmade))
 
 
 def _without_unread(joint: JointGraph, part: Part, dropped: Collection[int]) -> list[int]:
@@ -78,10 +76,10 @@ def _without_unread(joint: JointGraph, part: Part, dropped: Collection[int]) -> 
     output = joint.output
     values = list(output.args[0])
     emit = Emitter(joint.graph, part.nodes[0])
-    found = []
+    made, found = set(map(unviewed, part.nodes)), []
     for place in sorted(dropped):
         node = values[place]
-        if isinstance(node, fx.Node) and unviewed(node) in map(unviewed, part.nodes):
+        if isinstance(node, fx.Node) and unviewed(node) in made:
             value = node.meta["val"]
             single = emit(_aten.full.default, [1] * value.ndim, math.nan, like=node,
                           dtype=value.dtype, device=value.device)
@@ -160,10 +158,8 @@ class _Unrolling:
         """Put pieces of these ops, and what becomes of them, in front of the last of them."""
         if not nodes:
             return
-        anchor = max(nodes, key=list(self._graph.nodes).index)
-        if self._scale is not None:
-            anchor = max(self._part.forward or nodes, key=list(self._graph.nodes).index)
-        emit = Emitter(self._graph, anchor)
+        together = self._scale is not None and self._part.forward
+        emit = Emitter(self._graph, (together or nodes)[-1])
         ours = set(nodes)
         every = set(self._part.nodes)
         handed_on = [node for node in nodes if any(

@@ -16,10 +16,9 @@ from torch import fx
 
 from graph_capture.joint_graph.joint import JointGraph
 from graph_capture.joint_graph.pieces.emit import Emitter
+from graph_capture.joint_graph.pieces.rows import Reduction
 
 _aten = torch.ops.aten
-_MEAN, _SUM = 1, 2
-"""Reductions of a loss, as its ops number them."""
 
 
 def means_to_sums(joint: JointGraph) -> None:
@@ -36,17 +35,17 @@ def means_to_sums(joint: JointGraph) -> None:
             graph.erase_node(node)
     weights: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default)):
-        if node.args[3] == _MEAN:
+        if node.args[3] == Reduction.MEAN:
             labels = _labels_of(node.args)
             weights[labels] = _rewrite_forward(graph, node)
     for node in list(graph.find_nodes(op="call_function", target=_aten.nll_loss_backward.default)):
         gradient, *args, _ = node.args
         weight = weights.get(_labels_of(args))
-        if args[3] == _MEAN and weight is not None:
+        if args[3] == Reduction.MEAN and weight is not None:
             emit = Emitter(graph, node)
             shared = emit(_aten.div.Tensor, gradient, weight, like=node)
             node.update_arg(0, shared)
-            node.update_arg(4, _SUM)
+            node.update_arg(4, int(Reduction.SUM))
             node.update_arg(6, weight)
 
 
@@ -69,7 +68,8 @@ def _rewrite_forward(graph: fx.Graph, node: fx.Node) -> fx.Node:
         of_each = emit(_aten.index.Tensor, weight, [labels], like=node)
         total = emit(_aten.sum.default, emit(_aten.mul.Tensor, of_each, counted, like=node),
                      like=node)
-    summed = emit(_aten.nll_loss_forward.default, scores, target, weight, _SUM, ignored, like=node)
+    summed = emit(_aten.nll_loss_forward.default, scores, target, weight, int(Reduction.SUM),
+                  ignored, like=node)
     loss = emit(operator.getitem, summed, 0, like=node)
     mean = emit(_aten.div.Tensor, loss, total, like=node)
     for user in list(node.users):

@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import torch
@@ -66,6 +66,18 @@ class Action:
     """One for each result of an op."""
     shape_argument: int | None = None
     """Position of the argument that is the shape of the result."""
+
+
+Rule = Callable[[fx.Node, Known], Action | None]
+"""How the calls of an op act on rows."""
+
+
+class Reduction(IntEnum):
+    """Of a loss, as its ops number them."""
+
+    NONE = 0
+    MEAN = 1
+    SUM = 2
 
 
 def action_of(node: fx.Node, known: Known) -> Action | None:
@@ -132,11 +144,19 @@ def _pointwise(node: fx.Node, known: Known) -> Action | None:
     return Action(operands, (found,))
 
 
-def _view(node: fx.Node, known: Known) -> Action | None:
-    source = node.all_input_nodes[0]
-    rows = _rows(source, known)
-    if rows is None:
-        return None
+def _on_rows(rule: Callable[[fx.Node, fx.Node, Rows], Action | None]) -> Rule:
+    """A rule for an op of one tensor, where that has rows."""
+
+    def applied(node: fx.Node, known: Known) -> Action | None:
+        source = node.all_input_nodes[0]
+        rows = _rows(source, known)
+        return None if rows is None else rule(node, source, rows)
+
+    return applied
+
+
+@_on_rows
+def _view(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     shape, result = _shape(source), _shape(node)
     before, count = math.prod(shape[:rows.start]), rows.count(shape)
     for start in range(len(result)):
@@ -146,11 +166,8 @@ def _view(node: fx.Node, known: Known) -> Action | None:
     return None
 
 
-def _expand(node: fx.Node, known: Known) -> Action | None:
-    source = node.all_input_nodes[0]
-    rows = _rows(source, known)
-    if rows is None:
-        return None
+@_on_rows
+def _expand(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     shape, result = _shape(source), _shape(node)
     offset = len(result) - len(shape)
     there = Rows(rows.start + offset, rows.stop + offset)
@@ -159,11 +176,8 @@ def _expand(node: fx.Node, known: Known) -> Action | None:
     return Action({source: rows}, (there,), shape_argument=1)
 
 
-def _permute(node: fx.Node, known: Known) -> Action | None:
-    source = node.all_input_nodes[0]
-    rows = _rows(source, known)
-    if rows is None:
-        return None
+@_on_rows
+def _permute(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     dimensions = list(range(len(_shape(source))))
     if node.target is _aten.permute.default:
         dimensions = [int(d) % len(dimensions) for d in node.args[1]]
@@ -178,11 +192,8 @@ def _permute(node: fx.Node, known: Known) -> Action | None:
     return Action({source: rows}, (Rows(start, start + rows.stop - rows.start),))
 
 
-def _unsqueeze(node: fx.Node, known: Known) -> Action | None:
-    source = node.all_input_nodes[0]
-    rows = _rows(source, known)
-    if rows is None:
-        return None
+@_on_rows
+def _unsqueeze(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     position = int(node.args[1]) % (len(_shape(source)) + 1)
     if rows.start < position < rows.stop:
         return None
@@ -190,11 +201,8 @@ def _unsqueeze(node: fx.Node, known: Known) -> Action | None:
     return Action({source: rows}, (Rows(rows.start + moved, rows.stop + moved),))
 
 
-def _squeeze(node: fx.Node, known: Known) -> Action | None:
-    source = node.all_input_nodes[0]
-    rows = _rows(source, known)
-    if rows is None:
-        return None
+@_on_rows
+def _squeeze(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     position = int(node.args[1]) % len(_shape(source))
     if rows.start <= position < rows.stop or _shape(source)[position] != 1:
         return None
@@ -202,8 +210,7 @@ def _squeeze(node: fx.Node, known: Known) -> Action | None:
     return Action({source: rows}, (Rows(rows.start - moved, rows.stop - moved),))
 
 
-def _along(position: int, tensors: Sequence[int] = (0,)
-           ) -> Callable[[fx.Node, Known], Action | None]:
+def _along(position: int, tensors: Sequence[int] = (0,)) -> Rule:
     """Acts along one dimension, given at `position`, and leaves the shape: on the others."""
 
     def rule(node: fx.Node, known: Known) -> Action | None:
@@ -229,12 +236,9 @@ def _alike(node: fx.Node, tensors: Sequence[fx.Node], rows: Rows, known: Known
     return Action({**dict.fromkeys(tensors, rows), **dict.fromkeys(others, Kind.WHOLE)}, (rows,))
 
 
-def _reduction(node: fx.Node, known: Known) -> Action | None:
+@_on_rows
+def _reduction(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     """Over given dimensions: of each row, or over all rows."""
-    source = node.args[0]
-    rows = _rows(source, known)
-    if rows is None:
-        return None
     rank = len(_shape(source))
     given = node.args[1] if len(node.args) > 1 and node.args[1] is not None else range(rank)
     dimensions = {int(d) % rank for d in ([given] if isinstance(given, int) else given)
@@ -249,9 +253,9 @@ def _reduction(node: fx.Node, known: Known) -> Action | None:
     return Action({source: rows}, (Rows(rows.start - gone, rows.stop - gone),))
 
 
-def _total(node: fx.Node, known: Known) -> Action | None:
-    rows = _rows(node.args[0], known)
-    return None if rows is None else Action({node.args[0]: rows}, (Kind.SUM,))
+@_on_rows
+def _total(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
+    return Action({source: rows}, (Kind.SUM,))
 
 
 def _mm(node: fx.Node, known: Known) -> Action | None:
@@ -278,7 +282,7 @@ def _nll_loss(node: fx.Node, known: Known) -> Action | None:
     backward = node.target is _aten.nll_loss_backward.default
     gradient, (scores, target, weight, reduction) = (
         (node.args[0], node.args[1:5]) if backward else (None, node.args[:4]))
-    if known(scores) != Rows(0, 1) or known(target) is not None or reduction == _MEAN:
+    if known(scores) != Rows(0, 1) or known(target) is not None or reduction == Reduction.MEAN:
         return None
     if any(known(other) is not None for other in (weight,) if other is not None):
         return None
@@ -286,24 +290,21 @@ def _nll_loss(node: fx.Node, known: Known) -> Action | None:
     if weight is not None:
         operands[weight] = Kind.WHOLE
     if not backward:
-        return Action(operands, (Rows(0, 1) if reduction == _NONE else Kind.SUM, Kind.SUM))
+        return Action(operands, (Rows(0, 1) if reduction == Reduction.NONE else Kind.SUM, Kind.SUM))
     for other in (gradient, node.args[6]):
         if known(other) is not None:
             return None
         operands[other] = Kind.WHOLE
-    if reduction == _NONE:
+    if reduction == Reduction.NONE:
         operands[gradient] = Rows(0, 1)
     return Action(operands, (Rows(0, 1),))
 
-
-_NONE, _MEAN = 0, 1
-"""Reductions of a loss, as its ops number them."""
 
 _SUMS = frozenset({_aten.sum.dim_IntList})
 _OF_SUMS = frozenset({_aten._to_copy.default, _aten.t.default, _aten.permute.default,
                       _aten.transpose.int, _aten.view.default, _aten._unsafe_view.default})
 
-_RULES: dict[Any, Callable[[fx.Node, Known], Action | None]] = {
+_RULES: dict[Any, Rule] = {
     **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default), _view),
     _aten.expand.default: _expand,
     **dict.fromkeys((_aten.permute.default, _aten.t.default, _aten.transpose.int), _permute),
