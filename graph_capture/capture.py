@@ -14,7 +14,12 @@ import torch
 from torch import nn
 
 from graph_capture.device_kernels.choices import kernels_of
-from graph_capture.dynamo.blocks import WHOLE_MODEL, find_blocks
+from graph_capture.dynamo.blocks import (
+    REPEATED_BLOCKS,
+    WHOLE_MODEL,
+    find_blocks,
+    has_repeated_blocks,
+)
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.dynamo.record import Recording
 from graph_capture.dynamo.training_step import record_training_step
@@ -133,7 +138,7 @@ def capture_step(
     device: torch.device | str | None = None, gpu: str | Gpu | None = None,
     keep: Sequence[str] = (),
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
-    accumulated: bool = False, regions: str | Sequence[str] = WHOLE_MODEL,
+    accumulated: bool = False, regions: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None, holds_output: bool = True,
     answers: tuple[Any, ...] | None = None, probe_room: ProbeRoom | None = None,
     progress: Progress | None = None, pieces: Sequence[int] = (),
@@ -146,7 +151,9 @@ def capture_step(
     `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
     `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
     that Inductor partitions: after its decompositions and its passes over the joint graph.
-    `regions`: what is captured as one piece, see `graph_capture.dynamo.blocks.find_blocks`.
+    `regions`: what is captured as one piece, see `graph_capture.dynamo.blocks.find_blocks`; `None`:
+    the whole model, or its repeated blocks where a graph break in a loop would make one code run
+    for several of them, of which nothing could be recomputed.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
     captured in pieces.  `holds_output`: the caller holds the model's output until the backward
@@ -176,16 +183,24 @@ def capture_step(
         check_compiler(twin.device, twin.trace_device)
 
     say("capturing the forward and the backward")
-    blocks = find_blocks(model, regions)
     layout = None if make_layout is None else make_layout(twin)
-    # Code between blocks runs as it is written, and must see what it takes for ordinary tensors.
-    traced, traced_loss = twin, twin_loss
-    if (blocks or answers is not None) and twin.trace_device.type == "cpu":
-        traced = data_less_twin(twin, extra=(twin_loss,))
-        traced_loss = traced.extra[-1]
-    recording, output = record_training_step(
-        traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
-        wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
+
+    def record(blocks: Sequence[str]) -> tuple[FakeTwin, LossFn | None, Recording, object]:
+        # Code between blocks runs as it is written, and must see what it takes for ordinary
+        # tensors.
+        traced, traced_loss = twin, twin_loss
+        if (blocks or answers is not None) and twin.trace_device.type == "cpu":
+            traced = data_less_twin(twin, extra=(twin_loss,))
+            traced_loss = traced.extra[-1]
+        return traced, traced_loss, *record_training_step(
+            traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
+            wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
+
+    traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
+    if regions is None and _sharing_code(recording) and has_repeated_blocks(model):
+        by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
+        if not _sharing_code(by_blocks[2]):
+            traced, traced_loss, recording, output = by_blocks
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
     rules = _rules_since(twin)
 
@@ -249,6 +264,11 @@ def capture_step(
         tracing=tracing, cublas_workspace_bytes=costs.device_model.cublas_workspace_bytes)
 
 
+def _sharing_code(recording: Recording) -> int:
+    """Of how many regions the code runs more than once in the step."""
+    return sum(count for count in count_runs(recording).values() if count > 1)
+
+
 def _least_plain_peak(twin: FakeTwin, loss_fn: LossFn | None) -> int:
     """The peak of the plain step above what is resident, but for the workspace of its ops; 0 where
     it cannot be traced, which is an error later."""
@@ -301,11 +321,11 @@ def _notes(
     elif len(recording.calls) > 1:
         notes.append(f"torch.compile broke the model into {len(recording.calls)} regions, "
                      "which are planned together; what runs between them is not planned")
-    repeated = sum(count for count in count_runs(recording).values() if count > 1)
+    repeated = _sharing_code(recording)
     if repeated:
         notes.append(f"{repeated} regions share code that runs several times in a step, and are "
-                     "kept as they are: a graph break in a loop does that; regions=\"blocks\" "
-                     "plans each by itself")
+                     "kept as they are: a graph break in a loop does that; where the loop runs "
+                     "modules, regions=(...) with their names plans each by itself")
     if recording.inference_graphs:
         notes.append(f"{recording.inference_graphs} captured pieces need no gradient "
                      "and are not planned")

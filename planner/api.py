@@ -78,7 +78,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         accumulation: micro-steps to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
         regions: what is compiled as one piece. `"model"`: all of it, the default for one device;
-            `"blocks"`, the default with `parallel` where there are any: each of its
+            `"blocks"`, the default with `parallel` where there are any, and where
+            `torch.compile` breaks the model's graph in a loop: each of its
             repeated blocks by itself, with one budget over all of them, while the rest runs as it
             is written (counted, not planned), which compiles in a time that grows with the number
             of different decisions instead of with depth, and leaves blocks in place for wrappers;
@@ -184,7 +185,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     from planner.step.rank_layout import layout_of, regions_of_rank
     from planner.step.wrapped import beneath_wrappers
 
-    parallel, regions = planning.parallel, planning.regions or "model"
+    parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
     device = device_planned_for(model, planning.device)

@@ -282,12 +282,12 @@ class GraphPlanner:
                        parallel=self._parallel, budget_of=planning.budget_of)
 
 
-def regions_under_wrappers(model: nn.Module) -> str:
-    """What is best compiled as one piece: under data parallelism the repeated blocks, if there are
-    any, since one graph would hand over all gradients at its end, with nothing left to do while
-    they are sent."""
+def regions_under_wrappers(model: nn.Module) -> str | None:
+    """What is best compiled as one piece, if that is known before the capture: under data
+    parallelism the repeated blocks, if there are any, since one graph would hand over all gradients
+    at its end, with nothing left to do while they are sent."""
     if wrapping_data_parallel() is None:
-        return WHOLE_MODEL
+        return None
     return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
 
 

@@ -57,6 +57,49 @@ def test_a_step_by_blocks_gives_the_same_numbers_within_its_budget(name, size):
         assert plan.peak_bytes <= plan.budget_bytes
 
 
+class BrokenBlock(nn.Module):
+    """Its graph ends behind it, as a print or a hook that torch cannot trace would end it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
+            nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.inner(x)
+        torch._dynamo.graph_break()
+        return x
+
+
+class BrokenLoop(nn.Module):
+    """torch compiles one code for all but the first of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BrokenBlock(64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_graph_break_in_a_loop_is_planned_by_blocks():
+    torch.manual_seed(0)
+    case = Case(BrokenLoop(), (torch.randn(256, 64),), None)
+    step, plain = capture(case.model, case.inputs), reference(case)
+    assert any("4 blocks are compiled one by one" in note for note in step.base.graph.notes)
+    whole = capture(case.model, case.inputs, regions="model")
+    assert any("3 regions share code" in note for note in whole.base.graph.notes)
+    plan = plan_at(step, 0.6)
+    assert plan.budget_bytes < plan_at(whole, 0.6).peak_bytes
+    model = plan.apply(case.model)
+    assert train(model, case).differences(plain) == []
+    assert measured_peak(model, case) == plan.peak_bytes - plan.resident_bytes
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
 def test_layers_may_differ_in_what_they_recompute():
     case = language_model(layers=6)
     plan = plan_at(prepared(case), 0.75)

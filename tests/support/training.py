@@ -11,6 +11,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,9 +134,9 @@ def measured_peak(model: Callable[..., object], case: Case) -> int:
         return record_peak(run, "cpu").peak_bytes
 
 
-def captured(case: Case) -> PreparedStep:
+def captured(case: Case, **arguments: Any) -> PreparedStep:
     """The case, ready to be planned."""
-    return capture(case.model, case.inputs, loss_fn=case.loss_fn)
+    return capture(case.model, case.inputs, loss_fn=case.loss_fn, **arguments)
 
 
 def apply_schedule(
