@@ -75,16 +75,18 @@ def known_actions(schedule: Iterable[Action | int]) -> Schedule:
     known: list[Action | int] = []
     for position, action in enumerate(actions):
         try:  # any other whole number, such as one of numpy, stands for a run, too
-            known.append(action if type(action) in _KINDS else Run(index(action)))
+            known.append(action if isinstance(action, Transfer | Run | int)
+                         else Run(index(action)))
         except TypeError:
             raise IllegalSchedule(f"position {position} holds {action!r}, which is no known "
-                                  "action: expected a run, or the number of an op") from None
+                                  "action: expected a run, the number of an op, or a "
+                                  "transfer") from None
     return tuple(known)
 
 
 def as_schedule(actions: Iterable[Action | int]) -> tuple[Action, ...]:
     """The same with every action typed."""
-    return tuple(Run(action) if type(action) is int else action
+    return tuple(action if isinstance(action, Transfer | Run) else Run(action)
                  for action in known_actions(actions))
 
 

@@ -64,6 +64,17 @@ class Timeline:
     """Part of the cost: how long ops wait for copies from and to the host."""
 
     @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Position and op of each run."""
+        return [(position, action) for position, action in enumerate(self.schedule)
+                if isinstance(action, int)]
+
+    def op_at(self, position: int) -> int:
+        """The op that runs at a position, or next after it."""
+        return next((action for action in self.schedule[position:] if isinstance(action, int)),
+                    self.runs[-1][1])
+
+    @property
     def offloaded(self) -> tuple[int, ...]:
         """Storages that are stored on the host, in order."""
         return tuple(action.storage for action in self.schedule if isinstance(action, Store))

@@ -85,6 +85,6 @@ def make_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, resu
         status=result.status, solver=result.solver, seconds=result.seconds,
         reserved_bytes=prepared.reserved_bytes(form, timeline),
         made=memory_over(form.graph, timeline), backward_begins=next(
-            (position for position, index in enumerate(timeline.schedule)
+            (position for position, index in timeline.runs
              if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)),
         notes=() if prepared.surroundings is None else prepared.surroundings.notes)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from graph_capture.training_graph import Phase, TrainingGraph
 from planner.step.budget import StepBudget
+from solvers.actions import as_order
 from solvers.minimum import working_set_floor
+from solvers.offload import relaxed
 from solvers.problem import Problem, Schedule
 from solvers.simulator import Instance, simulate, unroll
 
@@ -45,7 +47,13 @@ class Form:
     def may_fit(self, net_bytes: int) -> bool:
         """Whether no bound says that every schedule takes more than `net_bytes` above resident
         memory."""
-        return working_set_floor(self.problem) <= net_bytes
+        return self.floor_bytes <= net_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """What every schedule takes at least, above resident memory."""
+        return working_set_floor(self.problem if self.problem.link is None
+                                 else relaxed(self.problem))
 
     def net_peak_bytes(self, schedule: Schedule) -> int:
         """Peak of forward and backward under a schedule, above resident memory."""
@@ -60,6 +68,8 @@ class Form:
         seen: set[int] = set()
         end = -1  # position of the last first run that does not belong to the backward
         for position, index in enumerate(schedule):
+            if not isinstance(index, int):
+                continue
             if index not in seen and self.graph.ops[index].phase is not Phase.BACKWARD:
                 end = position
             seen.add(index)
@@ -71,11 +81,13 @@ class Form:
         return simulate(self.problem, schedule).cost
 
     def overhead(self, schedule: Schedule) -> float:
-        """Seconds of recomputations and copies, as a fraction of the step without them; 0 where
-        nothing takes time."""
+        """Seconds of recomputations and copies, and of waiting for the host, as a fraction of the
+        step without them; 0 where nothing takes time."""
         seen: set[int] = set()
         extra = self.graph.step_seconds - self.base_seconds
-        for index in schedule:
+        if self.problem.link is not None:
+            extra += unroll(self.problem, schedule).waiting_cost
+        for index in as_order(schedule):
             if index in seen:
                 extra += self.graph.ops[index].seconds
             seen.add(index)

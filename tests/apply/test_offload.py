@@ -1,0 +1,62 @@
+"""Results that are away from the device: the same numbers, and memory to the byte.
+
+A stand-in takes the part of the host (`apply.host_store`): its memory is not that of torch's
+allocator, so that the allocator shows what a device would hold.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.plans.decisions import schedule_of
+from planner.search.planning import plan_within
+from solvers import Fetch, Store
+from solvers.simulator import simulate
+from tests.support.offloading import random_transfers, with_link
+from tests.support.training import (
+    EFFORT,
+    apply_schedule,
+    measured_peak,
+    random_schedule,
+    subject,
+    train,
+)
+
+MODELS = ["gpt2", "resnet", "views", pytest.param("llama", marks=pytest.mark.slow),
+          pytest.param("many_outputs", marks=pytest.mark.slow),
+          pytest.param("graph_break", marks=pytest.mark.slow),
+          pytest.param("t5", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_transfers_beside_any_recomputations(name, seed):
+    owner = subject(name)
+    step = with_link(owner.step, 1e9)
+    problem = step.base.problem
+    schedule = random_transfers(problem, random_schedule(problem, seed, 0.3), seed)
+    assert any(isinstance(action, Fetch) for action in schedule)
+    model, timeline = apply_schedule(owner.case, step, schedule)
+    assert train(model, owner.case).differences(owner.reference) == []
+    assert measured_peak(model, owner.case) == timeline.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_a_plan_that_stores_on_the_host_takes_less_than_recomputation_can(name):
+    owner = subject(name)
+    step = with_link(owner.step, 1e9)
+    form = step.base
+    budget = (step.keep_all_peak_bytes + owner.smallest.peak_bytes) // 2
+    plan = plan_within(step, budget, EFFORT)
+    alone = plan_within(owner.step, budget, EFFORT)
+    assert plan.overhead <= alone.overhead
+    schedule = schedule_of(step.form_of(plan.recipe), plan.recipe)
+    assert any(isinstance(action, Store) for action in schedule)
+    assert any(row.action == "offload" for row in plan.decisions)
+    assert form.budget.whole_bytes(simulate(
+        step.form_of(plan.recipe).problem, schedule).peak_bytes) == plan.peak_bytes
+    model = plan.apply(owner.case.model)
+    assert train(model, owner.case).differences(owner.reference) == []
+    assert measured_peak(model, owner.case) + plan.resident_bytes == plan.peak_bytes <= budget
+
+
