@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from graph_capture.training_graph import Phase, TrainingGraph
 from planner.step.budget import StepBudget
-from solvers.actions import as_order
+from solvers.actions import Fetch, Store, as_order
 from solvers.minimum import working_set_floor
 from solvers.offload import relaxed
 from solvers.problem import Problem, Schedule
@@ -75,6 +75,18 @@ class Form:
             seen.add(index)
         return tuple(instance for instance in unroll(self.problem, schedule).instances
                      if instance.birth <= end < instance.death)
+
+    def offloaded_bytes(self, schedule: Schedule) -> int:
+        """What a schedule stores on the host."""
+        return sum(self.problem.storages[action.storage].size_bytes for action in schedule
+                   if isinstance(action, Store))
+
+    def transfer_seconds(self, schedule: Schedule) -> float:
+        """Time of its copies, to the host and back."""
+        link = self.problem.link
+        return 0.0 if link is None else sum(
+            link.cost(self.problem.storages[action.storage].size_bytes) for action in schedule
+            if isinstance(action, Store | Fetch))
 
     def cost(self, schedule: Schedule) -> float:
         """What all runs of a schedule cost, in the unit of the problem."""

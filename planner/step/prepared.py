@@ -64,6 +64,11 @@ class PreparedStep:
         return None if around is None else (
             around.replay(around.planned(form.graph, timeline)).reserved_bytes)
 
+    def with_link(self, link: Link) -> PreparedStep:
+        """The step whose results may be stored on the host, by this link."""
+        return replace(self, forms=tuple(replace(form, problem=lower(form.graph, link))
+                                         for form in self.forms))
+
     @property
     def base(self) -> Form:
         """The step as it was captured."""
@@ -107,19 +112,17 @@ class PreparedStep:
 def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: object,
             circumstances: Circumstances | None = None, backend: str = "eager",
             cost_model: str = "roofline", accumulation: int = 1,
-            parallel: DataParallel | None = None, budget_of: str = "allocated",
-            link: Link | None = None) -> PreparedStep:
+            parallel: DataParallel | None = None, budget_of: str = "allocated") -> PreparedStep:
     """Lower a captured step.
 
     `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
     inputs, in JSON values.  With `accumulation`, any micro-step but the first is planned: the
-    gradients of those before are resident.  `link`: to the host, where results may be stored there.
+    gradients of those before are resident.
 
     Raises `ValueError` where a budget is of what is reserved and that is not known.
     """
-    base = _form(step, step.forms[0], accumulation, link)
-    others = [_compared(_form(step, form, accumulation, link), form, base)
-              for form in step.forms[1:]]
+    base = _form(step, step.forms[0], accumulation)
+    others = [_compared(_form(step, form, accumulation), form, base) for form in step.forms[1:]]
     baseline_bytes, plain = step.baseline.peak_bytes, step.baseline
     if accumulation > 1:
         assert step.later is not None
@@ -142,10 +145,10 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         surroundings=surroundings, baseline_reserved_bytes=reserved)
 
 
-def _form(step: CapturedStep, form: StepForm, accumulation: int, link: Link | None) -> Form:
+def _form(step: CapturedStep, form: StepForm, accumulation: int) -> Form:
     """One form of a step, for Inductor with the account of what is compiled."""
     graph = form.graph if accumulation == 1 else _accumulating(form.graph, accumulation)
-    problem, budget = lower(graph, link), StepBudget.of(graph, step.optimizer)
+    problem, budget = lower(graph), StepBudget.of(graph, step.optimizer)
     if step.compiled is None:
         return Form(graph, problem, budget)
     from planner.step.compiled_account import CompiledAccount

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-from planner.step.lowering import lower
 from planner.step.prepared import PreparedStep
 from solvers import Fetch, Link, Problem, Release, Schedule, Store
 from solvers.actions import as_order
@@ -15,9 +13,7 @@ from solvers.simulator import unroll
 
 def with_link(step: PreparedStep, bytes_per_second: float) -> PreparedStep:
     """The step with a link to the host, which planning itself refuses for a CPU."""
-    link = Link(bytes_per_second)
-    return replace(step, forms=tuple(replace(form, problem=lower(form.graph, link))
-                                     for form in step.forms))
+    return step.with_link(Link(bytes_per_second))
 
 
 def random_transfers(problem: Problem, schedule: Schedule, seed: int, share: float = 0.5
