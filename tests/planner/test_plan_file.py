@@ -152,7 +152,6 @@ def test_a_missing_field_is_named_by_its_path(data):
         holder = holder[key]
     del holder[path[-1]]
     if path[-1] in ("offloaded_bytes", "transfer_seconds"):  # which version 8 got later
-        jsonschema.validate(damaged, SCHEMA)
         assert from_dict(damaged).to_dict() == document
         return
     if path[0] == "created_with" and len(path) > 1:
