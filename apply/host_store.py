@@ -101,7 +101,7 @@ class PinnedHost:
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def empty(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> Ending:
         stream = self._inward if target.is_cuda else self._outward
