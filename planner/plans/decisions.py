@@ -131,19 +131,22 @@ def _inserted(graph: TrainingGraph, action: ScheduledAction | int) -> InsertedAc
 
 def _scheduled(graph: TrainingGraph, action: InsertedAction) -> ScheduledAction:
     """The inverse of `_inserted`."""
-    if action.op not in graph.index_of:
-        raise PlanMismatch(f"the plan recomputes {action.op!r}, which this step does not have; "
-                           "plan this model anew")
-    index = graph.index_of[action.op]
+
+    def index(name: str) -> int:
+        if name not in graph.index_of:
+            raise PlanMismatch(f"the plan recomputes {name!r}, which this step does not have; "
+                               "plan this model anew")
+        return graph.index_of[name]
+
     match action:
-        case RunAgain():
-            return Run(index)
-        case Store(output=output):
-            return ScheduledStore(graph.ops[index].outputs[output])
-        case Release(output=output):
-            return ScheduledRelease(graph.ops[index].outputs[output])
-        case Fetch(output=output):
-            return ScheduledFetch(graph.ops[index].outputs[output])
+        case RunAgain(op):
+            return Run(index(op))
+        case Store(op, output):
+            return ScheduledStore(graph.ops[index(op)].outputs[output])
+        case Release(op, output):
+            return ScheduledRelease(graph.ops[index(op)].outputs[output])
+        case Fetch(op, output):
+            return ScheduledFetch(graph.ops[index(op)].outputs[output])
         case _:
             assert_never(action)
 
