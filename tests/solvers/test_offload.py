@@ -233,7 +233,7 @@ def everything(problem: Problem, budget: int) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("rate", [
-    0.5, 1.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.25, 4.0))])
+    0.5, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.25, 1.0, 4.0))])
 def test_no_schedule_is_cheaper_than_the_bound_and_the_search_finds_the_best(rate: float) -> None:
     problem = training_chain(3)
     problem = replace(linked(problem, rate), storages=tuple(
