@@ -28,7 +28,7 @@ from tests.support.training import (
 CASES = [("dropout_everywhere", 1), ("resnet", 1),
          *(pytest.param(name, seed, marks=pytest.mark.slow) for name, seed in (
              ("gpt2", 1), ("gpt2", 2), ("resnet", 2), ("views", 1), ("llama", 1),
-             ("many_outputs", 1), ("t5", 1)))]
+             ("many_outputs", 1)))]
 
 
 @pytest.mark.parametrize(("name", "seed"), CASES)
