@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -190,6 +191,7 @@ def _decisions(region: RegionRecipe, index: int) -> object:
 
     sizes = region.outline and (region.outline.storage_bytes, region.outline.input_bytes)
     return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.hoisted,
-            tuple((local(group.before), tuple(local(action.op) for action in group.actions))
+            tuple((local(group.before), tuple(
+                msgspec.structs.replace(action, op=local(action.op)) for action in group.actions))
                   for group in region.insertions),
             tuple((local(reuse.op), reuse.run, reuse.candidate) for reuse in region.inplace_reuses))

@@ -32,7 +32,26 @@ class RunAgain(msgspec.Struct, frozen=True, tag_field="kind", tag="run"):
     op: str
 
 
-InsertedAction: TypeAlias = RunAgain
+class Stored(msgspec.Struct, frozen=True):
+    """A result of an op, by its place among the storages that the op makes."""
+
+    op: str
+    output: int
+
+
+class Store(Stored, frozen=True, tag_field="kind", tag="store"):
+    """A copy of a result to the host begins."""
+
+
+class Release(Stored, frozen=True, tag_field="kind", tag="release"):
+    """The copy is waited for; the device's memory is let go."""
+
+
+class Fetch(Stored, frozen=True, tag_field="kind", tag="fetch"):
+    """A copy of a result back to the device begins."""
+
+
+InsertedAction: TypeAlias = RunAgain | Store | Release | Fetch
 """What can happen between first runs: a union of structs that a file tells apart by their tags."""
 
 

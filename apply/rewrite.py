@@ -3,7 +3,8 @@
 The runs are emitted in the order of the schedule: first runs in the order of the region, what is
 inserted (`_EMIT` says how) just before the op it serves.  A view is made anew where it is first
 needed after its storage was made, and again in the backward, so that what crosses from the forward
-to the backward is one tensor for each storage.  fx drops every name after its last use; the
+to the backward is one tensor for each storage: on the host where it is stored there
+(`apply.host_store`).  fx drops every name after its last use; the
 storages then live as long as `solvers.simulator` says.
 """
 
@@ -18,7 +19,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from apply.recipe import InplaceReuse, InsertedAction, Insertion, RunAgain
+from apply.host_store import begin_fetch, begin_store, finish
+from apply.recipe import (
+    Fetch,
+    InplaceReuse,
+    InsertedAction,
+    Insertion,
+    Release,
+    RunAgain,
+    Store,
+    Stored,
+)
 from graph_capture.joint_graph.inplace import write_inplace
 from graph_capture.joint_graph.joint import is_cotangent, is_tuple_element, tensors_of
 from graph_capture.joint_graph.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
@@ -81,6 +92,9 @@ class _Rewriter:
         self.env: dict[fx.Node, fx.Node] = {}
         self.runs: Counter[int] = Counter()
         self.replay_inputs: dict[int, _ReplayInputs] = {}
+        self.leaving: dict[int, fx.Node] = {}  # storage to its copy to the host
+        self.on_host: dict[int, fx.Node] = {}
+        self.coming: dict[int, fx.Node] = {}  # storage to its copy back, until it is read
         self.in_forward = True
         self.forward_nodes: set[fx.Node] = set()
         self.saved: dict[fx.Node, None] = {}
@@ -125,6 +139,9 @@ class _Rewriter:
     def _value(self, node: fx.Node) -> fx.Node:
         """The node in the new graph that holds the current value of `node`, which is re-made if it
         is a view that is not there now."""
+        storage = self.region.storage_of.get(node, RESIDENT)
+        if storage in self.coming:
+            self._end_fetch(storage)
         if node not in self.env:
             if node in self.makers:
                 raise ValueError(f"{node.name} is read where the schedule does not hold it")
@@ -142,6 +159,50 @@ class _Rewriter:
 
     def _emit_run_again(self, action: RunAgain) -> None:
         self._emit_run(self.index_of[action.op])
+
+    def _emit_store(self, action: Store) -> None:
+        storage, root = self._moved(action)
+        self.leaving[storage] = self._emit_call(begin_store, (self._value(root),), root)
+
+    def _emit_release(self, action: Release) -> None:
+        storage, root = self._moved(action)
+        host = self._emit_call(finish, (self.leaving.pop(storage),), root)
+        value: Any = root.meta["val"]
+        with value.fake_mode:
+            host.meta["val"] = torch.empty_strided(
+                value.size(), value.stride(), dtype=value.dtype, device="cpu")
+        self.on_host[storage] = host
+
+    def _emit_fetch(self, action: Fetch) -> None:
+        storage, root = self._moved(action)
+        host = self.on_host[storage]
+        self._note_crossing(host)
+        for node in self.nodes_of[storage]:
+            self.env.pop(node, None)
+        self.coming[storage] = self._emit_call(
+            begin_fetch, (host, root.meta["val"].device), root)
+
+    def _end_fetch(self, storage: int) -> None:
+        root = self.region.storages[storage].root
+        assert root is not None, "nothing reads what has no root"
+        new = self._emit_call(finish, (self.coming.pop(storage),), root)
+        new.meta["val"] = root.meta["val"]
+        self.env[root] = new
+
+    def _emit_call(self, function: Callable[..., Any], args: tuple[Any, ...], original: fx.Node
+                   ) -> fx.Node:
+        new = self.graph.call_function(function, args)
+        self._describe(new, original)
+        new.meta.pop("val", None)  # a copy under way is no tensor
+        return new
+
+    def _moved(self, action: Stored) -> tuple[int, fx.Node]:
+        """The storage that an action moves, and the node that holds it when it is made."""
+        storage = self.region.ops[self.index_of[action.op]].outputs[action.output]
+        root = self.region.storages[storage].root
+        if root is None:
+            raise ValueError(f"{action!r} moves what nothing reads")
+        return storage, root
 
     def _emit_run(self, index: int) -> None:
         op = self.region.ops[index]
@@ -182,6 +243,7 @@ class _Rewriter:
         """Views and elements of the previous results are stale once the op runs again."""
         for storage in op.outputs:
             if not self._keeps(storage):
+                self.coming.pop(storage, None)
                 for node in self.nodes_of.get(storage, ()):
                     self.env.pop(node, None)
 
@@ -280,5 +342,7 @@ class _Rewriter:
             self.forward_nodes.add(new)
 
 
-_EMIT: Mapping[type, Callable[[_Rewriter, Any], None]] = {RunAgain: _Rewriter._emit_run_again}
+_EMIT: Mapping[type, Callable[[_Rewriter, Any], None]] = {
+    RunAgain: _Rewriter._emit_run_again, Store: _Rewriter._emit_store,
+    Release: _Rewriter._emit_release, Fetch: _Rewriter._emit_fetch}
 """What emits each kind of inserted action."""

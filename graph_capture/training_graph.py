@@ -60,6 +60,10 @@ class Buffer:
     """For a gradient, the parameter's name; otherwise empty."""
 
 
+KEPT_BY_USER, RUNS_SEVERAL_TIMES = "kept by the user", "runs several times in a step"
+"""Why an op is pinned whose results must stay where they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingOp:
     """One op of the step, in the order of execution."""

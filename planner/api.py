@@ -97,7 +97,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         allow: the choices that the plan may make. `"chunk"`: the widest part of the step whose ops
             act on rows of batch and sequence - a language model's loss head - may run a piece at
             a time, forward and backward together where the loss allows; sums over rows are then
-            sums of sums, which rounds otherwise.
+            sums of sums, which rounds otherwise.  `"offload"` (experimental, for one GPU and the
+            eager backend): what the forward saves may be stored in pinned memory of the host and
+            fetched back, beside the ops, where that takes less time than computing it again.
         budget_of: what the budget limits: `"allocated"` memory, the plan's `peak_bytes`; or, on a
             GPU, what torch's allocator has `"reserved"` of the device for it, which decides whether
             a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
@@ -130,7 +132,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
                 return plan_within(prepared, limit_bytes, effort)
             except InfeasibleBudget as refusal:
                 raise with_alternatives(
-                    refusal, planning, lambda wider: prepare_step(model, inputs, wider, None),
+                    refusal, planning, prepared,
+                    lambda wider: prepare_step(model, inputs, wider, None),
                     effort) from None
         return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
                       effort)
@@ -157,6 +160,7 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
     from apply.circumstances import autocast_words, circumstances_of, tensor_keys
+    from planner.step.host_link import host_link
     from planner.step.wrapped import unwrapped, with_wrappers
 
     planning = with_wrappers(model, planning)
@@ -166,11 +170,13 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
     if planning.autocast_dtype is not None:
         circumstances = replace(circumstances, autocast=autocast_words(
             {torch.device(step.graph.device).type: planning.autocast_dtype}))
-    return prepare(step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
-                   circumstances=circumstances,
-                   backend=planning.backend, cost_model=planning.cost_model,
-                   accumulation=planning.accumulation, parallel=planning.parallel,
-                   budget_of=planning.budget_of)
+    prepared = prepare(
+        step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
+        circumstances=circumstances, backend=planning.backend, cost_model=planning.cost_model,
+        accumulation=planning.accumulation, parallel=planning.parallel,
+        budget_of=planning.budget_of)
+    link = host_link(planning, step.graph.device)
+    return prepared if link is None else prepared.with_link(link)
 
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -6,11 +6,15 @@
 """
 
 from solvers.actions import Action as Action
+from solvers.actions import Fetch as Fetch
+from solvers.actions import Release as Release
 from solvers.actions import Run as Run
 from solvers.actions import Schedule as Schedule
+from solvers.actions import Store as Store
 from solvers.errors import IllegalSchedule as IllegalSchedule
 from solvers.errors import InfeasibleBudget as InfeasibleBudget
 from solvers.instances import load_problem as load_problem
+from solvers.problem import Link as Link
 from solvers.problem import Op as Op
 from solvers.problem import Problem as Problem
 from solvers.problem import Segment as Segment

@@ -1,8 +1,13 @@
-"""What a schedule is made of: typed actions, of which there is one today, the run of an op.
+"""What a schedule is made of: typed actions, the run of an op and the transfers of a storage.
 
-An action that is no run (to store a result elsewhere, to fetch it back, to run an op in pieces) is
-a class of its own beside `Run`, a member of `Action` and of `_KINDS`, and a case wherever
-`assert_never` ends a match; mypy then names what else takes every action for a run.
+A transfer takes three actions.  `Store` begins a copy to the host, `Release` waits for its end,
+from where on the device's memory need not be held for it, and `Fetch` takes memory on the device
+anew and begins the copy back, for which the first reader waits.  So memory changes hands at actions
+alone, however long the copies take.
+
+An action of another kind is a class of its own beside these, a member of `Action` and of `_KINDS`,
+and a case wherever `assert_never` ends a match; mypy then names what else takes every action for
+one of them.
 
 A run *is* the number of its op: a schedule of runs is a tuple of numbers, and equals one.  The
 algorithms work on such *orders* of bare numbers; `as_schedule` and `as_order` are the border.
@@ -11,6 +16,7 @@ algorithms work on such *orders* of bare numbers; `as_schedule` and `as_order` a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import index
 from typing import TypeAlias
 
@@ -23,7 +29,32 @@ class Run(int):
     __slots__ = ()
 
 
-Action: TypeAlias = Run
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Begin to copy the latest result in this storage to the host."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Wait until the copy of this storage to the host has ended: it then holds no memory of the
+    device that nobody else reads."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Take memory of the device for this storage and begin to copy it back from the host."""
+
+    storage: int
+
+
+Transfer: TypeAlias = Store | Release | Fetch
+"""What moves a storage and runs nothing."""
+
+Action: TypeAlias = Run | Transfer
 """Every kind of action."""
 
 Schedule: TypeAlias = tuple[Action | int, ...]
@@ -33,7 +64,7 @@ that runs again is recomputed."""
 Order: TypeAlias = tuple[int, ...]
 """A schedule of runs alone, as bare numbers of ops."""
 
-_KINDS = frozenset({int, Run})
+_KINDS = frozenset({int, Run, Store, Release, Fetch})
 
 
 def known_actions(schedule: Iterable[Action | int]) -> Schedule:
@@ -44,19 +75,21 @@ def known_actions(schedule: Iterable[Action | int]) -> Schedule:
     known: list[Action | int] = []
     for position, action in enumerate(actions):
         try:  # any other whole number, such as one of numpy, stands for a run, too
-            known.append(action if type(action) in _KINDS else Run(index(action)))
+            known.append(action if isinstance(action, Transfer | Run | int)
+                         else Run(index(action)))
         except TypeError:
             raise IllegalSchedule(f"position {position} holds {action!r}, which is no known "
-                                  "action: expected a run, or the number of an op") from None
+                                  "action: expected a run, the number of an op, or a "
+                                  "transfer") from None
     return tuple(known)
 
 
 def as_schedule(actions: Iterable[Action | int]) -> tuple[Action, ...]:
     """The same with every action typed."""
-    return tuple(action if isinstance(action, Run) else Run(action)
+    return tuple(action if isinstance(action, Transfer | Run) else Run(action)
                  for action in known_actions(actions))
 
 
 def as_order(schedule: Iterable[Action | int]) -> Order:
-    """The numbers of the ops in the order in which they run."""
-    return tuple(map(int, known_actions(schedule)))
+    """The numbers of the ops in the order in which they run; transfers are left out."""
+    return tuple(int(action) for action in known_actions(schedule) if isinstance(action, int))

@@ -10,6 +10,7 @@ of the time (`GOOD_ENOUGH`).
 
 from __future__ import annotations
 
+from solvers.actions import as_order
 from solvers.dp import dp
 from solvers.ilp import CutSearch
 from solvers.incumbent import Incumbent
@@ -81,5 +82,5 @@ def auto(task: Task) -> Proposal:
 def _offer_simple_rungs(task: Task, incumbent: Incumbent) -> None:
     for rung in (sqrt_n, dp):
         if not incumbent.proven:
-            incumbent.offer(rung(task).schedule)
+            incumbent.offer(as_order(rung(task).schedule))
             incumbent.report(rung.__name__)

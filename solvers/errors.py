@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from solvers.actions import Schedule
+
 
 class IllegalSchedule(ValueError):
     """A schedule that breaks a rule of `solvers.problem`; the message names run and rule."""
@@ -11,7 +16,7 @@ class InfeasibleBudget(ValueError):
     """No schedule within the budget was found, or none can exist."""
 
     def __init__(self, budget_bytes: int, minimum_bytes: int, message: str | None = None,
-                 schedule: tuple[int, ...] = (), lower_bound: float = 0.0) -> None:
+                 schedule: Schedule = (), lower_bound: float = 0.0) -> None:
         self.budget_bytes = budget_bytes
         """The budget that was asked for."""
         self.minimum_bytes = minimum_bytes

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from solvers.actions import as_order
 from solvers.problem import Order, Problem
 from solvers.simulator import unroll
 
@@ -44,7 +45,7 @@ class EditableTimeline:
         self.epoch = 0
         """Grows when keys are dealt anew; keys taken before are then void."""
 
-        runs = timeline.schedule
+        runs = as_order(timeline.schedule)
         self.ops: list[int] = list(runs)
         """The op at each position."""
         self.keys: list[int] = [(position + 1) * _GAP for position in range(len(runs))]

@@ -2,8 +2,9 @@
 
 Each node is one op with one output: `size` (bytes of its result) and `cost` (one run), with
 `label` and `backward` where known.  A node with `backward: true` runs exactly once; any other may
-be recomputed anywhere after its first run.  Nodes are numbered 0 … n-1 in a topological order,
-which is the order of first runs.
+be recomputed anywhere after its first run.  Where the graph has `bytes_per_cost`, the rate of a
+link to the host, the result of a node with `offloadable: true` may be stored there.  Nodes are
+numbered 0 … n-1 in a topological order, which is the order of first runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from solvers.problem import Op, Problem, Storage
+from solvers.problem import Link, Op, Problem, Storage
 
 
 def load_problem(path: str | PathLike[str]) -> Problem:
@@ -66,17 +67,26 @@ def problem_from_node_link(data: Any, name: str = "") -> Problem:
         if size != int(size):
             raise ValueError(f"expected node {node} to have a whole number of bytes as 'size', "
                              f"got {size}")
-        storages.append(Storage(size_bytes=int(size), producer=node))
-        backward = fields.get("backward", False)
-        if not isinstance(backward, bool):
-            raise ValueError(f"expected node {node} to have true or false as 'backward', "
-                             f"got {backward!r}")
+        backward, offloadable = _flag(node, fields, "backward"), _flag(node, fields, "offloadable")
+        storages.append(Storage(size_bytes=int(size), producer=node, offloadable=offloadable))
         ops.append(Op(
             name=str(fields.get("label", node)), cost=float(_number(node, fields, "cost")),
             inputs=tuple(sorted(graph.predecessors(node))), outputs=(node,),
             recomputable=not backward,
         ))
-    return Problem(tuple(ops), tuple(storages), name=str(graph.graph.get("name") or name))
+    rate = graph.graph.get("bytes_per_cost")
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float)):
+        raise ValueError(f"expected a number as 'bytes_per_cost' of the graph, got {rate!r}")
+    return Problem(tuple(ops), tuple(storages), name=str(graph.graph.get("name") or name),
+                   link=None if rate is None else Link(float(rate)))
+
+
+def _flag(node: int, fields: Mapping[str, Any], key: str) -> bool:
+    """True or false, false where it is not given, or `ValueError`."""
+    value = fields.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"expected node {node} to have true or false as {key!r}, got {value!r}")
+    return value
 
 
 def _number(node: int, fields: Mapping[str, Any], key: str) -> float:

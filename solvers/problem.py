@@ -6,6 +6,9 @@ and an op may run again later (rematerialization), which costs again and brings 
 Memory is what is alive (see `solvers.simulator` for the exact rule); resident memory that no
 schedule can change (parameters, inputs) is not part of a problem: subtract it from the budget.
 
+Where a problem has a `Link`, a schedule may also keep a result on the host for a while
+(`solvers.actions`), which takes no op's time but that of waiting (`solvers.transfers`).
+
 Blind spots: the order of first runs is fixed, the cost of an op does not depend on when it runs,
 and memory fragmentation does not exist.
 
@@ -38,6 +41,23 @@ class Storage:
     """Index of the op whose run makes it."""
     kept_to_end: bool = False
     """Alive from its first run to the end: a gradient, an output that the caller holds."""
+    offloadable: bool = False
+    """May be stored on the host and fetched back, where the problem has a link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way between device and host: each direction carries one copy at a time, beside the ops
+    and beside the other direction."""
+
+    bytes_per_cost: float
+    """Bytes that one direction carries in one unit of cost: per second where costs are seconds."""
+    start_cost: float = 0.0
+    """What each copy takes beside that."""
+
+    def cost(self, size_bytes: int) -> float:
+        """How long a copy of so many bytes takes."""
+        return self.start_cost + size_bytes / self.bytes_per_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +105,8 @@ class Problem:
     storages: tuple[Storage, ...]
     segments: tuple[Segment, ...] = field(default=(Segment(0, (0,)),))
     name: str = ""
+    link: Link | None = None
+    """`None`: nothing can be stored on the host."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -129,6 +151,15 @@ class Problem:
         here = self.segment_of[min(next_first_run, len(self.ops) - 1)]
         return home in self.segments[here].replays
 
+    def may_transfer(self, storage: int, next_first_run: int) -> bool:
+        """Whether `storage` may be stored or fetched just before the first run of
+        `next_first_run`: in its own segment, and where that may be replayed."""
+        made = self.storages[storage]
+        if self.link is None or not made.offloadable or made.producer >= next_first_run:
+            return False
+        here = self.segment_of[min(next_first_run, len(self.ops) - 1)]
+        return self.segment_of[made.producer] in (here, *self.segments[here].replays)
+
 
 def _check(problem: Problem) -> None:
     """Raise `ValueError` where a problem is not well formed."""
@@ -144,6 +175,13 @@ def _check(problem: Problem) -> None:
         if not 0 <= made.producer < len(ops) or number not in ops[made.producer].outputs:
             raise ValueError(f"storage {number} names op {made.producer} as its producer, "
                              "which does not list it among its outputs")
+        if made.kept_to_end and made.offloadable:
+            raise ValueError(f"storage {number} is kept to the end and cannot be offloadable too")
+    link = problem.link
+    if link is not None and not (0 < link.bytes_per_cost < float("inf")
+                                 and 0 <= link.start_cost < float("inf")):
+        raise ValueError("a link needs a finite rate > 0 and a finite start >= 0, got "
+                         f"{link.bytes_per_cost} and {link.start_cost}")
     for index, op in enumerate(ops):
         if not (op.cost >= 0) or op.cost == float("inf"):
             raise ValueError(f"op {index} ({op.name}) must have a finite cost >= 0, got {op.cost}")

@@ -9,6 +9,10 @@ instance of a storage kept to the end lives to the end.  Memory at a run is the 
 alive there, plus the op's workspace, plus the replay state of every op between its first and its
 last run.  If the op names an in-place candidate whose instance dies in this very run and was made
 in the same segment, the output takes over its buffer and the two count once.
+
+`Store` and `Release` read the latest instance, as an op does, so that it lives until its copy has
+ended; `Fetch` makes a new instance.  What waiting for copies takes is part of the cost
+(`solvers.transfers`).
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, assert_never
 
-from solvers.actions import Action, Schedule, known_actions
+from solvers.actions import Action, Fetch, Release, Schedule, Store, known_actions
 from solvers.errors import IllegalSchedule as IllegalSchedule
 from solvers.problem import Problem
+from solvers.transfers import check_order, waiting_cost
 
 
 class Simulation(NamedTuple):
@@ -54,7 +59,25 @@ class Timeline:
     inplace_of: tuple[int | None, ...]
     """For each position, the storage whose buffer the output takes over there."""
     segments: tuple[int, ...]
-    """For each position, the segment in which the run executes."""
+    """For each position, the segment in which the action executes."""
+    waiting_cost: float = 0.0
+    """Part of the cost: how long ops wait for copies from and to the host."""
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Position and op of each run."""
+        return [(position, action) for position, action in enumerate(self.schedule)
+                if isinstance(action, int)]
+
+    def op_at(self, position: int) -> int:
+        """The op that runs at a position, or next after it."""
+        return next((action for action in self.schedule[position:] if isinstance(action, int)),
+                    self.runs[-1][1])
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Storages that are stored on the host, in order."""
+        return tuple(action.storage for action in self.schedule if isinstance(action, Store))
 
     @property
     def peak_bytes(self) -> int:
@@ -85,6 +108,7 @@ def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
     deaths: list[int] = []
     owner: list[int] = []
     current = [-1] * len(storages)  # the instance that a reader would use
+    leaving: dict[int, int] = {}  # storage to the instance that is being copied to the host
     first_run = [-1] * len(ops)
     last_run = [-1] * len(ops)
     reads: list[tuple[int, ...]] = []  # instances read at each position
@@ -111,6 +135,19 @@ def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
                     owner.append(storage)
                     if current[storage] < 0 or not storages[storage].kept_to_end:
                         current[storage] = len(births) - 1
+            case Store(storage):
+                leaving[storage] = current[storage]
+                deaths[current[storage]] = position
+                reads.append(())
+            case Release(storage):
+                deaths[leaving[storage]] = max(deaths[leaving[storage]], position)
+                reads.append(())
+            case Fetch(storage):
+                births.append(position)
+                deaths.append(position)
+                owner.append(storage)
+                current[storage] = len(births) - 1
+                reads.append(())
             case _:
                 assert_never(index)
 
@@ -133,6 +170,8 @@ def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
 
     taken: list[int | None] = [None] * len(runs)
     for position, index in enumerate(runs):
+        if not isinstance(index, int):
+            continue
         op = ops[index]
         memory[position] += op.workspace_bytes
         if op.inplace:
@@ -146,16 +185,19 @@ def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
                     break
 
     instances = tuple(Instance(s, b, d) for s, b, d in zip(owner, births, deaths, strict=True))
-    cost = float(sum(ops[index].cost for index in runs))
-    return Timeline(runs, tuple(memory), cost, instances, tuple(taken), where)
+    cost = float(sum(ops[index].cost for index in runs if isinstance(index, int)))
+    waiting = 0.0 if problem.link is None else waiting_cost(problem, problem.link, runs)
+    return Timeline(runs, tuple(memory), cost + waiting, instances, tuple(taken), where, waiting)
 
 
 def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
-    """The segment of each run; raises `IllegalSchedule` unless first runs come in order, every op
-    runs, and each recomputation is allowed where it stands."""
+    """The segment of each action; raises `IllegalSchedule` unless first runs come in order, every
+    op runs, and each recomputation and transfer is allowed where it stands."""
     ops = problem.ops
     expected = 0
     for position, index in enumerate(runs):
+        if not isinstance(index, int):
+            continue
         if not 0 <= index < len(ops):
             raise IllegalSchedule(f"run {position} names op {index}; "
                                   f"the problem has ops 0 to {len(ops) - 1}")
@@ -171,12 +213,24 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
     where = [0] * len(runs)
     first_seen = [False] * len(ops)
     is_first = []
-    for index in runs:
+    transfers: list[int] = []  # positions
+    for position, index in enumerate(runs):
+        if not isinstance(index, int):
+            transfers.append(position)
+            is_first.append(False)
+            continue
         is_first.append(not first_seen[index])
         first_seen[index] = True
     following = len(ops)
     for position in range(len(runs) - 1, -1, -1):
         index = runs[position]
+        if not isinstance(index, int):
+            if not (0 <= index.storage < len(problem.storages)
+                    and problem.may_transfer(index.storage, following)):
+                raise IllegalSchedule(f"position {position} holds {index}, in a segment that must "
+                                      "not move it, or of a storage that is not offloadable")
+            where[position] = problem.segment_of[min(following, len(ops) - 1)]
+            continue
         if is_first[position]:
             following = index
             where[position] = problem.segment_of[index]
@@ -188,4 +242,5 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
             raise IllegalSchedule(f"run {position} recomputes op {index} ({ops[index].name}) "
                                   "in a segment that must not recompute it")
         where[position] = problem.segment_of[min(following, len(ops) - 1)]
+    check_order([(where[position], runs[position]) for position in transfers])
     return tuple(where)

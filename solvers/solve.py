@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from solvers.actions import Schedule, as_order, as_schedule
+from solvers.actions import Schedule, as_order, as_schedule, known_actions
 from solvers.errors import InfeasibleBudget
 from solvers.incumbent import PROOF_TOLERANCE
 from solvers.problem import Problem
@@ -43,6 +43,8 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
     never costs more than it where it fits.  `ideas` are legal schedules, within the budget or not,
     whose recomputations are worth a try.  `work_limit` ends the search by work that is counted (in
     seconds of some machine), so that the time limit only cuts off what takes far longer.
+    Where the problem has a link, results may also be stored on the host (`solvers.offload`), which
+    takes up to half as long again.
     `progress` receives lines of text.
 
     Raises `InfeasibleBudget` where no schedule within the budget was found, with a
@@ -62,11 +64,16 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
         simulate(problem, given)  # which refuses illegal ones
 
     start = None if warm_start is None else as_order(warm_start)
+    if problem.link is not None:
+        from solvers.offload import jointly
+
+        propose = jointly(propose)
     proposal = propose(Task(problem, budget, started + time_limit, seed, start,
                             tuple(map(as_order, ideas)), progress, work_limit))
     schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.keep_all_cost)
-    if start is not None:
-        schedule = min((schedule, start), key=lambda s: _rank(problem, budget, s))
+    if warm_start is not None:
+        schedule = min((schedule, known_actions(warm_start)),
+                       key=lambda s: _rank(problem, budget, s))
     schedule = as_schedule(schedule)
     peak, cost = simulate(problem, schedule)
     if peak > budget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from solvers.actions import as_order
 from solvers.problem import Order, Problem
 from solvers.simulator import Timeline, unroll
 
@@ -27,12 +28,12 @@ def next_cuts(problem: Problem, budget_bytes: int, schedule: Order, cuts: tuple[
 def violations(problem: Problem, timeline: Timeline, budget: int) -> list[tuple[int, int]]:
     """Where memory is over the budget, at its local peaks, worst first: the first run that comes
     next, and the op that runs (the same one, or one that is recomputed before it)."""
-    memory = timeline.memory_bytes
-    firsts = {op: position for position, op in reversed(list(enumerate(timeline.schedule)))}
+    memory, order = timeline.memory_bytes, as_order(timeline.schedule)
+    firsts = {op: position for position, op in reversed(list(enumerate(order)))}
     following = len(problem)
     found: list[tuple[int, int, int]] = []
     for position in range(len(memory) - 1, -1, -1):
-        op = timeline.schedule[position]
+        op = order[position]
         if firsts[op] == position:
             following = op
         before = memory[position - 1] if position else -1

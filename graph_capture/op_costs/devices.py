@@ -16,6 +16,7 @@ Blind spots: caches, small matrices that leave units idle, overlap of ops.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +40,13 @@ class DeviceModel:
     """For one random number by torch's generator; 0 where the memory traffic takes longer."""
     gpu: Gpu | None = None
     """The row that it was made of; `None` for a CPU."""
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """What copies between a GPU and pinned memory of the host reach each way; infinite for a
+        CPU, which is the host."""
+        return math.inf if self.gpu is None else (
+            self.gpu.host_bytes_per_second * self.bandwidth_efficiency)
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -83,6 +91,9 @@ class Gpu:
     bfloat16_tflops: float | None = None
     float64_tflops: float | None = None
     """`None`: a 32nd of that of float32."""
+    host_link_gb: float | None = None
+    """GB/s each way between it and the host; `None`: sixteen lanes of PCIe, of generation 5 from
+    compute capability 9.0 on, 4 from 8.0, 3 before."""
 
     def __post_init__(self) -> None:
         capability = self.compute_capability
@@ -93,6 +104,8 @@ class Gpu:
         for each in ("memory_bytes", "float32_tflops", "half_tflops", "bandwidth_gb"):
             if not getattr(self, each) > 0:
                 raise ValueError(f"{each} must be above 0, got {getattr(self, each)!r}")
+        if self.host_link_gb is not None and not self.host_link_gb > 0:
+            raise ValueError(f"host_link_gb must be above 0, got {self.host_link_gb!r}")
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -100,6 +113,14 @@ class Gpu:
         (`aten/src/ATen/cuda/CublasHandlePool.cpp`), unless `CUBLAS_WORKSPACE_CONFIG` says
         otherwise."""
         return 32 << 20 if self.compute_capability >= (9, 0) else 8_519_680
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """What the link to the host carries each way, as its standard states it (PCI-SIG: 8, 16 and
+        32 GT/s a lane in generations 3 to 5)."""
+        standard = 64 if self.compute_capability >= (9, 0) else (
+            32 if self.compute_capability >= (8, 0) else 16)
+        return 1e9 * (standard if self.host_link_gb is None else self.host_link_gb)
 
     def model(self) -> DeviceModel:
         """What it can do per second."""

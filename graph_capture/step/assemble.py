@@ -24,7 +24,9 @@ from graph_capture.plain_step.loss import LossFootprint
 from graph_capture.step.regions import RegionUse
 from graph_capture.torch_compat import AUTOGRAD_HOLDS_COTANGENTS
 from graph_capture.training_graph import (
+    KEPT_BY_USER,
     LOSS_BACKWARD,
+    RUNS_SEVERAL_TIMES,
     Buffer,
     BufferKind,
     ModelOutput,
@@ -327,9 +329,9 @@ class _Assembly:
         inputs = [self.index[number, storage] for storage in op.inputs]
         inputs += self._inputs_from_elsewhere(number, op.node)
         cost = self.cost_of(op.node)
-        pinned = op.replay.pinned or ("runs several times in a step" if use.repeated else "")
+        pinned = op.replay.pinned or (RUNS_SEVERAL_TIMES if use.repeated else "")
         if op.phase is Phase.FORWARD and not pinned and self.pinned_by_user(op.module, op.target):
-            pinned = "kept by the user"
+            pinned = KEPT_BY_USER
         self.ops.append(TrainingOp(
             name=op.name, target=op.target, module=op.module, source=op.source, phase=op.phase,
             region=number, inputs=tuple(dict.fromkeys(inputs)), outputs=tuple(outputs),

@@ -39,8 +39,9 @@ BUDGETS_OF = ("allocated", "reserved")
 OUTPUTS = ("held", "dropped")
 """What the caller may do with the model's output."""
 
-CHOICES = ("recompute", "chunk")
-"""What a plan may be allowed to do: compute again, run a part of the step in pieces."""
+CHOICES = ("recompute", "chunk", "offload")
+"""What a plan may be allowed to do: compute again, run a part of the step in pieces, store results
+on the host."""
 
 PIECES = (4, 16, 64)
 """The numbers of pieces that are tried."""
@@ -127,7 +128,7 @@ class Planning:
         value="dropped"))
     parallel: DataParallel | None = None
     allow: Sequence[str] = field(default=("recompute",), metadata=flag(
-        "A choice that the plan may make beside recompute: chunk.", kind=list[str],
+        "A choice that the plan may make beside recompute: chunk, offload.", kind=list[str],
         metavar="CHOICE", read=lambda written: tuple(dict.fromkeys(
             ["recompute", *(choice for each in written for choice in each.split(","))]))))
     budget_of: str = field(default="allocated", metadata=flag(
@@ -162,6 +163,8 @@ class Planning:
             raise ValueError("autocast must be 'bf16' or 'fp16' (or the dtype), got "
                              f"{self.autocast!r}")
         _check_allowed(self.allow, self.backend)
+        if "offload" in self.allow:
+            self._check_offload()
         if self.gpu is not None:
             from graph_capture.op_costs.devices import known_gpu
 
@@ -180,6 +183,27 @@ class Planning:
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument "
                                 f"{name!r}; known: {', '.join(known)}")
         return cls(**arguments)
+
+    def _check_offload(self) -> None:
+        """Raise `ValueError` where a plan cannot store results on the host yet."""
+        why = {
+            f"backend={self.backend!r}": self.backend != "eager",
+            "parallel=": self.parallel is not None,
+            f"regions={self.regions!r}": self.regions not in (None, "model"),
+            'cost_model="flops", in which copies have no cost': self.cost_model == "flops",
+            'budget_of="reserved"': self.budget_of == "reserved",
+        }
+        for argument, is_given in why.items():
+            if is_given:
+                raise ValueError(f'allow="offload" cannot be had with {argument} yet; leave one of '
+                                 "them out")
+
+    def without_offload(self, function: str) -> Planning:
+        """The same; raises `ValueError` where `function` is asked to plan with offload."""
+        if "offload" in self.allow:
+            raise ValueError(f'allow="offload" is for planner.plan so far; {function} takes '
+                             f"{', '.join(c for c in CHOICES if c != 'offload')}")
+        return self
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -242,9 +266,6 @@ def _check_allowed(allow: object, backend: str) -> None:
     if isinstance(allow, str) or not isinstance(allow, Sequence):
         raise TypeError(f"allow must be a sequence of choices, got {allow!r}; "
                         'write allow=("recompute", "chunk")')
-    if "offload" in allow:
-        raise ValueError("allow='offload' (storing results on the host and fetching them back) is "
-                         f"not built yet; known: {', '.join(CHOICES)}")
     for choice in allow:
         _check_known("choice in allow", choice, CHOICES)
     if "recompute" not in allow:

@@ -67,7 +67,7 @@ def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew
                 plan: Plan | str | PathLike[str] | None, arguments: PlanArguments) -> Settings:
     """What `within` is asked for, checked."""
     limit = parse_budget(budget_gb, budget)
-    planning = Planning.of(within, arguments)
+    planning = Planning.of(within, arguments).without_offload("planner.within")
     if on_new not in ("replan", "refuse"):
         raise ValueError(f'on_new must be "replan" or "refuse", got {on_new!r}')
     given = load(plan) if isinstance(plan, str | PathLike) else plan

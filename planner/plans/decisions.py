@@ -12,24 +12,30 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from apply.recipe import (
+    Fetch,
     InplaceReuse,
     InsertedAction,
     Insertion,
     OpKey,
     Recipe,
     RegionRecipe,
+    Release,
     RunAgain,
+    Store,
 )
 from graph_capture.training_graph import TrainingGraph
 from planner.errors import PlanMismatch
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.actions import Action as ScheduledAction
-from solvers.actions import Run, Schedule
+from solvers.actions import Fetch as ScheduledFetch
+from solvers.actions import Release as ScheduledRelease
+from solvers.actions import Run, Schedule, as_order
+from solvers.actions import Store as ScheduledStore
 from solvers.simulator import Timeline
 
-Action = Literal["keep", "recompute"]
-"""What happens to an op's results; room is left for `offload`."""
+Action = Literal["keep", "recompute", "offload"]
+"""What happens to an op's results; an op that runs again counts as recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Decision:
     flops: int
     """FLOPs of one run."""
     saved_bytes: int
-    """Bytes of its results that cross from forward to backward under the plan."""
+    """Bytes of its results that cross from forward to backward on the device under the plan."""
     plain_saved_bytes: int
     """The same where everything is kept."""
 
@@ -53,12 +59,15 @@ class Decision:
 def decide(form: Form, schedule: Schedule) -> tuple[Decision, ...]:
     """What `schedule` does with every op of the captured forwards, in their order."""
     graph = form.graph
-    runs = Counter(schedule)
+    runs = Counter(as_order(schedule))
+    stored = {graph.buffers[action.storage].producer for action in schedule
+              if isinstance(action, ScheduledStore)}
     saved = _saved_bytes(form, schedule)
     kept_all = _saved_bytes(form, form.problem.keep_all_schedule)
     return tuple(
         Decision(op=op.name, module=op.module,
-                 action="recompute" if runs[index] > 1 else "keep",
+                 action="recompute" if runs[index] > 1 else (
+                     "offload" if index in stored else "keep"),
                  recomputations=runs[index] - 1, flops=op.flops,
                  saved_bytes=saved[index], plain_saved_bytes=kept_all[index])
         for region in graph.regions for index in region.forward
@@ -110,20 +119,42 @@ def _inserted(graph: TrainingGraph, action: ScheduledAction | int) -> InsertedAc
     match action:
         case int():
             return RunAgain(graph.ops[action].name)
+        case ScheduledStore(storage):
+            return Store(*_place(graph, storage))
+        case ScheduledRelease(storage):
+            return Release(*_place(graph, storage))
+        case ScheduledFetch(storage):
+            return Fetch(*_place(graph, storage))
         case _:
             assert_never(action)
 
 
 def _scheduled(graph: TrainingGraph, action: InsertedAction) -> ScheduledAction:
     """The inverse of `_inserted`."""
+
+    def index(name: str) -> int:
+        if name not in graph.index_of:
+            raise PlanMismatch(f"the plan recomputes {name!r}, which this step does not have; "
+                               "plan this model anew")
+        return graph.index_of[name]
+
     match action:
-        case RunAgain():
-            if action.op not in graph.index_of:
-                raise PlanMismatch(f"the plan recomputes {action.op!r}, which this step does not "
-                                   "have; plan this model anew")
-            return Run(graph.index_of[action.op])
+        case RunAgain(op):
+            return Run(index(op))
+        case Store(op, output):
+            return ScheduledStore(graph.ops[index(op)].outputs[output])
+        case Release(op, output):
+            return ScheduledRelease(graph.ops[index(op)].outputs[output])
+        case Fetch(op, output):
+            return ScheduledFetch(graph.ops[index(op)].outputs[output])
         case _:
             assert_never(action)
+
+
+def _place(graph: TrainingGraph, buffer: int) -> tuple[str, int]:
+    """The op that makes a buffer, and which of its results that is."""
+    maker = graph.ops[graph.buffers[buffer].producer]
+    return maker.name, maker.outputs.index(buffer)
 
 
 def _insertions(graph: TrainingGraph, schedule: Schedule) -> list[list[Insertion]]:
@@ -139,12 +170,13 @@ def _insertions(graph: TrainingGraph, schedule: Schedule) -> list[list[Insertion
         if waiting:
             op = graph.ops[action]
             if op.region < 0:
-                raise ValueError(f"the schedule recomputes {waiting[0].op} before {op.name}, "
-                                 "which is no op of the model")
+                raise ValueError(f"the schedule recomputes or moves {waiting[0].op} before "
+                                 f"{op.name}, which is no op of the model")
             groups[op.region].append(Insertion(op.name, tuple(waiting)))
             waiting = []
     if waiting:
-        raise ValueError(f"the schedule recomputes {waiting[0].op} after the last op of the step")
+        raise ValueError(f"the schedule recomputes or moves {waiting[0].op} after the last op of "
+                         "the step")
     return groups
 
 
@@ -153,6 +185,8 @@ def _inplace_reuses(graph: TrainingGraph, timeline: Timeline) -> list[list[Inpla
     groups: list[list[InplaceReuse]] = [[] for _ in graph.regions]
     runs: Counter[int] = Counter()
     for index, storage in zip(timeline.schedule, timeline.inplace_of, strict=True):
+        if not isinstance(index, int):
+            continue
         op = graph.ops[index]
         if storage is not None and op.region >= 0:
             groups[op.region].append(InplaceReuse(op.name, runs[index], op.inplace.index(storage)))

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from apply.recipe import OpKey, Recipe, RegionRecipe
+from apply.recipe import OpKey, Recipe, RegionRecipe, RunAgain, Store
 from planner.errors import PlanFileError
 from planner.plans.decisions import Decision
 from planner.plans.document import SCHEMA_VERSION, DecisionRow, Document, OpRow, pick
-from planner.plans.older import OLDER_VERSIONS, from_older
+from planner.plans.older import OLDER_VERSIONS, completed, from_older
 from planner.plans.plan import Plan
 from planner.plans.reader import check_complete, read
 from planner.plans.writing import dumps as dumps
@@ -67,6 +67,8 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
         raise PlanFileError(f"{name} has schema_version {version}, expected {SCHEMA_VERSION}: "
                             "plan again with this version of checkpoint-planner, or read the file "
                             "with the version that wrote it")
+    if isinstance(document, dict):
+        document = completed(document)
     given = read(document, Document, name)
     check_complete(document, msgspec.to_builtins(given), name)
     plan = _plan_of(given)
@@ -106,24 +108,27 @@ def _check_consistency(plan: Plan, claimed_fingerprint: str, name: str) -> None:
                             f"expected {expected}, got {claimed_fingerprint}; the file was "
                             "changed after it was saved, plan again")
     again: dict[str, int] = {}
+    away: set[str] = set()
     for region in plan.recipe.regions:
         here = {key.name for key in region.forward}
         known = here | {key.name for key in region.backward}
         for group in region.insertions:
             ops = [action.op for action in group.actions]
+            away |= {action.op for action in group.actions if isinstance(action, Store)}
             unknown = [op for op in ops if op not in here]
             if group.before not in known and not group.before.endswith(EPILOGUE):
                 unknown.append(group.before)
             if unknown:
                 raise PlanFileError(f"{name}: an insertion names {unknown[0]!r}, which is no "
                                     "op of its region; the file was changed, plan again")
-            for op in ops:
+            for op in (each.op for each in group.actions if isinstance(each, RunAgain)):
                 again[op] = again.get(op, 0) + 1
     for decision in plan.decisions:
         count = again.get(decision.op, 0)
-        if decision.recomputations != count or (decision.action == "recompute") != (count > 0):
+        action = "recompute" if count else "offload" if decision.op in away else "keep"
+        if decision.recomputations != count or decision.action != action:
             raise PlanFileError(f"{name}: op {decision.op!r} is recomputed {count} times by the "
-                                f"list of insertions, but its decision says "
+                                f"list of insertions ({action!r}), but its decision says "
                                 f"{decision.action!r}, {decision.recomputations} times; the file "
                                 "was changed, plan again")
 

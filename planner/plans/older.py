@@ -7,9 +7,11 @@ action.
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from typing import Any
 
 from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION
+from planner.plans.predicted import Predicted
 
 _NAMES = {"early": "hoisted", "takeovers": "inplace_reuses", "recomputations": "insertions",
           "lean_backward": "low_peak", "ops": "actions"}
@@ -36,6 +38,15 @@ def from_older(document: dict[str, Any]) -> dict[str, Any]:
         predicted = {**predicted, "reserved_bytes": None, "baseline_reserved_bytes": None}
     return {**document, "schema_version": SCHEMA_VERSION, "pieces": 1, "kernels": [],
             "budget_of": "allocated", "predicted": predicted}
+
+
+def completed(document: dict[str, Any]) -> dict[str, Any]:
+    """A document of the present version with the fields that came to it later."""
+    predicted = document.get("predicted")
+    later = {field.name: field.default for field in fields(Predicted)
+             if field.default is not MISSING}
+    return {**document, "predicted": {**later, **predicted}} if isinstance(predicted, dict) else (
+        document)
 
 
 def _from_version_5(document: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -41,5 +41,10 @@ class Predicted:
     the kernels of a plan for Inductor were timed and are the faster ones."""
     recompute_flops: int
     """FLOPs that the plan computes again in one step."""
+    offloaded_bytes: int = field(default=0, kw_only=True)
+    """What is stored on the host in one step and fetched back."""
+    transfer_seconds: float = field(default=0.0, kw_only=True)
+    """Estimated time of these copies, both ways together.  It runs beside the ops; what they wait
+    for is part of `overhead`."""
     step_flops: int
     """FLOPs of one step without recomputation."""

@@ -71,6 +71,9 @@ def selective_checkpointing(plan: Plan, blocks: Sequence[str] | None) -> Selecti
     if plan.backend != "eager":
         raise ValueError(f"the plan was made for {plan.backend}, whose ops are not those that run "
                          "as the model is written; make one with backend='eager'")
+    if any(each.action == "offload" for each in plan.decisions):
+        raise ValueError("the plan stores results on the host, which a policy of checkpointing "
+                         'cannot say; make one without allow="offload"')
     members = _members(plan.decisions, blocks)
     saved: dict[str, tuple[str, ...]] = {}
     lost: dict[str, list[str]] = {}

@@ -117,6 +117,10 @@ def _summary(plan: Plan) -> Table:
     table.add_row("extra time", format_fraction(plan.overhead),
                   f"{format_flops(plan.recompute_flops)} recomputed of "
                   f"{format_flops(plan.step_flops)} in a step")
+    if plan.offloaded_bytes:
+        table.add_row("on the host", format_bytes(plan.offloaded_bytes),
+                      f"{plan.offloaded_bytes:,} bytes, copied there and back beside the ops in "
+                      f"{plan.transfer_seconds:.3g} s")
     proof = "no schedule does better" if plan.status == "optimal" else "best schedule found"
     table.add_row("at least", format_fraction(plan.overhead_bound), f"{plan.status}: {proof}")
     seconds = "" if plan.solve_seconds is None else f", solved in {plan.solve_seconds:.1f} s"

@@ -9,25 +9,31 @@ from planner.arguments.planning import CHOICES, Planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.search.eager import infeasible
 from planner.search.effort import Effort
+from planner.step.host_link import host_link
 from planner.step.prepared import PreparedStep
 
 
-def with_alternatives(refusal: InfeasibleBudget, planning: Planning,
+def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: PreparedStep,
                       prepared_for: Callable[[Planning], PreparedStep], effort: Effort
                       ) -> InfeasibleBudget:
     """The refusal with the smallest budgets of plans that may do more than `planning` allows,
     where these are smaller; of what is reserved only planning itself can tell."""
     if planning.budget_of != "allocated":
         return refusal
-    wider = replace(planning, allow=CHOICES) if planning.backend == "eager" else planning
-    if set(wider.allow) == set(planning.allow):
-        return refusal
-    try:
-        prepared = prepared_for(wider)
-    except CaptureError:  # which planning itself did not meet
-        return refusal
-    if not any(form.pieces > 1 for form in prepared.forms):
-        return refusal
-    least = infeasible(prepared, refusal.budget_bytes, effort).minimum_bytes
-    return refusal if least >= refusal.minimum_bytes else refusal.with_alternatives(
-        {tuple(wider.allow): least})
+    found: dict[tuple[str, ...], int] = {}
+    for choice in CHOICES:
+        if choice in planning.allow:
+            continue
+        try:
+            wider = replace(planning, allow=(*planning.allow, choice))
+            link = host_link(wider, prepared.base.graph.device)
+            other = (prepared.with_link(link) if choice == "offload" and link is not None
+                     else prepared_for(wider))
+        except (CaptureError, ValueError):  # which planning itself did not meet
+            continue
+        if choice == "chunk" and not any(form.pieces > 1 for form in other.forms):
+            continue
+        least = infeasible(other, refusal.budget_bytes, effort).minimum_bytes
+        if least < refusal.minimum_bytes:
+            found[tuple(wider.allow)] = least
+    return refusal.with_alternatives(found) if found else refusal

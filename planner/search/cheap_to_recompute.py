@@ -16,12 +16,13 @@ from collections.abc import Iterator, Set
 from graph_capture.training_graph import Phase, SavingCosts, TrainingGraph
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.step.form import Form
+from solvers.actions import as_order
 from solvers.problem import Schedule
 
 
 def free_ops(form: Form, saved: Set[int]) -> frozenset[int]:
     """Ops that Inductor recomputes by itself: fused into the kernels that read them."""
-    runs = Counter(schedule_saving(form, saved))
+    runs = Counter(as_order(schedule_saving(form, saved)))
     return frozenset(index for index, count in runs.items() if count > 1)
 
 

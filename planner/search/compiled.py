@@ -124,7 +124,7 @@ class _Search:
         course[BufferKind.TEMPORARY] = [
             size + max(0, off_bytes) for size in course[BufferKind.TEMPORARY]]
         at_peak = {kind: row[timeline.peak_position] for kind, row in course.items()}
-        begins = next(position for position, index in enumerate(timeline.schedule)
+        begins = next(position for position, index in timeline.runs
                       if self.form.graph.ops[index].phase is Phase.BACKWARD)
         step = CompiledStep(sum(at_peak.values()), at_peak, course, begins)
         return _Candidate(schedule, self._recipe(schedule, strict_order), step,

@@ -23,6 +23,9 @@ from solvers.problem import Schedule
 from solvers.result import Result
 from solvers.simulator import unroll
 
+OFFLOAD_IS_EXPERIMENTAL = (
+    "storing results on the host is experimental: no GPU has run it, and the extra time counts on "
+    "the nominal rate of its link")
 _DIAGNOSIS_SECONDS = 1.0
 """Longest search for a cheap schedule that only serves to explain a refusal."""
 
@@ -85,6 +88,7 @@ def make_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, resu
         status=result.status, solver=result.solver, seconds=result.seconds,
         reserved_bytes=prepared.reserved_bytes(form, timeline),
         made=memory_over(form.graph, timeline), backward_begins=next(
-            (position for position, index in enumerate(timeline.schedule)
+            (position for position, index in timeline.runs
              if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)),
-        notes=() if prepared.surroundings is None else prepared.surroundings.notes)
+        notes=(*(() if prepared.surroundings is None else prepared.surroundings.notes),
+               *((OFFLOAD_IS_EXPERIMENTAL,) if timeline.offloaded else ())))

@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 
 from planner.search.effort import Effort
 from planner.step.form import Form
+from solvers.actions import as_order
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.incumbent import PROOF_TOLERANCE
-from solvers.minimum import working_set_floor
 from solvers.problem import Schedule
 from solvers.result import Result
 from solvers.solve import solve
@@ -60,7 +60,8 @@ def solve_form(form: Form, net_bytes: int | None, effort: Effort,
                warm_start: Schedule | None = None, work_limit: float | None = None) -> Result:
     """What the solver finds for one form within `net_bytes`; costs are relative to the base form.
     `work_limit`: see `solvers.solve`.  Raises `solvers.InfeasibleBudget`."""
-    given = warm_start if warm_start and max(warm_start) + 1 == len(form.problem) else None
+    fits = warm_start and max(as_order(warm_start)) + 1 == len(form.problem)
+    given = warm_start if fits else None
     result = solve(form.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
                    seed=effort.seed, progress=effort.progress, warm_start=given,
                    work_limit=work_limit)
@@ -99,7 +100,7 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
                        else LEAST_SHARE * effort.time_limit)
         if not form.may_fit(net_bytes):  # then it is only asked for its minimum, if nothing fits
             return None
-        room = 1 - working_set_floor(form.problem) / max(net_bytes, 1)
+        room = 1 - form.floor_bytes / max(net_bytes, 1)
         return ask(form, min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE) * effort.time_limit)
 
     found = choose(forms, attempt, lambda form, best: best.cost > form.problem.keep_all_cost)

@@ -26,6 +26,7 @@ from planner.step.accounting import describe_bottleneck
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from planner.units import format_bytes
+from solvers.actions import as_order
 from solvers.incumbent import PROOF_TOLERANCE
 from solvers.problem import Schedule
 from solvers.result import Result
@@ -144,7 +145,7 @@ class _Search:
 
     def _known(self, form: Form, schedule: Schedule) -> _Tried | None:
         """A schedule of another size; `None` where it is none of this form."""
-        if max(schedule) + 1 != len(form.problem):
+        if max(as_order(schedule)) + 1 != len(form.problem):
             return None
         timeline = unroll(form.problem, schedule)
         return self._tried(form, Result(

@@ -131,7 +131,7 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
     Raises `InfeasibleBudget` where nothing fits.
     """
     parallel: object = arguments.pop("parallel", None)
-    planning = Planning.of(advise, arguments)
+    planning = Planning.of(advise, arguments).without_offload("planner.advise")
     count = check_count("effective_batch", effective_batch)
     spreads = _spreads(parallel, count)
     budget_bytes = absolute_budget(budget_gb, budget, "which differs with the batch")

@@ -140,7 +140,8 @@ def max_batch_size(make_inputs: MakeInputs, model: nn.Module, *, budget_gb: floa
     """
     wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
     return _largest_size("batch", make_inputs, model, wishes,
-                         Planning.of(max_batch_size, arguments), make_loss_fn, progress)
+                         Planning.of(max_batch_size, arguments).without_offload(
+                             "planner.max_batch_size"), make_loss_fn, progress)
 
 
 @takes_planning()
@@ -158,7 +159,8 @@ def max_sequence_length(make_inputs: MakeInputs, model: nn.Module, *,
     """
     wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
     return _largest_size("sequence", make_inputs, model, wishes,
-                         Planning.of(max_sequence_length, arguments), make_loss_fn, progress)
+                         Planning.of(max_sequence_length, arguments).without_offload(
+                             "planner.max_sequence_length"), make_loss_fn, progress)
 
 
 def check_overhead(overhead: float | None) -> float | None:

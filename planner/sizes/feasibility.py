@@ -20,6 +20,7 @@ from planner.sizes.sized_steps import SizedSteps
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from planner.units import format_fraction
+from solvers.actions import as_order
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.minimum import minimum_peak
 from solvers.problem import Problem, Schedule
@@ -184,7 +185,7 @@ class Feasibility:
 def _transfers(schedule: Schedule, problem: Problem) -> bool:
     """Whether a schedule of the model at another size is one of this problem: of the same number of
     ops, and legal."""
-    if max(schedule) + 1 != len(problem):
+    if max(as_order(schedule)) + 1 != len(problem):
         return False
     try:
         simulate(problem, schedule)

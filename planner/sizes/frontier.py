@@ -90,7 +90,7 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
     """
     if check_count("points", points, 0) < 2:
         raise ValueError(f"points must be at least 2 (both ends of the curve), got {points}")
-    planning = Planning.of(frontier, arguments)
+    planning = Planning.of(frontier, arguments).without_offload("planner.frontier")
     started = time.monotonic()
     with watched(progress) as report:
         prepared = prepare_step(model, inputs, planning, report)

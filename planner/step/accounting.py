@@ -53,8 +53,8 @@ def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, li
         hold(buffer.kind, instance.birth, instance.death, buffer.size_bytes)
     for op, first, last in _replay_states(graph, timeline):
         hold(BufferKind.ACTIVATION, first, last, op.replay_state_bytes)
-    for position, (index, taken) in enumerate(
-            zip(timeline.schedule, timeline.inplace_of, strict=True)):
+    for position, index in timeline.runs:
+        taken = timeline.inplace_of[position]
         hold(BufferKind.TEMPORARY, position, position, graph.ops[index].workspace_bytes)
         if taken is not None:  # A buffer that the output took over counts once, as the output.
             hold(buffers[taken].kind, position, position, -buffers[taken].size_bytes)
@@ -87,7 +87,7 @@ def describe_bottleneck(form: Form, timeline: Timeline, *, top: int = 5) -> str:
                 f"{format_bytes(memory.activations)}, temporaries of the optimizer's step "
                 f"{format_bytes(memory.temporaries)}.")
     position = timeline.peak_position
-    running = graph.ops[timeline.schedule[position]]
+    running = graph.ops[timeline.op_at(position)]
     holders = holders_at(graph, timeline, position)
     lines = [f"{format_bytes(holder.size_bytes)} {holder.what}" for holder in holders[:top]]
     rest = sum(holder.size_bytes for holder in holders[top:])
@@ -110,8 +110,9 @@ def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
             is_gradient = buffer.kind is BufferKind.GRADIENT and buffer.label
             yield (f"gradient of {buffer.label}" if is_gradient
                    else graph.ops[buffer.producer].name, buffer.size_bytes)
-    running = graph.ops[timeline.schedule[position]]
-    yield f"workspace of {running.name}", running.workspace_bytes
+    if isinstance(index := timeline.schedule[position], int):
+        running = graph.ops[index]
+        yield f"workspace of {running.name}", running.workspace_bytes
     for op, first, last in _replay_states(graph, timeline):
         if first <= position <= last:
             yield (f"random state or input copy for replaying {op.name}", op.replay_state_bytes)
@@ -123,7 +124,7 @@ def _replay_states(graph: TrainingGraph, timeline: Timeline
     first and the last run."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for when, index in enumerate(timeline.schedule):
+    for when, index in timeline.runs:
         if graph.ops[index].replay_state_bytes:
             first.setdefault(index, when)
             last[index] = when

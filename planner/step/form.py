@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from graph_capture.training_graph import Phase, TrainingGraph
 from planner.step.budget import StepBudget
+from solvers.actions import Fetch, Store, as_order
 from solvers.minimum import working_set_floor
+from solvers.offload import relaxed
 from solvers.problem import Problem, Schedule
 from solvers.simulator import Instance, simulate, unroll
 
@@ -45,7 +47,13 @@ class Form:
     def may_fit(self, net_bytes: int) -> bool:
         """Whether no bound says that every schedule takes more than `net_bytes` above resident
         memory."""
-        return working_set_floor(self.problem) <= net_bytes
+        return self.floor_bytes <= net_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """What every schedule takes at least, above resident memory."""
+        return working_set_floor(self.problem if self.problem.link is None
+                                 else relaxed(self.problem))
 
     def net_peak_bytes(self, schedule: Schedule) -> int:
         """Peak of forward and backward under a schedule, above resident memory."""
@@ -60,22 +68,38 @@ class Form:
         seen: set[int] = set()
         end = -1  # position of the last first run that does not belong to the backward
         for position, index in enumerate(schedule):
+            if not isinstance(index, int):
+                continue
             if index not in seen and self.graph.ops[index].phase is not Phase.BACKWARD:
                 end = position
             seen.add(index)
         return tuple(instance for instance in unroll(self.problem, schedule).instances
                      if instance.birth <= end < instance.death)
 
+    def offloaded_bytes(self, schedule: Schedule) -> int:
+        """What a schedule stores on the host."""
+        return sum(self.problem.storages[action.storage].size_bytes for action in schedule
+                   if isinstance(action, Store))
+
+    def transfer_seconds(self, schedule: Schedule) -> float:
+        """Time of its copies, to the host and back."""
+        link = self.problem.link
+        return 0.0 if link is None else sum(
+            link.cost(self.problem.storages[action.storage].size_bytes) for action in schedule
+            if isinstance(action, Store | Fetch))
+
     def cost(self, schedule: Schedule) -> float:
         """What all runs of a schedule cost, in the unit of the problem."""
         return simulate(self.problem, schedule).cost
 
     def overhead(self, schedule: Schedule) -> float:
-        """Seconds of recomputations and copies, as a fraction of the step without them; 0 where
-        nothing takes time."""
+        """Seconds of recomputations and copies, and of waiting for the host, as a fraction of the
+        step without them; 0 where nothing takes time."""
         seen: set[int] = set()
         extra = self.graph.step_seconds - self.base_seconds
-        for index in schedule:
+        if self.problem.link is not None:
+            extra += unroll(self.problem, schedule).waiting_cost
+        for index in as_order(schedule):
             if index in seen:
                 extra += self.graph.ops[index].seconds
             seen.add(index)

@@ -5,6 +5,9 @@ forward that they belong to and in that region's own backward.  The loss, the su
 between regions and the copies that autograd makes of finished gradients are not ours: nothing is
 replayed in them, and a recomputation just before them has no place to stand.
 
+Where there is a link to the host, what the forward saves for its own backward, and nothing else,
+may be stored there.
+
 Resident memory is not part of the problem; `planner.step.accounting` adds it.
 """
 
@@ -13,18 +16,29 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import replace
 
-from graph_capture.training_graph import Phase, TrainingGraph, TrainingOp
-from solvers.problem import Op, Problem, Segment, Storage
+from graph_capture.training_graph import (
+    KEPT_BY_USER,
+    RUNS_SEVERAL_TIMES,
+    BufferKind,
+    Phase,
+    TrainingGraph,
+    TrainingOp,
+)
+from solvers.problem import Link, Op, Problem, Segment, Storage
 
 
-def lower(graph: TrainingGraph) -> Problem:
-    """The scheduling problem of `graph`: op i is op i, buffer j is storage j, seconds are cost."""
+def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:
+    """The scheduling problem of `graph`: op i is op i, buffer j is storage j, seconds are cost.
+    `link`: to the host, where results may be stored there."""
+    saved = frozenset[int]() if link is None else _saved_within_regions(graph)
     return Problem(
         ops=tuple(_lower_op(op) for op in graph.ops),
         storages=tuple(Storage(size_bytes=buffer.size_bytes, producer=buffer.producer,
-                               kept_to_end=buffer.kept_to_end) for buffer in graph.buffers),
+                               kept_to_end=buffer.kept_to_end, offloadable=index in saved)
+                       for index, buffer in enumerate(graph.buffers)),
         segments=_segments(graph),
         name="training step",
+        link=link,
     )
 
 
@@ -52,6 +66,25 @@ def _lower_op(op: TrainingOp) -> Op:
         inplace=op.inplace,
         replay_state_bytes=op.replay_state_bytes,
     )
+
+
+def _saved_within_regions(graph: TrainingGraph) -> frozenset[int]:
+    """Buffers that the forward of a region makes for itself and its own backward: no other code, of
+    the model or of its caller, ever holds them."""
+    regions: list[set[int]] = [set() for _ in graph.buffers]
+    read_in_backward: set[int] = set()
+    for op in graph.ops:
+        for buffer in op.inputs:
+            regions[buffer].add(op.region if op.digest else -1)
+            if op.phase is Phase.BACKWARD:
+                read_in_backward.add(buffer)
+    return frozenset(
+        index for index, buffer in enumerate(graph.buffers)
+        for maker in (graph.ops[buffer.producer],)
+        if buffer.kind is BufferKind.ACTIVATION and not buffer.kept_to_end
+        and maker.phase is Phase.FORWARD and maker.digest and maker.region >= 0
+        and maker.pinned not in (KEPT_BY_USER, RUNS_SEVERAL_TIMES)
+        and index in read_in_backward and regions[index] == {maker.region})
 
 
 def _segments(graph: TrainingGraph) -> tuple[Segment, ...]:

@@ -50,8 +50,8 @@ class _Planned:
 
     def run(self) -> MicroStep:
         graph, schedule = self.graph, self.timeline.schedule
-        last_of = {index: position for position, index in enumerate(schedule)}
-        first_of = {index: position for position, index in reversed(list(enumerate(schedule)))}
+        last_of = {index: position for position, index in self.timeline.runs}
+        first_of = {index: position for position, index in reversed(self.timeline.runs)}
         self._place_instances(first_of)
         loss_begins = 1 + max((first_of[i] for i, op in enumerate(graph.ops)
                                if op.phase is Phase.FORWARD), default=-1)
@@ -63,7 +63,10 @@ class _Planned:
             for moment in (loss_begins, backward_begins):
                 if position == moment:
                     moments[moment] = len(self.events)
-            self._run_op(position, index, first_of[index] == position, last_of[index])
+            if isinstance(index, int):
+                self._run_op(position, index, first_of[index] == position, last_of[index])
+            else:
+                self._move(position, graph.ops[graph.buffers[index.storage].producer])
         end = len(self.events)
         kinds = {block: buffer.kind for block, buffer in self.kept.items()}
         gradients = {block: buffer.label for block, buffer in self.kept.items()
@@ -133,6 +136,14 @@ class _Planned:
             self._release(number)
         if index in self.replay_state and last == position:
             self.events.append(~self.replay_state.pop(index))
+
+    def _move(self, position: int, maker: TrainingOp) -> None:
+        """A transfer, of what `maker` made."""
+        for number in self.born[position]:
+            size_bytes = self.graph.buffers[self.timeline.instances[number].storage].size_bytes
+            self.alive[number] = self._make(maker, size_bytes, Category.ACTIVATIONS)
+        for number in self.gone[position]:
+            self._release(number)
 
     def _read(self, op: TrainingOp) -> list[int]:
         wanted = set(op.inputs)

@@ -17,7 +17,7 @@ from planner.step.form import Form
 from planner.step.lowering import lower, without_buffers
 from planner.step.reserved import StepSurroundings
 from planner.units import format_fraction
-from solvers.problem import Schedule
+from solvers.problem import Link, Schedule
 from solvers.simulator import Timeline, unroll
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ class PreparedStep:
         around = self.surroundings
         return None if around is None else (
             around.replay(around.planned(form.graph, timeline)).reserved_bytes)
+
+    def with_link(self, link: Link) -> PreparedStep:
+        """The step whose results may be stored on the host, by this link."""
+        return replace(self, forms=tuple(replace(form, problem=lower(form.graph, link))
+                                         for form in self.forms))
 
     @property
     def base(self) -> Form:

@@ -151,6 +151,9 @@ def test_a_missing_field_is_named_by_its_path(data):
     for key in path[:-1]:
         holder = holder[key]
     del holder[path[-1]]
+    if path[-1] in ("offloaded_bytes", "transfer_seconds"):  # which version 8 got later
+        assert from_dict(damaged).to_dict() == document
+        return
     if path[0] == "created_with" and len(path) > 1:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(damaged, SCHEMA)
@@ -206,7 +209,7 @@ def test_files_diff_well():
     """One op, tensor or group per line, and no line that differs where nothing does."""
     lines = dumps(make_plan(1900)).splitlines()
     assert sum('"action"' in line for line in lines) == 12
-    assert len(lines) < 130
+    assert len(lines) < 132
 
 
 def test_the_published_schema_is_itself_valid_and_that_of_the_types():
@@ -218,7 +221,8 @@ def test_an_action_that_no_reader_knows_is_refused_by_its_path():
     document = make_plan().to_dict()
     document["regions"][0]["insertions"][0]["actions"][0]["kind"] = "offload"
     with pytest.raises(planner.PlanFileError, match=re.escape(
-            "expected 'run' as regions[0].insertions[0].actions[0].kind, got 'offload'")):
+            "expected 'run' or 'store' or 'release' or 'fetch' as "
+            "regions[0].insertions[0].actions[0].kind, got 'offload'")):
         from_dict(document)
 
 

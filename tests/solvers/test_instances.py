@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from solvers import load_problem, simulate
+from solvers import Link, load_problem, simulate
+from solvers.instances import problem_from_node_link
 
 
 def _data() -> dict[str, Any]:
@@ -70,3 +72,18 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
         load_problem(_write(tmp_path, [1, 2]))
     with pytest.raises(FileNotFoundError):
         load_problem(tmp_path / "missing.json")
+
+
+def test_a_link_to_the_host_and_what_may_go_there_are_read():
+    document = {"directed": True, "multigraph": False,
+                "graph": {"bytes_per_cost": 8}, "edges": [{"source": 0, "target": 1}],
+                "nodes": [{"id": 0, "size": 4, "cost": 1, "offloadable": True},
+                          {"id": 1, "size": 4, "cost": 1}]}
+    problem = problem_from_node_link(document)
+    assert problem.link == Link(8.0)
+    assert [storage.offloadable for storage in problem.storages] == [True, False]
+    for key, message in (("bytes_per_cost", "expected a number"), ("offloadable", "true or false")):
+        damaged = copy.deepcopy(document)
+        (damaged["graph"] if key == "bytes_per_cost" else damaged["nodes"][0])[key] = "8"
+        with pytest.raises(ValueError, match=message):
+            problem_from_node_link(damaged)

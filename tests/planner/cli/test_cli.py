@@ -143,3 +143,4 @@ def test_a_loss_head_may_run_in_pieces(tmp_path):
                                "--json").stdout)
         assert found["pieces"] > 1
     run("plan", *wide, "--budget", least, "--allow", "fuse", code=2)
+    run("plan", *wide, "--budget", least, "--allow", "offload", code=2)

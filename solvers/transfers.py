@@ -1,0 +1,77 @@
+"""Copies between device and host beside the ops: in which order they may stand, and what waiting
+for them costs.
+
+The model of the world: ops run one after the other on one stream; each direction of the link is a
+stream of its own, on which copies follow each other in the order of their actions.  A copy to the
+host begins when the ops before its `Store` have ended and the link is free; `Release` holds the ops
+up until it has ended.  A copy back begins when the ops before its `Fetch` have ended (whose memory
+it may have been given) and the link is free; an op that reads it waits for its end.  A storage is
+stored once; the host then has it to the end of the step.  This is the setting of vDNN (Rhu et al.,
+MICRO 2016), Capuchin (Peng et al., ASPLOS 2020), POFO (Beaumont et al., NeurIPS 2021) and POET
+(Patil et al., ICML 2022), but for the explicit `Release`, which ties memory to the order of actions
+and leaves to the time only how long it takes.
+
+Blind spots: the memory of the host has no limit; copies and ops do not slow each other down; all
+ops are queued in time, so that the device never waits for the program that feeds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from solvers.actions import Action, Fetch, Release, Schedule, Store
+from solvers.errors import IllegalSchedule
+from solvers.problem import Link, Problem
+
+
+def check_order(transfers: Iterable[tuple[int, Action | int]]) -> None:
+    """Raise `IllegalSchedule` unless each storage is stored once, released in the segment in which
+    it is stored, and fetched after that.  `transfers`: with the segments in which they stand."""
+    stored: dict[int, int] = {}
+    released: set[int] = set()
+    for segment, action in transfers:
+        match action:
+            case Store(storage):
+                if storage in stored:
+                    raise IllegalSchedule(f"storage {storage} is stored twice; the host has it")
+                stored[storage] = segment
+            case Release(storage):
+                if stored.get(storage) != segment or storage in released:
+                    raise IllegalSchedule(f"storage {storage} is released without a copy to the "
+                                          "host that began in this segment")
+                released.add(storage)
+            case Fetch(storage):
+                if storage not in released:
+                    raise IllegalSchedule(f"storage {storage} is fetched before it was stored and "
+                                          "released")
+    if len(released) < len(stored):
+        missing = min(stored.keys() - released)
+        raise IllegalSchedule(f"storage {missing} is stored and never released")
+
+
+def waiting_cost(problem: Problem, link: Link, schedule: Schedule) -> float:
+    """How long ops wait for copies, in the unit of cost; `schedule` is legal."""
+    now = outward_free = inward_free = waited = 0.0
+    ends: dict[int, float] = {}  # storage to the end of its copy to the host
+    arrivals: dict[int, float] = {}  # storage to the end of its copy back, if that is its latest
+    for action in schedule:
+        match action:
+            case int():
+                op = problem.ops[action]
+                ready = max((arrivals.get(s, now) for s in op.inputs), default=now)
+                for storage in op.outputs:
+                    arrivals.pop(storage, None)
+                waited += max(0.0, ready - now)
+                now = max(now, ready) + op.cost
+            case Store(storage):
+                outward_free = max(now, outward_free) + link.cost(
+                    problem.storages[storage].size_bytes)
+                ends[storage] = outward_free
+            case Release(storage):
+                waited += max(0.0, ends[storage] - now)
+                now = max(now, ends[storage])
+            case Fetch(storage):
+                inward_free = max(now, inward_free) + link.cost(
+                    problem.storages[storage].size_bytes)
+                arrivals[storage] = inward_free
+    return waited

@@ -1,0 +1,38 @@
+"""Steps whose results may be stored on the host, on a machine where a stand-in takes its part."""
+
+from __future__ import annotations
+
+import random
+
+from planner.step.prepared import PreparedStep
+from solvers import Fetch, Link, Problem, Release, Schedule, Store
+from solvers.actions import as_order
+from solvers.placement import longest_gaps
+from solvers.simulator import unroll
+
+
+def with_link(step: PreparedStep, bytes_per_second: float) -> PreparedStep:
+    """The step with a link to the host, which planning itself refuses for a CPU."""
+    return step.with_link(Link(bytes_per_second))
+
+
+def random_transfers(problem: Problem, schedule: Schedule, seed: int, share: float = 0.5
+                     ) -> Schedule:
+    """The runs of `schedule`, with about `share` of what may be away stored, released and fetched
+    at any legal time in its longest gap."""
+    rng = random.Random(seed)
+    order = as_order(schedule)
+    timeline = unroll(problem, order)
+    before: list[list[Store | Release | Fetch]] = [[] for _ in order]
+    for gap in longest_gaps(problem, order, timeline.segments):
+        if rng.random() >= share:
+            continue
+        release = rng.randint(gap.leaves + 1, min(gap.release_by, gap.returns))
+        store = rng.randint(gap.made + 1, release)
+        fetch = rng.randint(max(gap.fetch_from, release), gap.returns)
+        before[store].append(Store(gap.storage))
+        before[release].append(Release(gap.storage))
+        before[fetch].append(Fetch(gap.storage))
+    # What is stored and released before the same run keeps that order: the sort is stable.
+    return tuple(action for position, index in enumerate(order)
+                 for action in (*before[position], index))
