@@ -54,7 +54,6 @@ def test_a_file_of_version_7_is_read():
 def test_figures_of_ones_own_stand_for_a_gpu():
     own = planner.Gpu("GB10", (12, 1), 128 << 30, float32_tflops=31, half_tflops=125,
                       bandwidth_gb=273)
-    assert own.cublas_workspace_bytes == 32 << 20
     (choice,) = made(own).kernels
     assert choice.kernel == "attention by flash" and "12.1" in choice.rule
     with pytest.raises(TypeError, match="two whole numbers"):
