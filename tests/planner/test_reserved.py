@@ -10,7 +10,6 @@ from torch import nn
 import planner
 from graph_capture.memory.caching_allocator import CachingAllocator, replay
 from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
-from graph_capture.op_costs.devices import device_model
 from planner.api import capture
 from planner.cli import app
 from planner.plans.file import dumps, from_dict, loads
