@@ -16,6 +16,7 @@ Blind spots: caches, small matrices that leave units idle, overlap of ops.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -212,7 +213,7 @@ def product_name(device: torch.device) -> str:
 
 
 def _in_table(name: str) -> Gpu | None:
-    words = name.upper().replace("-", " ").split()
+    words = re.sub(r"RTX(?=\w)", "RTX ", name.upper().replace("-", " ")).split()
     for known in sorted(_GPUS, key=len, reverse=True):
         wanted = known.split()
         if any(words[i:i + len(wanted)] == wanted for i in range(len(words))):

@@ -76,8 +76,8 @@ class OpProbe:
                  gpu: str | Gpu | None = None) -> None:
         """`probe=False` measures nothing; `directory` holds the cache on disk, by default
         `op_cache.cache_directory()`; `room`: how many bytes throw-away tensors may take in this
-        process now, `None`: all that may be used of the memory that is free; `gpu`: whose margins to
-        take, as for `device_model`."""
+        process now, `None`: all that may be used of the memory that is free; `gpu`: whose margins
+        to take, as for `device_model`."""
         self._room = room
         self.device = torch.device(device)
         self._gpu = device_model(self.device, gpu=gpu).gpu

@@ -175,7 +175,7 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
     from solvers.simulator import unroll
 
     prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
-                       cost_model=plan.cost_model, device=plain.twin.device,
+                       cost_model=plan.cost_model, device=plain.twin.device, gpu=plain.gpu,
                        regions=plan.recipe.blocks or "model", autocast=plain.twin.autocast,
                        output="held" if plan.recipe.holds_output else "dropped",
                        parallel=parallel)

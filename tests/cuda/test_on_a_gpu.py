@@ -1,7 +1,8 @@
 """What is predicted of CUDA, against CUDA: `make cuda`, on a machine with an NVIDIA GPU.
 
-The oracles are torch's allocator (what it was asked for), torch's own choice of kernels, the plain model's gradients, and a
-process that sees no GPU.  Where there is none all of it is skipped; nothing here has run so far.
+The oracles are torch's allocator (what it was asked for), torch's own choice of kernels, the plain
+model's gradients, and a process that sees no GPU.  Where there is none all of it is skipped; on
+none has any of it run so far.
 """
 
 from __future__ import annotations

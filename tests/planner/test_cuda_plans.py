@@ -78,6 +78,22 @@ def test_compute_capability_decides_and_memory_says_so():
     assert any("attention by efficient: float32" in note for note in report.notes)
 
 
+def test_the_gpu_that_is_named_counts_for_a_plan_in_memory_and_for_ranks():
+    with torch.device("meta"):
+        model, x = Attention().to(torch.bfloat16), torch.empty(2, 64, 32, dtype=torch.bfloat16)
+    where = {"loss_fn": lambda out: out.float().sum(), "device": "cuda", "probe": False}
+    plan = planner.plan(model, x, gpu="H100", **where)  # by cuDNN, which an A100 does not choose
+    assert planner.memory(model, x, gpu="H100", plan=plan, **where).peak_bytes > 0
+    with pytest.raises(planner.PlanMismatch):
+        planner.memory(model, x, gpu="A100", plan=plan, **where)
+    ranks = planner.DataParallel("ddp", 2)
+    assert planner.data_parallel(model, x, parallel=ranks, gpu="rtx4090", **where).peak_bytes > 0
+    assert any("for an A100" in note
+               for note in planner.data_parallel(model, x, parallel=ranks, **where).notes)
+    with pytest.raises(ValueError, match="unknown gpu 'RTX 9000'; known: B200, H200"):
+        planner.data_parallel(model, x, parallel=ranks, gpu="RTX 9000", **where)
+
+
 def test_inductor_without_the_device_says_what_can_be_had():
     with pytest.raises(planner.CaptureError, match='here with backend="eager", which takes the'):
         made(backend="inductor")
