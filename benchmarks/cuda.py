@@ -239,7 +239,7 @@ def main() -> None:
         device, memory_bytes = "cuda", torch.cuda.get_device_properties(0).total_memory
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     else:
-        print("there is no GPU here, and nothing to measure; --rehearse runs the same code on the CPU")
+        print("there is no GPU here, so nothing is measured; --rehearse runs the code on the CPU")
         return
     started, found = time.monotonic(), subjects(memory_bytes)
     for number, subject in enumerate(found, start=1):

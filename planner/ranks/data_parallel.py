@@ -36,7 +36,7 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     """The memory of one rank that trains `model` under `parallel`, as it is or as `plan` has it.
 
     `inputs` are those of one rank's step; `plan` may be one of a single device, made by blocks.
-    The other arguments (`gpu` too), and the errors, are those of `planner.plan`; neither is a process started
+    The other arguments, and the errors, are those of `planner.plan`; neither is a process started
     nor the model executed.
 
     Raises `PlanMismatch` where the plan was made for another step, and `ValueError` where it cannot
