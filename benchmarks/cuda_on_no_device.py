@@ -35,7 +35,7 @@ MODELS = ("gpt2", "llama", "bert", "t5")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gpt2": {"lr": 1e-3}, "llama": {"lr": 1e-3, "foreach": False},
     "bert": {"lr": 1e-3, "amsgrad": True, "fused": True},
-    "t5": {"lr": 1e-3, "capturable": True}}
+    "t5": {"lr": 1e-3, "foreach": True}}
 """Settings of AdamW."""
 
 

@@ -99,7 +99,8 @@ class Gpu:
         capability = self.compute_capability
         if capability == (7, 5):
             return 1024
-        return 2048 if capability[1] == 0 and capability[0] < 12 else 1536
+        is_large = capability[0] in (6, 9, 10) or capability in ((7, 0), (8, 0))
+        return 2048 if is_large else 1536
 
     def model(self) -> DeviceModel:
         """What it can do per second."""
