@@ -311,6 +311,20 @@ def test_workspace_of_a_sum_is_what_torch_takes(gpu, shape, dims, dtype, said_by
     assert workspace("sum", x, dims, gpu=gpu) == said_by_torch
 
 
+@pytest.mark.parametrize(("shape", "capability", "said"), [
+    ((2, 8, 96, 160), (9, 0), ("cudnn", "cudnn", "flash")),
+    ((2, 8, 96, 256), (9, 0), ("cudnn", "cudnn", "cudnn")),
+    ((2, 8, 96, 256), (10, 0), ("flash", "flash", "cudnn")),
+    ((65536, 1, 16, 64), (9, 0), ("cudnn", "cudnn", "efficient")),
+    ((8, 96, 64), (8, 0), ("math", "math", "flash"))])
+def test_versions_of_torch_choose_attention_as_they_said_themselves(shape, capability, said):
+    # By torch 2.11.0, 2.12.1 and 2.15.0 with CUDA (benchmarks/attention_choice.py).
+    x = torch.empty(shape, dtype=BF16, device="meta", requires_grad=True)
+    call = AttentionCall(x, x, x, None, 0.0, False, False)
+    assert said == tuple(choose_attention(call, capability, version).kernel
+                         for version in ((2, 11), (2, 12), (2, 15)))
+
+
 def test_the_workspace_of_cublas_is_held_until_torch_2_15(monkeypatch):
     found = {gpu: [cublas_workspace_bytes(known_gpu(gpu), (2, minor)) >> 20 for minor in (11, 12)]
              for gpu in ("A100", "RTX 4090", "H100", "B200", "RTX 5090")}
