@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.arguments import benchmark_parser
@@ -45,6 +45,23 @@ for sizes, events in json.load(open(sys.argv[1])):
 """
 Requests = tuple[list[int], list[int]]
 """Sizes, and events as in `graph_capture.memory.trace`; each block is made once."""
+
+
+def on_no_device(python: str, include: str, arguments: Sequence[str],
+                 environment: Mapping[str, str]) -> str:
+    """What a Python with a CUDA build of torch prints on the device that is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "no_device.so")
+        sources = [str(Path(__file__).with_name(f"{name}.c"))
+                   for name in ("no_device", "no_kernels", "no_kernels_void")]
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-w", f"-I{include}", *sources,
+                        "-o", str(library)], check=True)
+        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+            shutil.copy(library, Path(folder, name))
+        return subprocess.run(
+            [python, "-W", "ignore", *arguments], check=True, text=True, stdout=subprocess.PIPE,
+            env={**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folder,
+                 **environment}).stdout
 
 
 def random_requests(seed: int) -> Requests:
@@ -92,20 +109,11 @@ def of_torch(python: str, include: str, requests: Sequence[Requests], expandable
              ) -> list[list[list[int]]]:
     """Allocated and reserved bytes after each event, as torch's allocator says."""
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "no_device.so")
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-w", f"-I{include}",
-                        str(Path(__file__).with_name("no_device.c")), "-o", str(library)],
-                       check=True)
-        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
-            shutil.copy(library, Path(folder, name))
         given = Path(folder, "requests.json")
         given.write_text(json.dumps(requests), encoding="utf-8")
-        told = subprocess.run(
-            [python, "-W", "ignore", "-c", CHILD, str(given)], check=True, text=True,
-            stdout=subprocess.PIPE, env={
-                **os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folder,
-                "PYTHONPATH": "", "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"})
-        return [json.loads(line) for line in told.stdout.splitlines()]
+        told = on_no_device(python, include, ["-c", CHILD, str(given)], {
+            "PYTHONPATH": "", "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"})
+        return [json.loads(line) for line in told.splitlines()]
 
 
 def of_model(requests: Requests, expandable: bool, torch_version: str) -> list[list[int]]:

@@ -156,14 +156,14 @@ def torchtitan() -> None:
         inputs = {"input_ids": ids, "labels": ids}
         shards = planner.DataParallel("fsdp2", ranks=ranks, units=("model.layers.*",),
                                       param_dtype="bf16", reduce_dtype="fp32")
-        what = {"optimizer": "adamw", "device": "cuda", "parallel": shards}
+        what = {"optimizer": "adamw", "device": "cuda", "gpu": "H100", "parallel": shards}
         plain = planner.data_parallel(model, inputs, **what)
         table.row(ranks, "plain", plain.peak_bytes / 2 ** 30, None)
         checkpointed = with_checkpoints(model, selective=True)
         selective = planner.data_parallel(checkpointed, inputs, **what)
         table.row(ranks, "selective, as torchtitan", selective.peak_bytes / 2 ** 30, None)
         plan = planner.plan(model, inputs, budget=selective.peak_bytes, output="dropped",
-                            gpu="H100", time_limit=30.0, **what)
+                            time_limit=30.0, **what)
         table.row(ranks, "plan within that", plan.peak_bytes / 2 ** 30, plan.overhead)
     for each in plan.kernels:
         print(f"- {each.kernel} in {each.modules} ({each.count}): {each.rule}")

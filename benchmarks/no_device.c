@@ -1,8 +1,11 @@
 /* A runtime and a driver of CUDA with a device of 1 TiB that hands out addresses and no memory: as
    much as torch's caching allocator asks for.  It stands in for libcudart (LD_PRELOAD), libcuda.so.1
-   and libnvidia-ml.so.1 alike.  Addresses ascend, in steps of 2 MiB. */
+   and libnvidia-ml.so.1 alike.  Addresses ascend, in steps of 2 MiB.  NO_DEVICE_CAPABILITY (9.0) and
+   NO_DEVICE_NAME say what it is. */
 
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <cuda.h>
@@ -18,23 +21,52 @@ static uintptr_t take(size_t size) {
   return address;
 }
 
-cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *count) {
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  *count = !visible || *visible;
+  return *count ? cudaSuccess : cudaErrorNoDevice;
+}
 cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
 cudaError_t cudaSetDevice(int device) { return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *version) { *version = 13030; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device) {
   memset(found, 0, sizeof *found);
-  strcpy(found->name, "no device");
+  const char *name = getenv("NO_DEVICE_NAME");
+  strcpy(found->name, name ? name : "no device");
+  const char *capability = getenv("NO_DEVICE_CAPABILITY");
   found->major = 9;
+  if (capability) sscanf(capability, "%d.%d", &found->major, &found->minor);
   found->totalGlobalMem = 1ULL << 40;
-  found->multiProcessorCount = 100;
+  found->multiProcessorCount = found->major == 9 ? 132 : 108;
+  found->maxThreadsPerMultiProcessor = 2048;
+  found->maxBlocksPerMultiProcessor = 32;
+  found->regsPerBlock = found->regsPerMultiprocessor = 65536;
+  found->sharedMemPerBlock = 49152;
+  found->sharedMemPerBlockOptin = found->major == 9 ? 232448 : 166912;
+  found->sharedMemPerMultiprocessor = found->sharedMemPerBlockOptin + 1024;
+  found->maxGridSize[0] = 2147483647;
+  found->maxGridSize[1] = found->maxGridSize[2] = 65535;
+  found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
+  found->maxThreadsDim[2] = 64;
+  found->l2CacheSize = 50 << 20;
   found->warpSize = 32;
   found->maxThreadsPerBlock = 1024;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr what, int device) {
-  *value = 1;
+  struct cudaDeviceProp found;
+  cudaGetDeviceProperties(&found, device);
+  *value = what == cudaDevAttrMultiProcessorCount ? found.multiProcessorCount
+           : what == cudaDevAttrMaxThreadsPerMultiProcessor ? found.maxThreadsPerMultiProcessor
+           : what == cudaDevAttrMaxSharedMemoryPerBlockOptin ? found.sharedMemPerBlockOptin
+           : what == cudaDevAttrMaxSharedMemoryPerBlock ? found.sharedMemPerBlock
+           : what == cudaDevAttrComputeCapabilityMajor ? found.major
+           : what == cudaDevAttrComputeCapabilityMinor ? found.minor
+           : what == cudaDevAttrMaxGridDimX ? found.maxGridSize[0]
+           : what == cudaDevAttrMaxGridDimY || what == cudaDevAttrMaxGridDimZ ? 65535
+           : what == cudaDevAttrWarpSize ? 32
+           : what == cudaDevAttrMaxThreadsPerBlock ? 1024 : 1;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char *name, int size, int device) {

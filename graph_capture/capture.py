@@ -31,6 +31,7 @@ from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
 from graph_capture.memory.trace import Block
 from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
+from graph_capture.op_costs.cuda_workspace import held_workspace_bytes
 from graph_capture.op_costs.devices import Gpu, compute_capability
 from graph_capture.op_costs.room import ProbeRoom
 from graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
@@ -112,8 +113,8 @@ class CapturedStep:
     """What the loss makes of each tensor of the model's output."""
     tracing: Tracing
     """What traces it again, for what comes to be known later."""
-    cublas_workspace_bytes: int
-    """What torch gives cuBLAS for each thread; 0 where the device is no GPU."""
+    held_workspace_bytes: int
+    """What torch holds for cuBLAS, for each thread; 0 where the device is no GPU."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -261,7 +262,7 @@ def capture_step(
         compiled=None if recording.graphs is None else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, twin, holds_output),
         outputs=outputs,
-        tracing=tracing, cublas_workspace_bytes=costs.device_model.cublas_workspace_bytes)
+        tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu))
 
 
 def _sharing_code(recording: Recording) -> int:

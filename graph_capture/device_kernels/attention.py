@@ -7,17 +7,20 @@ and the CUDA builds of torch 2.11 and later: flash attention (in (8.0) to (12.1)
 efficient attention, then the composite of products and a softmax; on compute capability 9 and 10
 cuDNN's comes first, which the cuDNN that these builds bring is new enough for.  Switches and the
 order are the caller's: `torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`.
+`benchmarks/attention_choice.py` asks torch 2.11, 2.12 and 2.15 themselves, on a device that is
+none, and they agree.
 
-Blind spots: nested tensors; FlashAttention 3 and 4, which are registered by hand; another cuDNN
-than the build's own, and builds of CUDA 12 on compute capabilities 9.x and 10.x other than 9.0,
-10.0 and 10.3.
+Blind spots: torch 2.13 and 2.14, of which there was no build with CUDA at hand: what changed
+between 2.12 and 2.15 is taken to have done so where pull requests date it, else in 2.15; nested
+tensors; FlashAttention 3 and 4, which are registered by hand; another cuDNN than the build's own,
+and builds of CUDA 12 on compute capabilities 9.x and 10.x other than 9.0, 10.0 and 10.3.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -25,7 +28,14 @@ import torch
 from graph_capture.torch_compat.dispatch import attention_switches
 
 _HALF = (torch.float16, torch.bfloat16)
-_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+_MOST_BLOCKS = 65535
+"""So many sequences or heads a launch has room for."""
+
+Version = tuple[int, ...]
+"""Of torch: major and minor."""
+
+INSTALLED: Version = tuple(
+    int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 class AttentionKernel(StrEnum):
@@ -70,11 +80,26 @@ class AttentionChoice:
     rule: str
 
 
-def choose_attention(call: AttentionCall, capability: tuple[int, int]) -> AttentionChoice:
-    """The kernel that torch runs for a call on a GPU of this compute capability.
+def with_batch(call: AttentionCall, version: Version = INSTALLED) -> AttentionCall:
+    """The call as kernels are asked for it: from torch 2.15 on operands of 3 dimensions get one
+    more."""
+    operands = (call.query, call.key, call.value)
+    if version < (2, 15) or any(tensor.dim() != 3 for tensor in operands):
+        return call
+    mask = call.mask
+    while mask is not None and mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    query, key, value = (tensor.unsqueeze(0) for tensor in operands)
+    return replace(call, query=query, key=key, value=value, mask=mask)
+
+
+def choose_attention(call: AttentionCall, capability: tuple[int, int],
+                     version: Version = INSTALLED) -> AttentionChoice:
+    """The kernel that torch of a `version` runs for a call on a GPU of this compute capability.
 
     Raises `RuntimeError` where no kernel that is switched on takes the call, as torch does.
     """
+    call = with_batch(call, version)
     refused: list[str] = []
     switches = attention_switches()
     prefers_cudnn = (capability[0] in (9, 10)
@@ -83,7 +108,7 @@ def choose_attention(call: AttentionCall, capability: tuple[int, int]) -> Attent
             ("cudnn", "flash", "efficient", "math") if prefers_cudnn
             else ("flash", "efficient", "math", "cudnn"))):
         why = "switched off" if kernel not in switches.enabled else next(
-            _objections(kernel, call, capability), None)
+            _objections(kernel, call, capability, version), None)
         if why is None:
             dtype = str(call.query.dtype).removeprefix("torch.")
             rule = f"{dtype}, head dim {call.head_dim}, compute capability " \
@@ -94,15 +119,16 @@ def choose_attention(call: AttentionCall, capability: tuple[int, int]) -> Attent
                        f"planned for: {'; '.join(refused)}")
 
 
-def _objections(kernel: AttentionKernel, call: AttentionCall, capability: tuple[int, int]
-                ) -> Iterator[str]:
+def _objections(kernel: AttentionKernel, call: AttentionCall, capability: tuple[int, int],
+                version: Version) -> Iterator[str]:
     """Why a kernel does not take a call, the first reason first."""
     if kernel is not AttentionKernel.MATH:
-        yield from _objections_of_all(kernel, call)
-        yield from _OBJECTIONS[kernel](call, capability)
+        yield from _objections_of_all(kernel, call, version)
+        yield from _OBJECTIONS[kernel](call, capability, version)
 
 
-def _objections_of_all(kernel: AttentionKernel, call: AttentionCall) -> Iterator[str]:
+def _objections_of_all(kernel: AttentionKernel, call: AttentionCall, version: Version
+                       ) -> Iterator[str]:
     operands = (call.query, call.key, call.value)
     if any(tensor.dim() != 4 for tensor in operands):
         yield "operands are not of 4 dimensions"
@@ -111,7 +137,7 @@ def _objections_of_all(kernel: AttentionKernel, call: AttentionCall) -> Iterator
         yield "operands of several dtypes"
     if len({tensor.shape[0] for tensor in operands}) > 1:
         yield "batches of several sizes"
-    yield from _objections_to_heads(kernel, call)
+    yield from _objections_to_heads(kernel, call, version)
     if not (call.query.shape[-2] and call.key.shape[-2]):
         yield "a sequence of length 0"
     strided = all(tensor.stride(-1) == 1 for tensor in operands) or (
@@ -120,9 +146,10 @@ def _objections_of_all(kernel: AttentionKernel, call: AttentionCall) -> Iterator
         yield "an operand whose last dimension has another stride than 1"
 
 
-def _objections_to_heads(kernel: AttentionKernel, call: AttentionCall) -> Iterator[str]:
+def _objections_to_heads(kernel: AttentionKernel, call: AttentionCall, version: Version
+                         ) -> Iterator[str]:
     queries, keys, values = (tensor.shape[-3] for tensor in (call.query, call.key, call.value))
-    is_new = _VERSION >= (2, 15)
+    is_new = version >= (2, 15)
     takes_groups = kernel is not AttentionKernel.EFFICIENT or is_new
     if not (call.grouped and takes_groups):
         if not (queries == keys == values or (is_new and keys == values == 1)):
@@ -132,7 +159,8 @@ def _objections_to_heads(kernel: AttentionKernel, call: AttentionCall) -> Iterat
         yield "numbers of heads that do not divide"
 
 
-def _flash(call: AttentionCall, capability: tuple[int, int]) -> Iterator[str]:
+def _flash(call: AttentionCall, capability: tuple[int, int], version: Version
+           ) -> Iterator[str]:
     if call.mask is not None:
         yield "there is a mask"
     if len({tensor.shape[-1] for tensor in (call.query, call.key, call.value)}) > 1:
@@ -147,11 +175,14 @@ def _flash(call: AttentionCall, capability: tuple[int, int]) -> Iterator[str]:
         yield "no backward for this head dim here"
     if call.is_causal and call.query.shape[-2] != call.key.shape[-2]:
         yield "causal with different lengths"
+    if version >= (2, 15) and max(call.query.shape[:2]) > _MOST_BLOCKS:
+        yield f"more than {_MOST_BLOCKS} sequences or heads"
     if call.query.dtype not in _HALF:
         yield "it takes float16 and bfloat16 only"
 
 
-def _efficient(call: AttentionCall, capability: tuple[int, int]) -> Iterator[str]:
+def _efficient(call: AttentionCall, capability: tuple[int, int], version: Version
+               ) -> Iterator[str]:
     dtype = call.query.dtype
     is_half = dtype in _HALF
     if not (5, 0) <= capability <= (12, 1):
@@ -162,7 +193,7 @@ def _efficient(call: AttentionCall, capability: tuple[int, int]) -> Iterator[str
     sizes = (call.head_dim, call.value.shape[-1])
     if call.key.shape[-1] != call.head_dim or any(size % alignment or not size for size in sizes):
         yield f"head dims are no multiple of {alignment}"
-    if _VERSION >= (2, 15) and capability >= (8, 0) and any(
+    if version >= (2, 15) and capability >= (8, 0) and any(
             tensor.storage_offset() % alignment for tensor in (call.query, call.key, call.value)):
         yield "an operand begins where it is not aligned"
     known = (*_HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
@@ -170,7 +201,8 @@ def _efficient(call: AttentionCall, capability: tuple[int, int]) -> Iterator[str
         yield f"it takes no {str(dtype).removeprefix('torch.')} here"
 
 
-def _cudnn(call: AttentionCall, capability: tuple[int, int]) -> Iterator[str]:
+def _cudnn(call: AttentionCall, capability: tuple[int, int], version: Version
+           ) -> Iterator[str]:
     if torch.are_deterministic_algorithms_enabled() and (
             not torch.is_deterministic_algorithms_warn_only_enabled()):
         yield "it is not deterministic"
@@ -180,31 +212,31 @@ def _cudnn(call: AttentionCall, capability: tuple[int, int]) -> Iterator[str]:
         yield "a mask of another shape, or one that needs a gradient"
     if not (8, 0) <= capability <= (12, 1):
         yield "it needs compute capability 8.0 to 12.1"
-    if _VERSION >= (2, 12) and call.dropout * 16 != int(call.dropout * 16):
+    if version >= (2, 12) and call.dropout * 16 != int(call.dropout * 16):
         yield "dropout is no multiple of 1/16"
-    if max(call.query.shape[:2]) > 65535:
-        yield "more than 65535 sequences or heads"
-    yield from _objections_to_head_dims_of_cudnn(call, capability)
+    if version >= (2, 13) and max(call.query.shape[:2]) > _MOST_BLOCKS:
+        yield f"more than {_MOST_BLOCKS} sequences or heads"
+    yield from _objections_to_head_dims_of_cudnn(call, capability, version)
     if call.key.shape[-2] == 1 or (call.dropout and call.query.shape[-2] == 1):
         yield "a sequence of length 1"
 
 
-def _objections_to_head_dims_of_cudnn(call: AttentionCall, capability: tuple[int, int]
-                                      ) -> Iterator[str]:
+def _objections_to_head_dims_of_cudnn(call: AttentionCall, capability: tuple[int, int],
+                                      version: Version) -> Iterator[str]:
     keys, values = call.head_dim, call.value.shape[-1]
     if keys % 8 or values % 8:
         yield "head dims are no multiple of 8"
-    is_large = capability == (9, 0) or capability[0] == 10
+    is_hopper, is_new = capability == (9, 0), version >= (2, 15)
     limit = 128
-    if is_large and _VERSION >= (2, 15):
+    if is_hopper or (capability[0] == 10 and is_new):
         limit = 256
-        if call.needs_gradient and not (max(keys, values) <= 128 or (keys, values) in (
-                (192, 128), (256, 256))):
-            yield "no backward for these head dims"
-    elif is_large and (keys, values) == (192, 128):
+    elif capability[0] == 10 and (keys, values) == (192, 128):
         limit = 192
     if max(keys, values) > limit:
         yield f"head dim over {limit}"
+    if is_new and max(keys, values) > 128 and call.needs_gradient and (
+            (keys, values) not in ((192, 128), (256, 256))):
+        yield "no backward for these head dims"
 
 
 def _has_shape_for_cudnn(mask: torch.Tensor, call: AttentionCall) -> bool:
@@ -213,6 +245,7 @@ def _has_shape_for_cudnn(mask: torch.Tensor, call: AttentionCall) -> bool:
         size in (1, full) for size, full in zip(mask.shape, wanted[-mask.dim():], strict=True))
 
 
-_OBJECTIONS: dict[AttentionKernel, Callable[[AttentionCall, tuple[int, int]], Iterator[str]]] = {
+_OBJECTIONS: dict[AttentionKernel, Callable[[AttentionCall, tuple[int, int], Version],
+                                            Iterator[str]]] = {
     AttentionKernel.FLASH: _flash, AttentionKernel.EFFICIENT: _efficient,
     AttentionKernel.CUDNN: _cudnn}

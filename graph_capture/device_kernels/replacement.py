@@ -24,6 +24,7 @@ from graph_capture.device_kernels.attention import (
     AttentionCall,
     AttentionKernel,
     choose_attention,
+    with_batch,
 )
 from graph_capture.device_kernels.autocast import autocast_kernels
 from graph_capture.torch_compat.dispatch import (
@@ -78,7 +79,11 @@ class DeviceKernels:
                    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
                    is_causal: bool = False, *, scale: float | None = None,
                    enable_gqa: bool = False) -> torch.Tensor:
-        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        call = with_batch(
+            AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa))
+        if call.query is not query:
+            return self._attention(call.query, call.key, call.value, call.mask, dropout_p,
+                                   is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
         choice = choose_attention(call, self.capability)
         self._note(f"attention by {choice.kernel}", choice.rule)
         if choice.kernel is AttentionKernel.FLASH:

@@ -1,7 +1,9 @@
 """What the device's allocator hands out: the size of a block, and the peak of a run of real code.
 
 The model of the world: memory is what the allocator of torch has handed out and not got back.  This
-is the instrument by which predictions are judged.
+is the instrument by which predictions are judged.  On CUDA it is what was asked for:
+`torch.cuda.max_memory_allocated` counts besides what torch leaves unsplit at the ends of blocks, up
+to 1 MiB each, which depends on what lay there before.
 
 Blind spots: on the CPU only the calling thread and torch's own threads are seen, and the release of
 a block that was allocated before the measurement is not; nor, until its address is given out again,
@@ -64,11 +66,12 @@ def record_peak_of_op(fn: Callable[[], object], device: torch.device) -> Allocat
         return AllocationRecord(max(levels), levels[-1])
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
+    start = torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0)
     fn()
     torch.cuda.synchronize(device)
-    peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    return AllocationRecord(peak - start, end - start)
+    found = torch.cuda.memory_stats(device)  # empty before anything was allocated
+    return AllocationRecord(found.get("requested_bytes.all.peak", 0) - start,
+                            found.get("requested_bytes.all.current", 0) - start)
 
 
 def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRecord, ...]:

@@ -59,7 +59,7 @@ class OpCosts:
         self.device_model = device_model(device, gpu=gpu)
         self.assumption = None if cost_model == "flops" else assumption(device, gpu)
         self._cost_model = cost_model
-        self._probe = OpProbe(device, probe=probe, room=room)
+        self._probe = OpProbe(device, probe=probe, room=room, gpu=gpu)
         self._progress = progress or (lambda message: None)
         self._timed = 0
 

@@ -6,7 +6,7 @@ arithmetic at the device's peak rate or its memory traffic at the device's bandw
 longer, plus a constant for starting it and, on a CPU, the time that its generator takes for the
 random numbers drawn.  The figures are the manufacturers' (dense, without sparsity), scaled by what
 large kernels reach in practice; they are the same on every machine, so that equal models give equal
-plans.  A GPU's compute capability, memory and cuBLAS workspace stand in its row, too.
+plans.  A GPU's compute capability, memory and number of multiprocessors stand in its row, too.
 
 A GPU that is not in the table, or neither here nor named, counts as an A100, and `assumption` says
 so in words for the user.  A new GPU is a row of the table.
@@ -17,6 +17,7 @@ Blind spots: caches, small matrices that leave units idle, overlap of ops.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,11 +48,6 @@ class DeviceModel:
         CPU, which is the host."""
         return math.inf if self.gpu is None else (
             self.gpu.host_bytes_per_second * self.bandwidth_efficiency)
-
-    @property
-    def cublas_workspace_bytes(self) -> int:
-        """What torch gives cuBLAS for each thread; 0 where there is none."""
-        return 0 if self.gpu is None else self.gpu.cublas_workspace_bytes
 
     def arithmetic_seconds(self, flops: int, dtype: torch.dtype) -> float:
         """Duration of the arithmetic alone."""
@@ -94,6 +90,8 @@ class Gpu:
     host_link_gb: float | None = None
     """GB/s each way between it and the host; `None`: sixteen lanes of PCIe, of generation 5 from
     compute capability 9.0 on, 4 from 8.0, 3 before."""
+    multiprocessors: int = 132
+    """How many it has: kernels that sum over blocks take memory by it."""
 
     def __post_init__(self) -> None:
         capability = self.compute_capability
@@ -101,18 +99,21 @@ class Gpu:
                 and all(isinstance(part, int) for part in capability)):
             raise TypeError("compute_capability must be two whole numbers, such as (9, 0), got "
                             f"{capability!r}")
-        for each in ("memory_bytes", "float32_tflops", "half_tflops", "bandwidth_gb"):
+        for each in ("memory_bytes", "float32_tflops", "half_tflops", "bandwidth_gb",
+                     "multiprocessors"):
             if not getattr(self, each) > 0:
                 raise ValueError(f"{each} must be above 0, got {getattr(self, each)!r}")
         if self.host_link_gb is not None and not self.host_link_gb > 0:
             raise ValueError(f"host_link_gb must be above 0, got {self.host_link_gb!r}")
 
     @property
-    def cublas_workspace_bytes(self) -> int:
-        """What torch lets cuBLAS hold for each handle and stream
-        (`aten/src/ATen/cuda/CublasHandlePool.cpp`), unless `CUBLAS_WORKSPACE_CONFIG` says
-        otherwise."""
-        return 32 << 20 if self.compute_capability >= (9, 0) else 8_519_680
+    def threads_of_multiprocessor(self) -> int:
+        """The most that one runs at a time."""
+        capability = self.compute_capability
+        if capability == (7, 5):
+            return 1024
+        is_large = capability[0] in (6, 9, 10) or capability in ((7, 0), (8, 0))
+        return 2048 if is_large else 1536
 
     @property
     def host_bytes_per_second(self) -> float:
@@ -139,23 +140,23 @@ class Gpu:
 
 
 _GPUS = {gpu.name: gpu for gpu in (
-    Gpu("B200", (10, 0), 183359 << 20, 75, 2250, 8000, float64_tflops=37),
-    Gpu("H200", (9, 0), 143771 << 20, 67, 989, 4800, float64_tflops=67),
-    Gpu("H100", (9, 0), 81559 << 20, 67, 989, 3350, float64_tflops=67),
-    Gpu("A100", (8, 0), 81920 << 20, 19.5, 312, 1935, float64_tflops=19.5),
-    Gpu("A10G", (8, 6), 23028 << 20, 31.2, 70, 600),
-    Gpu("A10", (8, 6), 23028 << 20, 31.2, 125, 600),
-    Gpu("L40S", (8, 9), 46068 << 20, 91.6, 362, 864),
-    Gpu("L40", (8, 9), 46068 << 20, 90.5, 181, 864),
-    Gpu("L4", (8, 9), 23034 << 20, 30.3, 121, 300),
-    Gpu("V100", (7, 0), 32510 << 20, 15.7, 125, 900, 15.7, 7.8),
-    Gpu("T4", (7, 5), 15360 << 20, 8.1, 65, 320, 8.1),
-    Gpu("RTX 5090", (12, 0), 32607 << 20, 104.8, 209.5, 1792),
-    Gpu("RTX 4090", (8, 9), 24564 << 20, 82.6, 165.2, 1008),
-    Gpu("RTX 4080", (8, 9), 16376 << 20, 48.7, 97.5, 717),
-    Gpu("RTX 3090", (8, 6), 24576 << 20, 35.6, 71, 936),
-    Gpu("RTX A6000", (8, 6), 49140 << 20, 38.7, 154.8, 768),
-    Gpu("P100", (6, 0), 16280 << 20, 9.3, 18.7, 732, 9.3, 4.7),
+    Gpu("B200", (10, 0), 183359 << 20, 75, 2250, 8000, float64_tflops=37, multiprocessors=148),
+    Gpu("H200", (9, 0), 143771 << 20, 67, 989, 4800, float64_tflops=67, multiprocessors=132),
+    Gpu("H100", (9, 0), 81559 << 20, 67, 989, 3350, float64_tflops=67, multiprocessors=132),
+    Gpu("A100", (8, 0), 81920 << 20, 19.5, 312, 1935, float64_tflops=19.5, multiprocessors=108),
+    Gpu("A10G", (8, 6), 23028 << 20, 31.2, 70, 600, multiprocessors=80),
+    Gpu("A10", (8, 6), 23028 << 20, 31.2, 125, 600, multiprocessors=72),
+    Gpu("L40S", (8, 9), 46068 << 20, 91.6, 362, 864, multiprocessors=142),
+    Gpu("L40", (8, 9), 46068 << 20, 90.5, 181, 864, multiprocessors=142),
+    Gpu("L4", (8, 9), 23034 << 20, 30.3, 121, 300, multiprocessors=58),
+    Gpu("V100", (7, 0), 32510 << 20, 15.7, 125, 900, 15.7, 7.8, multiprocessors=80),
+    Gpu("T4", (7, 5), 15360 << 20, 8.1, 65, 320, 8.1, multiprocessors=40),
+    Gpu("RTX 5090", (12, 0), 32607 << 20, 104.8, 209.5, 1792, multiprocessors=170),
+    Gpu("RTX 4090", (8, 9), 24564 << 20, 82.6, 165.2, 1008, multiprocessors=128),
+    Gpu("RTX 4080", (8, 9), 16376 << 20, 48.7, 97.5, 717, multiprocessors=76),
+    Gpu("RTX 3090", (8, 6), 24576 << 20, 35.6, 71, 936, multiprocessors=82),
+    Gpu("RTX A6000", (8, 6), 49140 << 20, 38.7, 154.8, 768, multiprocessors=84),
+    Gpu("P100", (6, 0), 16280 << 20, 9.3, 18.7, 732, 9.3, 4.7, multiprocessors=56),
 )}
 """Where a product comes with more and with less memory, the most."""
 
@@ -234,7 +235,7 @@ def product_name(device: torch.device) -> str:
 
 
 def _in_table(name: str) -> Gpu | None:
-    words = name.upper().replace("-", " ").split()
+    words = re.sub(r"RTX(?=\w)", "RTX ", name.upper().replace("-", " ")).split()
     for known in sorted(_GPUS, key=len, reverse=True):
         wanted = known.split()
         if any(words[i:i + len(wanted)] == wanted for i in range(len(words))):

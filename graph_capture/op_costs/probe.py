@@ -10,8 +10,8 @@ would exceed what the caller's budget leaves in this process.
 Where an op cannot be run (no such device here, too large for the memory that is free or, on a GPU,
 for what the budget leaves, an error, an op that is not torch's own) a margin stands in, and the
 op's name is added to `assumed`: a convolution counts its operands and results once more, a matrix
-product copies of its operands where the kernel may want them rearranged, attention and embeddings
-on CUDA what their code asks for (`cuda_workspace`), any other op nothing.
+product copies of its operands where the kernel may want them rearranged; on CUDA attention,
+embeddings, sums and products what their code asks for (`cuda_workspace`); any other op nothing.
 
 Blind spots: what a library takes from the operating system; workspace that depends on the values.
 """
@@ -32,8 +32,8 @@ import torch
 from graph_capture.memory.allocator import allocated_bytes, record_peak_of_op
 from graph_capture.memory.sparse import is_sparse, strided_tensors
 from graph_capture.op_costs.cache import OpCache, cache_directory
-from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
-from graph_capture.op_costs.devices import device_model
+from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes, product_workspace_bytes
+from graph_capture.op_costs.devices import Gpu, device_model
 from graph_capture.op_costs.flops import op_flops
 from graph_capture.op_costs.free_memory import free_bytes
 from graph_capture.op_costs.isolated import Layout, is_trusted, isolated_probe
@@ -61,21 +61,26 @@ _FREE = frozenset({
     "_local_scalar_dense", "_foreach_zero_"})
 """Kernels that write their result, if any, and allocate nothing else, for every layout."""
 _FREE_IF_CONTIGUOUS = frozenset({
-    "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
-    "nll_loss_forward", "nll_loss_backward", "embedding"})
+    "_softmax", "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward",
+    "nll_loss_backward", "embedding"})
 """Such kernels, but for copies of operands that are not contiguous."""
+_FREE_ON_CPU = frozenset({"_softmax_backward_data"})
+"""The same, on a CPU."""
 
 
 class OpProbe:
     """Measures ops of one device, each signature once."""
 
     def __init__(self, device: torch.device | str, *, probe: bool = True,
-                 directory: Path | None = None, room: Callable[[], int] | None = None) -> None:
+                 directory: Path | None = None, room: Callable[[], int] | None = None,
+                 gpu: str | Gpu | None = None) -> None:
         """`probe=False` measures nothing; `directory` holds the cache on disk, by default
         `op_cache.cache_directory()`; `room`: how many bytes throw-away tensors may take in this
-        process now, `None`: all that may be used of the memory that is free."""
+        process now, `None`: all that may be used of the memory that is free; `gpu`: whose margins
+        to take, as for `device_model`."""
         self._room = room
         self.device = torch.device(device)
+        self._gpu = device_model(self.device, gpu=gpu).gpu
         self.assumed: set[str] = set()
         """Names of the ops for which a margin was taken."""
         self.untimed: set[str] = set()
@@ -178,6 +183,8 @@ class OpProbe:
                 real = _Materializer(self.device)
                 real_args, real_kwargs = real.tree(args), real.tree(dict(kwargs))
                 call = function()
+                if isinstance(call, OpOverload):
+                    real_args = _seeds_on_host(call, real_args)
                 return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
             except Exception:  # an op may refuse made-up values in any way that it likes
                 return None
@@ -226,15 +233,16 @@ class OpProbe:
     def _margin(self, target: OpOverload, inputs: list[torch.Tensor],
                 outputs: list[torch.Tensor], args: tuple[Any, ...] = ()) -> int:
         name = target._schema.name.removeprefix("aten::")
-        by_its_code = cuda_workspace_bytes(name, args) if self.device.type == "cuda" and args else (
-            None)
+        by_its_code = None if self._gpu is None or not args else (
+            cuda_workspace_bytes(name, args, self._gpu))
         if by_its_code is not None:
             return by_its_code
         if name in _CONVOLUTIONS:
             return sum(allocated_bytes(_extent_bytes(tensor), self.device)
                        for tensor in (*inputs, *outputs))
         if name in _MATRIX_PRODUCTS:
-            return _rearranged_bytes(target, inputs)
+            return _rearranged_bytes(target, inputs) + (
+                0 if self._gpu is None else product_workspace_bytes(name, self._gpu))
         return 0
 
 
@@ -310,6 +318,15 @@ class _Materializer:
         return flat.as_strided(_ints(fake.shape), _ints(_strides(fake)))
 
 
+def _seeds_on_host(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Memory efficient attention reads its random state in host memory, whatever fake tensors say
+    of it; what is not there ends the process."""
+    if "_efficient_attention_backward" not in op._schema.name:
+        return args
+    return tuple(value.cpu() if isinstance(value, torch.Tensor) and each.name.startswith("philox")
+                 else value for each, value in zip(op._schema.arguments, args, strict=False))
+
+
 def _ints(sizes: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
@@ -352,7 +369,8 @@ def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[to
         # On the CPU, operands of another dtype than the common one are converted in full first,
         # and a number in the place of a tensor becomes one.
         return device.type == "cuda" or (len(dtypes) <= 1 and not has_number_operand(target, args))
-    return name in _FREE_IF_CONTIGUOUS and sum(dtype.is_floating_point for dtype in dtypes) <= 1
+    known = name in _FREE_IF_CONTIGUOUS or (device.type == "cpu" and name in _FREE_ON_CPU)
+    return known and sum(dtype.is_floating_point for dtype in dtypes) <= 1
 
 
 def has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:

@@ -57,7 +57,7 @@ class PlainLoop:
         """The GPU that was named; `None`: none was."""
         self._layout = None if make_layout is None else make_layout(self.twin)
         self._loss_fn = None if loss_fn is None else self.twin.extra[0]
-        self._probe = OpProbe(self.twin.device, probe=probe)
+        self._probe = OpProbe(self.twin.device, probe=probe, gpu=gpu)
         self._assumption = assumption(self.twin.device, gpu)
         self._scaled = grad_scaler
         self._micro_steps: dict[frozenset[str], MicroStep] = {}

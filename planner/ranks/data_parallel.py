@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
+from planner.arguments.planning import Planning
 from planner.ranks.rank_memory import RankCategories, RankMemory
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graph_capture.data_parallel.rank_step import ParallelStep
+    from graph_capture.op_costs.devices import Gpu
     from graph_capture.training_graph import OptimizerMemory
     from graph_capture.twins.fake import FakeTwin
     from planner.plans.plan import Plan
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataParallel,
                   loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
                   plan: Plan | None = None, device: torch.device | str | None = None,
-                  probe: bool = True) -> RankMemory:
+                  gpu: str | Gpu | None = None, probe: bool = True) -> RankMemory:
     """The memory of one rank that trains `model` under `parallel`, as it is or as `plan` has it.
 
     `inputs` are those of one rank's step; `plan` may be one of a single device, made by blocks.
@@ -46,18 +48,20 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     args, kwargs = split_inputs(model, inputs)
-    plain = _trace(model, args, kwargs, parallel, loss_fn, optimizer, device, probe)
+    Planning(loss_fn=loss_fn, gpu=gpu)
+    plain = _trace(model, args, kwargs, parallel, loss_fn, optimizer, device, gpu, probe)
     if plan is None:
         return plain
     from planner.ranks.planned_rank import planned_rank
 
     return planned_rank(model, inputs, plan, plain, loss_fn=loss_fn, optimizer=optimizer,
-                        device=device, probe=probe)
+                        device=device, gpu=gpu, probe=probe)
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
            parallel: DataParallel, loss_fn: Callable[[Any], torch.Tensor] | None,
-           optimizer: object, device: torch.device | str | None, probe: bool) -> RankMemory:
+           optimizer: object, device: torch.device | str | None, gpu: str | Gpu | None,
+           probe: bool) -> RankMemory:
     from graph_capture.data_parallel.rank_step import trace_parallel_step
     from graph_capture.op_costs.costs import OpCosts
     from graph_capture.op_costs.devices import compute_capability
@@ -68,19 +72,21 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     from planner.step.wrapped import beneath_wrappers
 
     with quiet_fake_tensors():
-        twin = make_twin(beneath_wrappers(model, parallel), args, kwargs,
-                         device=device_planned_for(model, device),
+        target = device_planned_for(model, device)
+        twin = make_twin(beneath_wrappers(model, parallel), args, kwargs, device=target,
                          extra=() if loss_fn is None else (loss_fn,),
-                         capability=compute_capability(device_planned_for(model, device)))
+                         capability=compute_capability(target, gpu))
         layout = layout_of(model, twin, parallel)
-        costs = OpCosts(twin.device, probe=probe)
+        costs = OpCosts(twin.device, probe=probe, gpu=gpu)
         step = trace_parallel_step(twin, layout.wrapper(),
                                    None if loss_fn is None else twin.extra[0],
                                    workspace=costs.workspace_bytes)
         footprint = (None if optimizer is None
                      else trace_optimizer(*layout.share_of(optimizer)))
-    notes = [] if not costs.assumed else [
-        "workspace is a stated margin, not a measurement, for: " + ", ".join(sorted(costs.assumed))]
+    notes = [] if costs.assumption is None else [costs.assumption]
+    if costs.assumed:
+        notes.append("workspace is a stated margin, not a measurement, for: "
+                     + ", ".join(sorted(costs.assumed)))
     if optimizer is None:
         notes.append("no optimizer was given: its state and its step are not counted")
     return _account(twin, parallel, layout, step, footprint, tuple(notes))

@@ -151,7 +151,7 @@ class StepSurroundings:
         return cls(
             step.resident_blocks(), frozenset(step.tracing.twin.parameters), step.optimizer_steps,
             TrainingLoop(accumulation, hold_output="step" if accumulation == 1 else "backward"),
-            step.cublas_workspace_bytes, expandable_segments(),
+            step.held_workspace_bytes, expandable_segments(),
             plain if is_followed else None)
 
     @property

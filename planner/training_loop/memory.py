@@ -143,10 +143,11 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
 def _reserved(trace: LoopTrace, device: torch.device, gpu: str | Gpu | None) -> int | None:
     if device.type != "cuda":
         return None
+    from graph_capture.op_costs.cuda_workspace import held_workspace_bytes
     from graph_capture.op_costs.devices import device_model
     from planner.step.reserved import expandable_segments, replay_loop
 
-    return replay_loop(trace, device_model(device, gpu=gpu).cublas_workspace_bytes,
+    return replay_loop(trace, held_workspace_bytes(device_model(device, gpu=gpu).gpu),
                        expandable=expandable_segments()).reserved_bytes
 
 
@@ -174,7 +175,7 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, los
     from solvers.simulator import unroll
 
     prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
-                       cost_model=plan.cost_model, device=plain.twin.device,
+                       cost_model=plan.cost_model, device=plain.twin.device, gpu=plain.gpu,
                        regions=plan.recipe.blocks or "model", autocast=plain.twin.autocast,
                        output="held" if plan.recipe.holds_output else "dropped",
                        parallel=parallel)

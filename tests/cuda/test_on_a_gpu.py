@@ -1,7 +1,8 @@
 """What is predicted of CUDA, against CUDA: `make cuda`, on a machine with an NVIDIA GPU.
 
-The oracles are torch's allocator, torch's own choice of kernels, the plain model's gradients, and a
-process that sees no GPU.  Where there is none all of it is skipped; nothing here has run so far.
+The oracles are torch's allocator (what it was asked for), torch's own choice of kernels, the plain
+model's gradients, and a process that sees no GPU.  Where there is none all of it is skipped; on
+none has any of it run so far.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 
 import planner
 from graph_capture.device_kernels.attention import AttentionCall, choose_attention
-from graph_capture.memory.allocator import record_peak_of_op
+from graph_capture.memory.allocator import record_peak, record_peak_of_op
 from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
+from graph_capture.op_costs.devices import device_model
 from graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
 from tests.support.models import BUILDERS
 
@@ -40,8 +42,12 @@ def case_on_gpu(name: str):
 @pytest.mark.parametrize(("name", "backend", "budget", "autocast"), GRID)
 def test_a_plan_holds_on_the_gpu(name, backend, budget, autocast):
     model, inputs, loss_fn = case_on_gpu(name)
-    plan = planner.plan(model, inputs, budget=budget, loss_fn=loss_fn, optimizer="adamw",
-                        backend=backend, autocast=autocast, time_limit=20)
+    what = {"loss_fn": loss_fn, "optimizer": "adamw", "backend": backend, "autocast": autocast,
+            "time_limit": 20}
+    try:
+        plan = planner.plan(model, inputs, budget=budget, **what)
+    except planner.InfeasibleBudget as error:  # cuBLAS alone takes more than so small a model
+        plan = planner.plan(model, inputs, budget=error.minimum_bytes, **what)
     found = planner.verify(model, plan, inputs, loss_fn=loss_fn)
     assert found.ok, str(found)
     assert found.rng_equal and found.peak_bytes <= plan.peak_bytes
@@ -65,11 +71,7 @@ def test_the_plain_loop_takes_what_is_predicted(name, optimizer):
 
     step()
     step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    above = torch.cuda.max_memory_allocated() - before
+    above = record_peak(step, "cuda").peak_bytes
     steady = report.steady
     assert above == pytest.approx(steady.peak_bytes - report.resident_bytes, rel=0.01)
 
@@ -113,7 +115,8 @@ def test_workspace_of_attention_is_within_what_is_counted_without_a_gpu(dtype, s
     made.append(op(*args))
     record = record_peak_of_op(lambda: made.append(op(*args)), torch.device("cuda", 0))
     measured = record.peak_bytes - record.end_bytes
-    counted = cuda_workspace_bytes(op._schema.name.removeprefix("aten::"), args)
+    here = device_model("cuda").gpu
+    counted = cuda_workspace_bytes(op._schema.name.removeprefix("aten::"), args, here)
     assert counted is not None and measured <= counted * 1.05 + 4096
     assert measured >= counted / 2
 

@@ -19,7 +19,14 @@ from graph_capture.device_kernels import autocast
 from graph_capture.device_kernels.attention import AttentionCall, choose_attention
 from graph_capture.device_kernels.replacement import DeviceKernels
 from graph_capture.errors import CaptureError
-from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
+from graph_capture.op_costs import cuda_workspace
+from graph_capture.op_costs.cuda_workspace import (
+    cublas_workspace_bytes,
+    cuda_workspace_bytes,
+    held_workspace_bytes,
+    product_workspace_bytes,
+)
+from graph_capture.op_costs.devices import known_gpu
 from graph_capture.plain_step.micro_step import trace_micro_step
 from graph_capture.torch_compat.dispatch import has_kernel
 
@@ -275,17 +282,64 @@ def test_no_kernel_is_an_error_that_says_why():
 
 
 def test_workspace_of_attention_and_embeddings_is_what_their_code_asks_for():
-    query = torch.empty(2, 8, 100, 64, dtype=BF16, device="meta")
+    # Heads of a token side by side, as a model's projections make them.
+    query = torch.empty(2, 100, 8, 64, dtype=BF16, device="meta").transpose(1, 2)
     key = torch.empty(2, 2, 100, 64, dtype=BF16, device="meta")
     name = "_scaled_dot_product_flash_attention"
-    assert cuda_workspace_bytes(name, (query, key, key)) == 0
-    assert cuda_workspace_bytes(f"{name}_backward", (query, query, key, key)) == (
+    assert workspace(name, query, key, key) == 0
+    assert workspace(f"{name}_backward", query, query, key, key) == (
         2 * 8 * 128 * (64 + 1) * 4 + 2 * (2 * 8 * 100 * 64 * 2))
     plain = query.float()
-    assert cuda_workspace_bytes("_scaled_dot_product_efficient_attention_backward",
-                                (plain, plain, plain, plain)) == 2 * 8 * 100 * (64 + 2) * 4
+    assert workspace("_scaled_dot_product_efficient_attention_backward",
+                     plain, plain, plain, plain) == 2 * 8 * 100 * (64 + 2) * 4
+    apart = plain.contiguous()
+    assert workspace("_scaled_dot_product_efficient_attention_backward",
+                     apart, plain, plain, plain) == 2 * 8 * 100 * (64 + 2 + 64) * 4
     indices = torch.empty(64, 128, dtype=torch.long, device="meta")
     gradient = torch.empty(64, 128, 48, dtype=BF16, device="meta")
-    assert cuda_workspace_bytes("embedding_dense_backward", (gradient, indices, 1000)) == (
+    assert workspace("embedding_dense_backward", gradient, indices, 1000) == (
         (819 + 1000) * 64 * 4 + 6 * 8192 * 8)
-    assert cuda_workspace_bytes("mm", (query, key)) is None
+    assert workspace("mm", query, key) is None
+
+
+@pytest.mark.parametrize(("gpu", "shape", "dims", "dtype", "said_by_torch"), [
+    ("A100", (1024, 8000), [0], BF16, 65_536_252), ("A100", (65536, 512), [0], BF16, 113_246_224),
+    ("A100", (65536, 512), [1], BF16, 0), ("A100", (255, 512), [0], BF16, 0)])
+def test_workspace_of_a_sum_is_what_torch_takes(gpu, shape, dims, dtype, said_by_torch):
+    # By torch 2.15 with CUDA, on a device whose kernels do nothing (benchmarks/no_device).
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    assert workspace("sum", x, dims, gpu=gpu) == said_by_torch
+
+
+@pytest.mark.parametrize(("shape", "capability", "said"), [
+    ((2, 8, 96, 160), (9, 0), ("cudnn", "cudnn", "flash")),
+    ((2, 8, 96, 256), (9, 0), ("cudnn", "cudnn", "cudnn")),
+    ((2, 8, 96, 256), (10, 0), ("flash", "flash", "cudnn")),
+    ((65536, 1, 16, 64), (9, 0), ("cudnn", "cudnn", "efficient")),
+    ((8, 96, 64), (8, 0), ("math", "math", "flash"))])
+def test_versions_of_torch_choose_attention_as_they_said_themselves(shape, capability, said):
+    # By torch 2.11.0, 2.12.1 and 2.15.0 with CUDA (benchmarks/attention_choice.py).
+    x = torch.empty(shape, dtype=BF16, device="meta", requires_grad=True)
+    call = AttentionCall(x, x, x, None, 0.0, False, False)
+    assert said == tuple(choose_attention(call, capability, version).kernel
+                         for version in ((2, 11), (2, 12), (2, 15)))
+
+
+def test_the_workspace_of_cublas_is_held_until_torch_2_15(monkeypatch):
+    found = {gpu: [cublas_workspace_bytes(known_gpu(gpu), (2, minor)) >> 20 for minor in (11, 12)]
+             for gpu in ("A100", "RTX 4090", "H100", "B200", "RTX 5090")}
+    assert found == {"A100": [8, 8], "RTX 4090": [8, 8], "H100": [32, 32], "B200": [8, 32],
+                     "RTX 5090": [8, 32]}
+    h100 = known_gpu("H100")
+    monkeypatch.setattr(cuda_workspace, "_TORCH", (2, 12))
+    assert held_workspace_bytes(h100) == 32 << 20 and product_workspace_bytes("mm", h100) == 0
+    monkeypatch.setattr(cuda_workspace, "_TORCH", (2, 15))
+    assert held_workspace_bytes(h100) == 0 and product_workspace_bytes("mm", h100) == 32 << 20
+    assert product_workspace_bytes("addmm", h100) == 1 << 20
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert held_workspace_bytes(h100) == 8_519_680 and product_workspace_bytes("mm", h100) == 0
+
+
+def workspace(name, *args, gpu="A100"):
+    return cuda_workspace_bytes(name, args, known_gpu(gpu))

@@ -54,7 +54,6 @@ def test_a_file_of_version_7_is_read():
 def test_figures_of_ones_own_stand_for_a_gpu():
     own = planner.Gpu("GB10", (12, 1), 128 << 30, float32_tflops=31, half_tflops=125,
                       bandwidth_gb=273)
-    assert own.cublas_workspace_bytes == 32 << 20
     (choice,) = made(own).kernels
     assert choice.kernel == "attention by flash" and "12.1" in choice.rule
     with pytest.raises(TypeError, match="two whole numbers"):
@@ -77,6 +76,22 @@ def test_compute_capability_decides_and_memory_says_so():
         model, x = Attention(), torch.empty(2, 64, 32)
     report = planner.memory(model, x, loss_fn=torch.sum, device="cuda", gpu="T4")
     assert any("attention by efficient: float32" in note for note in report.notes)
+
+
+def test_the_gpu_that_is_named_counts_for_a_plan_in_memory_and_for_ranks():
+    with torch.device("meta"):
+        model, x = Attention().to(torch.bfloat16), torch.empty(2, 64, 32, dtype=torch.bfloat16)
+    where = {"loss_fn": lambda out: out.float().sum(), "device": "cuda", "probe": False}
+    plan = planner.plan(model, x, gpu="H100", **where)  # by cuDNN, which an A100 does not choose
+    assert planner.memory(model, x, gpu="H100", plan=plan, **where).peak_bytes > 0
+    with pytest.raises(planner.PlanMismatch):
+        planner.memory(model, x, gpu="A100", plan=plan, **where)
+    ranks = planner.DataParallel("ddp", 2)
+    assert planner.data_parallel(model, x, parallel=ranks, gpu="rtx4090", **where).peak_bytes > 0
+    assert any("for an A100" in note
+               for note in planner.data_parallel(model, x, parallel=ranks, **where).notes)
+    with pytest.raises(ValueError, match="unknown gpu 'RTX 9000'; known: B200, H200"):
+        planner.data_parallel(model, x, parallel=ranks, gpu="RTX 9000", **where)
 
 
 def test_inductor_without_the_device_says_what_can_be_had():

@@ -10,7 +10,6 @@ from torch import nn
 import planner
 from graph_capture.memory.caching_allocator import CachingAllocator, replay
 from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
-from graph_capture.op_costs.devices import device_model
 from planner.api import capture
 from planner.cli import app
 from planner.plans.file import dumps, from_dict, loads
@@ -75,12 +74,6 @@ def test_a_later_step_may_reserve_more_than_the_first():
     found = replay_loop(loop)
     assert found.reserved_bytes == 26 * MIB and found.steps == 3
     assert found.allocated_bytes == 26 * MIB  # a rest of 1 MiB is not split off
-
-
-def test_the_workspace_of_cublas_depends_on_the_device():
-    found = {gpu: device_model("cuda", gpu=gpu).cublas_workspace_bytes
-             for gpu in ("A100", "RTX 4090", "H100", "B200")}
-    assert found == {"A100": 8_519_680, "RTX 4090": 8_519_680, "H100": 32 * MIB, "B200": 32 * MIB}
 
 
 def test_a_plan_says_what_is_reserved(unlimited, tmp_path):
