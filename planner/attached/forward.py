@@ -239,7 +239,7 @@ class PlanningForward(CountingForward):
         settings, module = self.settings, self.__self__
         with self._planning():
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
-                                   settings.batches_ahead, self._seen_optimizers)
+                                   settings.batches_ahead, partial(_alive, self._optimizers))
             known = self._known(planner, None, has_gradients, self._expected_output(planner))
             if known is not None:
                 plan = planner.plan(known)
@@ -271,9 +271,6 @@ class PlanningForward(CountingForward):
             graph.adopt(self.__self__, graph.planner.plan(known))
         graph.known = known
         self._say(graph, self._words(known))
-
-    def _seen_optimizers(self) -> list[Optimizer]:
-        return [found for each in self._optimizers if (found := each()) is not None]
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
@@ -374,6 +371,10 @@ class PlanningForward(CountingForward):
 
     def _say(self, graph: PlannedGraph, more: str) -> None:
         log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)
+
+
+def _alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:
+    return [found for each in optimizers if (found := each()) is not None]
 
 
 def _note_loss(graph: ref[PlannedGraph], seen: UnmeasuredLoss) -> None:

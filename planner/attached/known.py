@@ -158,8 +158,13 @@ class GraphPlanner:
             tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         limit, stepping = self._limit.size_bytes or self._limit.fraction, self._stepping
         assert limit is not None
-        return ProbeRoom(limit, lambda: batches_bytes + held_bytes(model, stepping()),
-                         resident_bytes)
+        alive = ref(model)  # torch never lets go of a backend, and that of a capture has the probe
+
+        def held() -> int:
+            found = alive()
+            return batches_bytes + (0 if found is None else held_bytes(found, stepping()))
+
+        return ProbeRoom(limit, held, resident_bytes)
 
     @property
     def output_tensors(self) -> int:
