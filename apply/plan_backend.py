@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -63,7 +64,9 @@ class PlanBackend:
     def __init__(self, model: nn.Module, recipe: Recipe, regions: Sequence[int] | None = None
                  ) -> None:
         """`regions`: those of the recipe that may be met, by default all."""
-        self._model = model
+        # What was compiled refers to this, and torch's cache, in which the garbage collector does
+        # not see, to that: a model that the caller deletes would stay.
+        self._model = weakref.ref(model)
         self._recipe = recipe
         self._regions = tuple(range(len(recipe.regions)) if regions is None else regions)
         self._compiled_regions = 0
@@ -105,8 +108,10 @@ class PlanBackend:
             name_modules(module, self.running)
         # Read now: the model may have been given other parameters since the plan was applied.  Only
         # the names, since what compiles keeps `partition`, and an input may be an activation.
+        model = self._model()
+        assert model is not None  # it is being called
         names = {id(tensor): name for name, tensor in
-                 (*self._model.named_parameters(), *self._model.named_buffers())}
+                 (*model.named_parameters(), *model.named_buffers())}
         given = [names.get(id(value)) for value in inputs]
 
         def partition(

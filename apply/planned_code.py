@@ -96,6 +96,8 @@ class PlannedCode:
                 if isinstance(error.inner_exception, PlanMismatch):
                     raise error.inner_exception from None
                 raise
+            finally:
+                backend.running = None
         outside = uncompiled_operations(output, (args, kwargs),
                                         behind_regions=self._has_several_regions)
         if self._operations_outside is None:

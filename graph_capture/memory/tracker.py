@@ -9,8 +9,8 @@ Autograd treats fake tensors differently in one place that matters: where the gr
 that is used twice are summed, it adds in place if the tensors are of no subclass, and makes a third
 if one is.  The tracker adds in place where autograd would have.
 
-Blind spots: formulas of some rare derivatives (`max` over all elements, `prod`) that autograd also
-writes differently for subclasses.
+Blind spots: the formula of a rare derivative (`prod` over all elements) that autograd also writes
+differently for subclasses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from graph_capture.joint_graph.inplace import can_write_inplace
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.sparse import strided_tensors
 from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
-from graph_capture.torch_compat import GradientSums, OpOverload, TorchDispatchMode, storage_key
+from graph_capture.torch_compat import (
+    GradientSums,
+    OpOverload,
+    TorchDispatchMode,
+    bytes_made_before,
+    storage_key,
+)
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
 """Bytes that an op allocates for itself: `OpProbe.workspace_bytes`, for one."""
@@ -143,10 +149,14 @@ class MemoryTracker(TorchDispatchMode):
                 self._follow(out)
         elif not func.is_view:
             self._follow_new(func, args, kwargs, out)
-        workspace = self._workspace(func, args, kwargs, out)
+        workspace = self._workspace(func, args, kwargs, out) + self._made_before(func, args)
         if not func.is_view:
             self._note_run(begun, func, args, kwargs, out, workspace)
         return out
+
+    def _made_before(self, func: OpOverload, args: tuple[Any, ...]) -> int:
+        """What is there while an op runs, though it is made behind it under a mode."""
+        return bytes_made_before(func, args) if self._device.type == "cpu" else 0
 
     def _note_run(self, begun: int, func: OpOverload, args: tuple[Any, ...],
                   kwargs: Mapping[str, Any], out: Any, workspace_bytes: int) -> None:

@@ -245,7 +245,7 @@ class _Steps:
                 with self.data_less.mode, self.tracker:
                     stepper.state = trajectory.state_on(self.parameters)
                 self._mark()
-            self.data_less.mode.answer_with(iter(answers))
+            self.data_less.mode.answer_with(answers)
             yield
 
     def _mark(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from graph_capture.torch_compat import TorchDispatchMode, no_active_modes, pytree
-from graph_capture.twins.data_less import VALUE_OPS
+from graph_capture.twins.data_less import VALUE_OPS, Answer
 
 _VARIABLES = 512
 """Of the quadratic, at least; L-BFGS without rounding would need as many iterations."""
@@ -68,7 +68,7 @@ class OptimizerTrajectory:
         self.evaluations = 0
         """How often the function was evaluated so far."""
 
-    def first_and_fullest(self) -> Iterator[list[Any]]:
+    def first_and_fullest(self) -> Iterator[list[Answer]]:
         """For the first step, and for the first of those before which the state is as large as it
         gets: the values that the optimizer's code asks for, in order.
 
@@ -123,7 +123,7 @@ class OptimizerTrajectory:
                     for leaf in leaves if isinstance(leaf, torch.Tensor)}
         return sum(storages.values())
 
-    def step(self) -> list[Any]:
+    def step(self) -> list[Answer]:
         """One step; the values that the optimizer's code asked for, in order."""
         answers = _Answers()
         with no_active_modes(), answers:
@@ -146,11 +146,11 @@ class _Answers(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[Any] = []
+        self.given: list[Answer] = []
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in VALUE_OPS:
-            self.given.append(out)
+            self.given.append(Answer(func, None, out))
         return out

@@ -8,8 +8,10 @@ what of that is still alive when the gradients arrive, and is none of them, the 
 `LossWatch` follows one such stretch of a real step, as the memory tracker follows a traced one;
 `ReplayedLoss` takes in a traced step what was seen.  Values are not changed: the very ops run.
 
-Blind spots: memory that kernels take for themselves, but for the numbers among their operands; a
-maximum or product over all elements, whose gradient autograd computes otherwise when watched;
+What kernels take for themselves is not to be seen while they run; the ops are noted, without their
+data, to be measured when nothing of the step is there (`UnmeasuredLoss`).
+
+Blind spots: a product over all elements, whose gradient autograd computes otherwise when watched;
 losses on another thread; where the caller is in a dispatch mode of its own, or the output is of a
 subclass of tensors, nothing is followed.
 """
@@ -18,14 +20,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from graph_capture.memory.allocator import allocated_bytes
-from graph_capture.memory.tracker import MemoryTracker
-from graph_capture.op_costs.probe import has_number_operand
+from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.plain_step.loss import OutputGradient, Until, output_tensors
 from graph_capture.torch_compat import (
     OpOverload,
@@ -55,6 +56,32 @@ class SeenLoss:
         return sum(gradient.size_bytes for gradient in self.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class NotedOp:
+    """An op that ran, of tensors without data."""
+
+    above_bytes: int
+    """What the loss had when it ran, its results included."""
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: Any
+
+
+@dataclass(frozen=True, slots=True)
+class UnmeasuredLoss:
+    """A loss that was seen, but for what its kernels take for themselves."""
+
+    seen: SeenLoss
+    ops: tuple[NotedOp, ...]
+
+    def measured(self, workspace: Workspace) -> SeenLoss:
+        """The loss with the workspace of each op."""
+        peaks = [each.above_bytes + workspace(each.op, each.args, each.kwargs, each.out)
+                 for each in self.ops]
+        return replace(self.seen, peak_bytes=max([self.seen.peak_bytes, *peaks]))
+
+
 class LossWatch(MemoryTracker):
     """Follows a real step from the model's output to the gradients that arrive there.
 
@@ -63,7 +90,7 @@ class LossWatch(MemoryTracker):
     notice of a mode that is left in a backward.
     """
 
-    def __init__(self, output: Any, done: Callable[[SeenLoss], None]) -> None:
+    def __init__(self, output: Any, done: Callable[[UnmeasuredLoss], None]) -> None:
         """`done` is called with what was seen, in the backward."""
         tensors = output_tensors(output)
         self._nodes = list(dict.fromkeys(
@@ -74,13 +101,14 @@ class LossWatch(MemoryTracker):
                         for tensor in tensors]
         device = next((tensor.device for tensor in tensors if tensor.requires_grad),
                       torch.device("cpu"))
-        super().__init__(_bytes_of_numbers, device=device, trace_device=device, resident=())
+        super().__init__(self._note, device=device, trace_device=device, resident=())
+        self._noted: list[NotedOp] = []
         for tensor in tensors:
             self.follow(tensor)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._numbers = [self.number_of(tensor) for tensor in tensors]
         self.restart_peak()
-        self._done: Callable[[SeenLoss], None] | None = done
+        self._done: Callable[[UnmeasuredLoss], None] | None = done
         self._is_plain = all(type(tensor) is torch.Tensor for tensor in tensors)
         self._hooks: list[Any] = []
 
@@ -114,8 +142,15 @@ class LossWatch(MemoryTracker):
             self.__exit__(None, None, None)
         return True
 
+    def _note(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+              out: Any) -> int:
+        if not op.is_view:
+            self._noted.append(NotedOp(self.live_bytes + self._made_before(op, args), op,
+                                       *_without_data((args, kwargs, out))))
+        return 0
+
     def _stop(self) -> None:
-        self._done = None
+        self._done, self._noted = None, []
         self.close()
         for hook in self._hooks:
             hook.remove()
@@ -150,9 +185,11 @@ class LossWatch(MemoryTracker):
                     if found is not None and not self._is_seed(found)
                     for number in self.numbers_of(found)} - {*self._numbers}
             held = self.live_bytes - output_bytes - sum(self._sizes[number] for number in made)
-            peak = self.peak_bytes - output_bytes
+            noted = tuple(replace(each, above_bytes=each.above_bytes - output_bytes)
+                          for each in self._noted)
+            seen = SeenLoss(self.peak_bytes - output_bytes, held, outputs)
             self._stop()
-            done(SeenLoss(peak, held, outputs))
+            done(UnmeasuredLoss(seen, noted))
 
         return arrived
 
@@ -168,14 +205,19 @@ class LossWatch(MemoryTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _bytes_of_numbers(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                      out: Any) -> int:
-    """A kernel of the CPU makes a tensor of a number in the place of an operand, and of what a mean
-    divides by."""
-    on_cpu = any(leaf.device.type == "cpu" for leaf in pytree.tree_leaves(args)
-                 if isinstance(leaf, torch.Tensor))
-    has_number = has_number_operand(target, args) or target._schema.name == "aten::mean"
-    return _NUMBER_BYTES if on_cpu and has_number else 0
+def _without_data(tree: Any) -> Any:
+    """The same with tensors on the meta device, the same one for the same."""
+    made: dict[int, torch.Tensor] = {}
+
+    def bare(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype,
+                                                 device="meta")
+        return made[id(leaf)]
+
+    return pytree.tree_map(bare, tree)
 
 
 def _has_seen(mode: object) -> bool:
@@ -227,7 +269,6 @@ class ReplayedLoss:
         return loss
 
 
-_NUMBER_BYTES = 8
 _SCALAR_BYTES = 4
 """Size of the loss, and of the 1 that its backward starts from."""
 

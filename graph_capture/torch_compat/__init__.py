@@ -46,6 +46,7 @@ from graph_capture.torch_compat.memory import NoStaticShape as NoStaticShape
 from graph_capture.torch_compat.memory import TorchDispatchMode as TorchDispatchMode
 from graph_capture.torch_compat.memory import active_modes as active_modes
 from graph_capture.torch_compat.memory import begin_stage as begin_stage
+from graph_capture.torch_compat.memory import bytes_made_before as bytes_made_before
 from graph_capture.torch_compat.memory import cpu_allocations as cpu_allocations
 from graph_capture.torch_compat.memory import cpu_allocations_in_stages as cpu_allocations_in_stages
 from graph_capture.torch_compat.memory import fake_tensor as fake_tensor

@@ -104,6 +104,23 @@ def running_node_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def bytes_made_before(op: object, args: tuple[Any, ...]) -> int:
+    """What a derivative that runs on this thread makes on a CPU, left alone, before this op of its,
+    and only behind it while a dispatch mode is active, or for tensors of a subclass: the gradient
+    of a maximum over all elements, before those that share it are counted
+    (`evenly_distribute_backward` in `torch/csrc/autograd/FunctionsManual.cpp`)."""
+    node: Any = torch._C._current_autograd_node()
+    if (node is None or op is not torch.ops.aten.sum.default or args[0].dtype is not torch.bool
+            or node.name() not in _EVENLY_DISTRIBUTED):
+        return 0
+    saved: torch.Tensor = node._saved_self
+    return saved.numel() * saved.element_size()
+
+
+_EVENLY_DISTRIBUTED = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0",
+                                 "NanmedianBackward0"})
+
+
 def cpu_allocations(fn: Callable[[], object]) -> list[int]:
     """Bytes of each allocation (positive) and release (negative) of the CPU's allocator while `fn`
     runs, in time order; on the calling thread and on those to which torch hands its thread state.

@@ -20,7 +20,7 @@ from torch import nn
 from graph_capture.errors import ValueAsked
 from graph_capture.model_state import remembered_state
 from graph_capture.torch_compat import NoStaticShape, TorchDispatchMode, pytree
-from graph_capture.twins.data_less import VALUE_OPS, makes_size_by_values
+from graph_capture.twins.data_less import VALUE_OPS, Answer, makes_size_by_values
 from graph_capture.user_code import place_of
 
 
@@ -40,7 +40,7 @@ def value_asked(error: BaseException) -> ValueAsked:
     return asked
 
 
-def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Any, ...]:
+def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Answer, ...]:
     """What `call`, which calls the model, asks for, in order: values, and as meta tensors results
     whose size depends on values."""
     recorder, restore = _ValueRecorder(), remembered_state(model)
@@ -55,15 +55,15 @@ def asked_values(model: nn.Module, call: Callable[[], object]) -> tuple[Any, ...
 class _ValueRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.values: list[Any] = []
+        self.values: list[Answer] = []
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in VALUE_OPS:
-            self.values.append(out)
+            self.values.append(Answer.of(func, args, out))
         elif makes_size_by_values(func, args):
-            self.values.append(pytree.tree_map_only(
+            self.values.append(Answer.of(func, args, pytree.tree_map_only(
                 torch.Tensor, lambda made: torch.empty_strided(
-                    made.shape, made.stride(), dtype=made.dtype, device="meta"), out))
+                    made.shape, made.stride(), dtype=made.dtype, device="meta"), out)))
         return out

@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,30 @@ def makes_size_by_values(func: Any, args: tuple[Any, ...]) -> bool:
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call of an op told of values."""
+
+    op: OpOverload
+    operands: tuple[tuple[torch.Size, torch.dtype], ...] | None
+    """Of the tensors that it was called with; `None`: whatever they are."""
+    value: Any
+
+    @classmethod
+    def of(cls, op: OpOverload, args: tuple[Any, ...], value: Any) -> Answer:
+        """That of a call with these arguments."""
+        return cls(op, _operands(args), value)
+
+    def is_for(self, op: OpOverload, args: tuple[Any, ...]) -> bool:
+        """Whether it may be that of this call."""
+        return self.op is op and self.operands in (None, _operands(args))
+
+
+def _operands(args: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    return tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(args)
+                 if isinstance(leaf, torch.Tensor))
+
+
 class UnknownValue(ValueAsked):
     """Code asked for a value that depends on values which a trace without memory lacks."""
 
@@ -91,7 +115,7 @@ class DataLessMode(TorchDispatchMode):
         super().__init__()
         self._planned = planned
         self._unknown_is_zero = unknown_is_zero
-        self._answers: Iterator[Any] | None = None
+        self._answers: list[Answer] | None = None
         self._nothing_is_known = False
         self._fakes = FakeTensorMode()
         self._results: dict[object, Any] = {}  # fake ones, by signature of the op
@@ -103,13 +127,14 @@ class DataLessMode(TorchDispatchMode):
         """Dynamo compiles code under such a mode, and gives up under any other."""
         return True
 
-    def answer_with(self, answers: Iterator[Any]) -> None:
-        """From here on, each value that code asks for, known or not, is the next of these, and so
-        is what an op makes whose size depends on values, as meta tensors.
+    def answer_with(self, answers: Iterable[Answer]) -> None:
+        """From here on, each value that code asks for, known or not, is the next of these that is
+        for such a call, and so is what an op makes whose size depends on values, as meta tensors.
+        Those between are passed over: code asks for less where it sees that it is captured.
 
         Where they run out, asking raises `UnknownValue`.
         """
-        self._answers = answers
+        self._answers = list(answers)
 
     @contextlib.contextmanager
     def without_values(self) -> Iterator[None]:
@@ -135,22 +160,24 @@ class DataLessMode(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor))
         if func in VALUE_OPS:
             if self._answers is not None:
-                return self._next_answer()
+                return self._next_answer(func, args)
             if not (known or self._unknown_is_zero):
                 raise UnknownValue("the model's code looks at the value of a tensor that depends "
                                    "on the weights or on values that are not given")
             return func(*args, **kwargs)
         if self._answers is not None and makes_size_by_values(func, args):
-            return pytree.tree_map(_without_data, self._next_answer())
+            return pytree.tree_map(_without_data, self._next_answer(func, args))
         if known and torch.Tag.nondeterministic_seeded not in func.tags:
             return self._run_if_small(func, args, kwargs)
         self._note_overwritten(func, args, kwargs)
         return self._answer(func, args, kwargs)
 
-    def _next_answer(self) -> Any:
+    def _next_answer(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
         assert self._answers is not None
-        for answer in self._answers:
-            return answer
+        for place, answer in enumerate(self._answers):
+            if answer.is_for(func, args):
+                del self._answers[:place + 1]
+                return answer.value
         raise UnknownValue("code asked for more values than are known")
 
     def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],

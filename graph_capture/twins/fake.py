@@ -67,9 +67,9 @@ class FakeTwin:
     fake_of: Mapping[torch.Tensor, torch.Tensor]
     """Each tensor of the original to its fake copy, by identity; the originals are held weakly."""
     answers: tuple[Any, ...] | None = None
-    """The values that the model's code asks for in a call, in order, as a real call gave them;
-    `None`: those that are known.  Only a data-less twin gives them.  That call was one of the
-    forward, beneath the model's own hooks."""
+    """The values that the model's code asks for in a call (`data_less.Answer`), in order, as a real
+    call gave them; `None`: those that are known.  Only a data-less twin gives them.  That call was
+    one of the forward, beneath the model's own hooks."""
     autocast: torch.dtype | None = None
     """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
     kernels: DeviceKernels | None = None
@@ -94,7 +94,7 @@ class FakeTwin:
     def call(self, model: Callable[..., Any] | None = None) -> Any:
         """The output of the model, or of what stands for it, in one call."""
         if self.answers is not None and hasattr(self.mode, "answer_with"):
-            self.mode.answer_with(iter(self.answers))
+            self.mode.answer_with(self.answers)
         return (model or self.callee)(*self.args, **self.kwargs)
 
 

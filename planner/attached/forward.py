@@ -37,7 +37,7 @@ from apply.planned_forward import CountingForward, can_be_pickled
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import Until
-from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss, watch_output
+from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss, UnmeasuredLoss, watch_output
 from graph_capture.torch_compat import active_modes, pytree
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
@@ -79,6 +79,8 @@ class PlannedGraph:
         """What the plan counts; `None`: it is for the first step alone, or was given."""
         self.loss: SeenLoss | None = None
         """The loss that the caller made of this graph's output."""
+        self.unmeasured: UnmeasuredLoss | None = None
+        """It, seen and not yet measured."""
         self.lives: tuple[Until, ...] | None = None
         """How long each tensor of the output is there."""
         self.adopt(module, plan)
@@ -237,7 +239,7 @@ class PlanningForward(CountingForward):
         settings, module = self.settings, self.__self__
         with self._planning():
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
-                                   settings.batches_ahead, self._seen_optimizers)
+                                   settings.batches_ahead, partial(_alive, self._optimizers))
             known = self._known(planner, None, has_gradients, self._expected_output(planner))
             if known is not None:
                 plan = planner.plan(known)
@@ -256,6 +258,8 @@ class PlanningForward(CountingForward):
         """Plan a graph again where more is known than its plan counts."""
         if graph.planner is None:
             return
+        if graph.unmeasured is not None:
+            graph.loss, graph.unmeasured = graph.planner.measured(graph.unmeasured), None
         known = self._known(graph.planner, graph.loss, has_gradients, graph.lives)
         if known is None or known == graph.known:
             return
@@ -267,9 +271,6 @@ class PlanningForward(CountingForward):
             graph.adopt(self.__self__, graph.planner.plan(known))
         graph.known = known
         self._say(graph, self._words(known))
-
-    def _seen_optimizers(self) -> list[Optimizer]:
-        return [found for each in self._optimizers if (found := each()) is not None]
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
@@ -326,7 +327,7 @@ class PlanningForward(CountingForward):
         planner = graph.planner
         if planner is None:
             return
-        if planner.loss_is_outside and graph.loss is None:
+        if planner.loss_is_outside and graph.loss is None and graph.unmeasured is None:
             watch = LossWatch(output, partial(_note_loss, ref(graph)))
             if watch.begin():
                 self._watch = watch
@@ -372,10 +373,14 @@ class PlanningForward(CountingForward):
         log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)
 
 
-def _note_loss(graph: ref[PlannedGraph], seen: SeenLoss) -> None:
+def _alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:
+    return [found for each in optimizers if (found := each()) is not None]
+
+
+def _note_loss(graph: ref[PlannedGraph], seen: UnmeasuredLoss) -> None:
     found = graph()
     if found is not None:
-        found.loss = seen
+        found.unmeasured = seen
 
 
 def _note_backward(forward: ref[PlanningForward], graph: PlannedGraph, lives: tuple[Until, ...]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,7 +41,7 @@ from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeat
 from graph_capture.errors import CaptureError, ValueAsked
 from graph_capture.op_costs.room import ProbeRoom
 from graph_capture.plain_step.loss import OpenLoss, Until
-from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
+from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss, UnmeasuredLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
 from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call, resolve
@@ -61,10 +61,12 @@ log = logging.getLogger("planner")
 
 _ASSUMED_OPTIMIZER = "adamw"
 """Counted until an optimizer has stepped: none in common use holds more."""
-_LOSS_GUESSES = (6, 3, 2)
+_ASSUMED_LOSS = 6
 """Peak of a loss that was not seen yet, in multiples of the model's output: for cross-entropy in
-16-bit floats (its logits in 32 bits, their log-softmax, the gradients of both), in 32 bits, and for
-a loss that saves one tensor of that size."""
+16-bit floats (its logits in 32 bits, their log-softmax, the gradients of both)."""
+_TRIES = 3
+"""How often a loss that was not seen is taken to be smaller, before the rest of the step is what
+does not fit."""
 _NOT_FOLLOWED = (
     "and planner.within, which can give values and sizes on a CPU, cannot give these. Either "
     "decide by shapes and arguments, or with torch.where; for a packed sequence, give the layer "
@@ -156,8 +158,13 @@ class GraphPlanner:
             tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         limit, stepping = self._limit.size_bytes or self._limit.fraction, self._stepping
         assert limit is not None
-        return ProbeRoom(limit, lambda: batches_bytes + held_bytes(model, stepping()),
-                         resident_bytes)
+        alive = ref(model)  # torch never lets go of a backend, and that of a capture has the probe
+
+        def held() -> int:
+            found = alive()
+            return batches_bytes + (0 if found is None else held_bytes(found, stepping()))
+
+        return ProbeRoom(limit, held, resident_bytes)
 
     @property
     def output_tensors(self) -> int:
@@ -195,13 +202,14 @@ class GraphPlanner:
     @property
     def assumed_loss(self) -> SeenLoss:
         """A loss outside of the model that takes as much as any in common use."""
-        return self._guessed_loss(_LOSS_GUESSES[0])
-
-    def _guessed_loss(self, multiple: int) -> SeenLoss:
         outputs = tuple(replace(each, until=Until.END)
                         for each in self._step.baseline.loss.outputs)
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
-        return SeenLoss(multiple * size_bytes + 8, 8, outputs)
+        return SeenLoss(_ASSUMED_LOSS * size_bytes + 8, 8, outputs)
+
+    def measured(self, loss: UnmeasuredLoss) -> SeenLoss:
+        """The loss with what its kernels take for themselves."""
+        return loss.measured(self._step.tracing.workspace)
 
     def plan(self, known: Known) -> Plan:
         """The plan for a step of which all is known; raises `InfeasibleBudget`."""
@@ -226,25 +234,24 @@ class GraphPlanner:
 
     def _provisional(self, known: Known, as_known: PreparedStep, limit_bytes: int | None,
                      effort: Effort) -> Plan:
-        for optimizer, accumulates, loss in self._guesses(known):
-            prepared = self._prepared(optimizer, accumulates, loss)
+        loss = known.loss or (self.assumed_loss if self.loss_is_outside else None)
+        if known.optimizers is None and self._planning.optimizer is None:
+            prepared = self._prepared(_ASSUMED_OPTIMIZER, True, loss)
             if limit_bytes is None or prepared.may_fit(limit_bytes):
                 with suppress(InfeasibleBudget):
                     return plan_within(prepared, limit_bytes, effort)
+        for _ in range(_TRIES):
+            if loss is None:
+                break
+            prepared = self._prepared(known.optimizers, known.accumulates, loss)
+            try:
+                return plan_within(prepared, limit_bytes, effort)
+            except InfeasibleBudget as refusal:
+                # The budget leaves the loss so much less.
+                loss = _smaller(loss, refusal.minimum_bytes - refusal.budget_bytes)
         if self._limit is not None and self._limit.size_bytes is None:
             return leanest_plan(as_known, effort)
         return plan_within(as_known, limit_bytes, effort)
-
-    def _guesses(self, known: Known) -> Iterator[tuple[Any, bool, SeenLoss | None]]:
-        """What may be true of a step, the most demanding first."""
-        losses = [known.loss]
-        if self.loss_is_outside and known.loss is None:
-            losses = [self._guessed_loss(multiple) for multiple in _LOSS_GUESSES]
-        if known.optimizers is None and self._planning.optimizer is None:
-            for loss in losses[:2]:
-                yield _ASSUMED_OPTIMIZER, True, loss
-        for loss in losses:
-            yield known.optimizers, known.accumulates, loss
 
     def _within(self, prepared: PreparedStep, seconds: float) -> Plan:
         limit_bytes = resolve(self._limit, prepared)
@@ -280,6 +287,12 @@ class GraphPlanner:
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1,
                        parallel=self._parallel, budget_of=planning.budget_of)
+
+
+def _smaller(loss: SeenLoss, by_bytes: int) -> SeenLoss | None:
+    """A loss that takes less; `None` where not even its gradients would be left."""
+    peak_bytes = loss.peak_bytes - by_bytes
+    return None if peak_bytes < loss.gradient_bytes else replace(loss, peak_bytes=peak_bytes)
 
 
 def regions_under_wrappers(model: nn.Module) -> str | None:

@@ -60,3 +60,26 @@ def test_sizes_that_values_decide(kind):
     assert found == losses
     assert planner.steps_of(net).planned == len(batches)
     assert max(measured) <= budget
+
+
+class Masked(nn.Module):
+    """Looks at a mask unless it is captured, as models of transformers do, then selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or not mask.all():
+            x = x * mask[:, None]
+        x = self.second(torch.tanh(self.first(x)))
+        return x[(mask >= 0).nonzero()[:, 0]]
+
+
+def test_what_is_asked_only_where_nothing_is_captured_is_passed_over():
+    torch.manual_seed(0)
+    x, mask = torch.randn(64, 8), torch.ones(64)
+    model = planner.within(Masked(), "95%", time_limit=1)
+    for _ in range(2):
+        model(x, mask).square().mean().backward()
+    assert planner.steps_of(model).planned == 2

@@ -74,3 +74,39 @@ def test_a_scalar_that_the_loop_makes_itself_is_counted_to_the_byte(reduce):
 
     peaks = [resident + record.peak_bytes for record in record_stages([step] * 3)]
     assert peaks[1:] == [planner.plan_of(net).peak_bytes] * 2
+
+
+@pytest.mark.parametrize("loss_of, share", [
+    (torch.max, 1.0), (torch.amax, 0.85), (lambda output: output.sort(1)[0][:, :5].sum(), 1.1),
+    (lambda output: (output * (output > 0)).sum() / (output > 0).sum(), 0.85),
+], ids=["max", "amax", "sort", "counted"])
+def test_what_kernels_of_the_loss_take_for_themselves(loss_of, share):
+    # A maximum, for one, counts the elements that share it, in 64 bits each, beside their gradient.
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
+                             nn.Linear(128, 512))
+
+    x = torch.randn(256, 32)
+
+    def train(loop: MeasuredLoop, budget: int | None) -> None:
+        net = loop.model if budget is None else planner.within(loop.model, budget, time_limit=1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+        def run() -> None:
+            for _ in range(3):
+                loop.begin_step()
+                loss = loss_of(net(x))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loop.note_loss(loss)
+
+        loop.run(run)
+
+    plain, budgeted = MeasuredLoop(make()), MeasuredLoop(make())
+    train(plain, None)
+    budget = int(share * max(plain.peaks))
+    train(budgeted, budget)
+    assert max(budgeted.peaks) + x.nbytes <= budget
+    assert budgeted.losses == plain.losses

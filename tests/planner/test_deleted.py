@@ -1,0 +1,47 @@
+"""A model that is deleted goes, though torch caches what was compiled of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+
+X = torch.randn(512, 64)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(torch.tanh(self.wide(x)))
+
+
+def make() -> nn.Module:
+    return nn.Sequential(Block(), Block())
+
+
+def applied() -> nn.Module:
+    plan = planner.plan(make(), (X,), budget="95%", loss_fn=lambda output: output.sum())
+    return plan.apply(make())
+
+
+@pytest.mark.parametrize("attached", [
+    lambda: planner.within(make(), "95%", time_limit=1),
+    lambda: planner.within(make(), "95%", time_limit=1, regions="blocks"), applied,
+], ids=["within", "within, by blocks", "apply"])
+def test_a_deleted_model_is_gone(attached):
+    model = attached()
+    for _ in range(2):
+        model(X).sum().backward()
+    assert planner.steps_of(model).planned == 2
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(parameter() is not None for parameter in parameters)
