@@ -154,11 +154,12 @@ def _resnet(width: int, blocks: tuple[int, ...], classes: int) -> nn.Module:
                          nn.Linear(channels, classes))
 
 
-def resnet(*, batch: int = 8, image: int = 112, width: int = 32) -> Workload:
-    """ResNet-50's layout, at half of its width."""
+def resnet(*, batch: int = 8, image: int = 112, width: int = 32, times: int = 1) -> Workload:
+    """ResNet-50's layout, at half of its width, with so many times as many blocks."""
     torch.manual_seed(0)
     labels = torch.arange(batch) % 10
-    return Workload("resnet", _resnet(width, (3, 4, 6, 3), 10).train(),
+    blocks = (3 * times, 4 * times, 6 * times, 3 * times)
+    return Workload("resnet", _resnet(width, blocks, 10).train(),
                     (torch.randn(batch, 3, image, image),),
                     lambda logits: F.cross_entropy(logits, labels))
 
