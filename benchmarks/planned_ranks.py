@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
