@@ -58,13 +58,13 @@ def gpt2(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1, layers: i
 
 
 def bert(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1,
-         layers: int = LAYERS) -> Workload:
+         layers: int = LAYERS, width: int = WIDTH) -> Workload:
     """BERT as a masked language model; half of the last row is padding."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(
-        num_hidden_layers=layers, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=4 * width,
         num_attention_heads=8, vocab_size=VOCABULARY, max_position_embeddings=sequence,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
     ids = torch.randint(0, VOCABULARY, (batch, sequence))
@@ -102,13 +102,13 @@ def t5(*, batch: int = 8, sequence: int = 128, dropout: float = 0.1) -> Workload
     return Workload("t5", model.train(), {"input_ids": ids, "labels": ids})
 
 
-def vit(*, batch: int = 8, image: int = 56, layers: int = LAYERS) -> Workload:
+def vit(*, batch: int = 8, image: int = 56, layers: int = LAYERS, width: int = WIDTH) -> Workload:
     """ViT, with 196 patches; no dropout, as published."""
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
     model = ViTForImageClassification(ViTConfig(
-        num_hidden_layers=layers, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=4 * width,
         num_attention_heads=8, image_size=image, patch_size=4, num_labels=10))
     return Workload("vit", model.train(), {"pixel_values": torch.randn(batch, 3, image, image),
                                            "labels": torch.arange(batch) % 10})

@@ -1,14 +1,18 @@
 """Plans of one rank against real ranks with gloo on this machine.
 
-    python -m benchmarks.planned_ranks --model gpt2,bert --budget "80%,60%,40%,least"
+    python -m benchmarks.planned_ranks --model gpt2,bert --budget "80%,60%,40%,least,layers"
 
-Each row is one run of several processes.  Each process trains the model in its wrapper as it is,
-and then with the plan applied before it is wrapped, from the same seeds; the third step is
-measured, and the largest peak of any rank counts.  `gradients` is the distance of the gradients
-(their shards) of that step from those without a plan; `collectives` are those of one step, by the
-profiler, and `as plain` says whether there are as many of each kind, of as many elements in all.
-`time` is that of the planned step, in parts of the plain one, by the median of the steps after the
-third; `planned` is what the plan estimates.
+All rows of a model and a wrapper are one run of several processes.  Each process trains the model
+in its wrapper as it is, with every layer checkpointed, and with each plan applied before it is
+wrapped, from the same seeds; the third step is measured, and the largest peak of any rank counts.
+The budget `layers` is what checkpointing every layer takes, predicted; its measured peak is in the
+last line.  `gradients` is the distance of the gradients (their shards) of the third step from those
+without a plan; `collectives` are those of one step, by the profiler, and `as plain` says whether
+there are as many of each kind, of as many elements in all.  `to overlap` is how many products of
+the plain backward, and of the planned one's own recomputations and backward, begin after the first
+reduction of gradients has.  `time` is that of a planned step in parts of the plain one, `to layers`
+in parts of that with every layer checkpointed, both the median of rounds in which all take turns;
+`planned` is what the plan estimates.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,133 +37,190 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import planner
 from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.data_parallel import make_optimizer, measure_step
-from benchmarks.measure import MEGABYTE
+from benchmarks.measure import MEGABYTE, plan_or_smallest, with_gradient_checkpointing
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.table import Table
 from graph_capture.plain_step.loss import objective
+from planner.search.effort import Effort
+from planner.search.planning import plan_within
+from planner.step.prepared import PreparedStep
 
 STEPS: dict[str, Callable[[], Workload]] = {
-    **{name: partial(WORKLOADS[name], batch=4, sequence=128)
+    **{name: partial(WORKLOADS[name], batch=8, sequence=128, width=128)
        for name in ("gpt2", "bert", "llama")},
-    "vit": partial(WORKLOADS["vit"], batch=4),
+    "vit": partial(WORKLOADS["vit"], batch=8, width=128),
 }
 WRAPPERS: dict[str, Mapping[str, Any]] = {
     "ddp": {"kind": "ddp"},
     "ddp, bucket views": {"kind": "ddp", "gradient_as_bucket_view": True},
+    "ddp, 1 MiB": {"kind": "ddp", "bucket_cap_mb": 1},
     "zero1": {"kind": "zero1"},
     "fsdp2": {"kind": "fsdp2"},
     "fsdp2, kept": {"kind": "fsdp2", "reshard_after_forward": False},
 }
-TIMED_STEPS = 5
+PLAIN, LAYERS = "plain", "layers"
 _COLLECTIVES = ("gloo:", "nccl:")
+_REDUCTIONS = ("c10d::allreduce_", "c10d::_reduce_scatter_base_")
+_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
-def plan_for(workload: Workload, parallel: planner.DataParallel, budget: str, time_limit: float
-             ) -> planner.Plan:
-    """The plan of one rank; `least`: for the smallest budget that can be met."""
-    def make(limit: int | str) -> planner.Plan:
-        return planner.plan(workload.model, workload.inputs, budget=limit, parallel=parallel,
-                            loss_fn=workload.loss_fn, optimizer="adamw", time_limit=time_limit)
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One way to train, on this rank, after its third step."""
 
-    if budget != "least":
-        return make(budget)
-    try:
-        return make(1)
-    except planner.InfeasibleBudget as refusal:
-        return make(refusal.minimum_bytes)
+    peak_bytes: int
+    gradients: torch.Tensor
+    collectives: tuple[Counter[str], Counter[str]]
+    """How many of each kind a step has, and of how many elements in all."""
+    overlapped: int
+    """Matrix products that begin after the first reduction of gradients."""
+    step: Callable[[], None]
 
 
-def train_here(make: Callable[[], Workload], parallel: planner.DataParallel,
-               plan: planner.Plan | None) -> dict[str, Any]:
+def plan_for(workload: Workload, parallel: planner.DataParallel, step: PreparedStep, budget: str,
+             time_limit: float) -> planner.Plan:
+    """The plan of one rank's step; `least`: for the smallest budget that can be met; `layers`: for
+    what checkpointing every layer takes."""
+    if budget == "least":
+        return plan_or_smallest(step, 1, time_limit)
+    if budget == LAYERS:
+        limit = planner.data_parallel(
+            with_gradient_checkpointing(workload), workload.inputs, parallel=parallel,
+            loss_fn=workload.loss_fn, optimizer="adamw").peak_bytes
+    else:
+        limit = step.baseline_peak_bytes * int(budget.removesuffix("%")) // 100
+    return plan_within(step, limit, Effort(time_limit=time_limit))
+
+
+def train_here(workload: Workload, parallel: planner.DataParallel) -> Trained:
     """What this rank takes in the third step, and its gradients then."""
-    workload = make()
-    if plan is not None:
-        workload = Workload(workload.name, plan.apply(workload.model), workload.inputs,
-                            workload.loss_fn)
     settled: list[Callable[..., Any]] = []
     measured = measure_step(workload, parallel, "adamw", settled)
     gradients = torch.cat([_local(p.grad).flatten() for p in workload.model.parameters()
                            if p.grad is not None])
-    stepper, model = make_optimizer(workload.model, "adamw", parallel), settled[0]
-
-    def step() -> None:
-        stepper.zero_grad(set_to_none=True)
-        objective(workload.call(model), workload.loss_fn).backward()
-
+    step = partial(_step, workload, settled[0], make_optimizer(workload.model, "adamw", parallel))
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         step()
+    events = seen.events()
     collectives: Counter[str] = Counter()
     elements: Counter[str] = Counter()
-    for event in seen.events():
+    for event in events:
         if event.name.startswith(_COLLECTIVES):
             collectives[event.name] += 1
             elements[event.name] += sum(math.prod(shape) for shape in event.input_shapes)
-    seconds = []
-    for _ in range(TIMED_STEPS):
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - began)
-    return {"peak": measured.peak_bytes, "gradients": gradients,
-            "collectives": (collectives, elements), "seconds": statistics.median(seconds)}
+    reduced = min(event.time_range.start for event in events if event.name in _REDUCTIONS)
+    return Trained(measured.peak_bytes, gradients, (collectives, elements),
+                   sum(event.name in _PRODUCTS and event.time_range.start > reduced
+                       for event in events), step)
+
+
+def _step(workload: Workload, model: Callable[..., Any], stepper: Optimizer) -> None:
+    stepper.zero_grad(set_to_none=True)
+    objective(workload.call(model), workload.loss_fn).backward()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _rank(rank: int, port: int, ranks: int, name: str, wrapper: str, plan_path: str, folder: str
-          ) -> None:
+def _rank(rank: int, port: int, ranks: int, name: str, wrapper: str, plan_paths: dict[str, str],
+          rounds: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     parallel = planner.DataParallel(ranks=ranks, **WRAPPERS[wrapper])
     try:
-        plain = train_here(STEPS[name], parallel, None)
-        gc.collect()
-        planned = train_here(STEPS[name], parallel, planner.load(plan_path))
-        off = (planned["gradients"] - plain["gradients"]).norm() / plain["gradients"].norm()
-        Path(folder, str(rank)).write_text(json.dumps({
-            "plain": plain["peak"], "planned": planned["peak"], "off": off.item(),
-            "collectives": sum(planned["collectives"][0].values()),
-            "same": planned["collectives"] == plain["collectives"],
-            "time": planned["seconds"] / plain["seconds"]}))
+        trained = {}
+        for way in (PLAIN, LAYERS, *plan_paths):
+            workload = STEPS[name]()
+            model = (with_gradient_checkpointing(workload) if way == LAYERS else
+                     workload.model if way == PLAIN else
+                     planner.load(plan_paths[way]).apply(workload.model))
+            torch.manual_seed(1)
+            trained[way] = train_here(
+                Workload(name, model, workload.inputs, workload.loss_fn), parallel)
+            gc.collect()
+        seconds: dict[str, list[float]] = {way: [] for way in trained}
+        for _ in range(rounds):
+            for way, each in trained.items():
+                dist.barrier()
+                began = time.perf_counter()
+                each.step()
+                seconds[way].append(time.perf_counter() - began)
+        plain = trained[PLAIN]
+        Path(folder, str(rank)).write_text(json.dumps({way: {
+            "peak": each.peak_bytes,
+            "off": ((each.gradients - plain.gradients).norm() / plain.gradients.norm()).item(),
+            "collectives": sum(each.collectives[0].values()),
+            "same": each.collectives == plain.collectives,
+            "overlapped": each.overlapped,
+            **{f"to {base}": _ratio(seconds[way], seconds[base]) for base in (PLAIN, LAYERS)},
+        } for way, each in trained.items()}))
     finally:
         dist.destroy_process_group()
 
 
-def run(name: str, wrapper: str, ranks: int, plan: planner.Plan) -> list[dict[str, Any]]:
-    """What each rank saw."""
+def _ratio(seconds: Sequence[float], base: Sequence[float]) -> float | None:
+    return (statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+            if seconds else None)
+
+
+def run(name: str, wrapper: str, ranks: int, plans: Mapping[str, planner.Plan], rounds: int = 0
+        ) -> list[dict[str, dict[str, Any]]]:
+    """What each rank saw of each plan, of the step as it is, and of every layer checkpointed."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        path = Path(folder, "plan.json")
-        plan.save(path)
-        spawn(_rank, (port, ranks, name, wrapper, str(path), folder), nprocs=ranks)
+        paths = {budget: str(Path(folder, f"{number}.json"))
+                 for number, budget in enumerate(plans)}
+        for budget, plan in plans.items():
+            plan.save(paths[budget])
+        spawn(_rank, (port, ranks, name, wrapper, paths, rounds, folder), nprocs=ranks)
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
 
 
-def compare(name: str, wrapper: str, budget: str, arguments: argparse.Namespace, table: Table
-            ) -> bool:
-    """Print one row; whether the budget holds and all is as without a plan."""
+def compare(name: str, wrapper: str, arguments: argparse.Namespace, table: Table) -> bool:
+    """Print the rows of a model in a wrapper; whether budgets hold and all is as without a plan."""
     parallel = planner.DataParallel(ranks=arguments.ranks, **WRAPPERS[wrapper])
-    plan = plan_for(STEPS[name](), parallel, budget, arguments.time_limit)
-    seen = run(name, wrapper, arguments.ranks, plan)
-    fullest = max(each["planned"] for each in seen)
-    limit = plan.budget_bytes or plan.baseline_peak_bytes
-    is_same = all(each["same"] for each in seen)
-    table.row(name, wrapper, budget, limit / MEGABYTE, plan.peak_bytes / MEGABYTE,
-              fullest / MEGABYTE, 100 * (plan.peak_bytes / fullest - 1),
-              max(each["plain"] for each in seen) / MEGABYTE,
-              max(each["off"] for each in seen), seen[0]["collectives"], str(is_same),
-              seen[0]["time"], 1 + plan.overhead)
-    return fullest <= limit and is_same
+    workload = STEPS[name]()
+    step = workload.prepare(parallel=parallel, optimizer="adamw")
+    plans, refused = {}, {}
+    for budget in arguments.budget.split(","):
+        try:
+            plans[f"to {budget}"] = plan_for(workload, parallel, step, budget,
+                                             arguments.time_limit)
+        except planner.InfeasibleBudget as refusal:
+            refused[budget] = refusal
+    seen = run(name, wrapper, arguments.ranks, plans, arguments.rounds)
+    plain = max(each[PLAIN]["peak"] for each in seen)
+    held = True
+    for way, plan in plans.items():
+        ranks = [each[way] for each in seen]
+        fullest = max(each["peak"] for each in ranks)
+        limit = plan.budget_bytes or plan.baseline_peak_bytes
+        is_same = all(each["same"] for each in ranks)
+        table.row(name, wrapper, way[3:], limit / MEGABYTE, plan.peak_bytes / MEGABYTE,
+                  fullest / MEGABYTE, 100 * (plan.peak_bytes / fullest - 1), plain / MEGABYTE,
+                  max(each["off"] for each in ranks), ranks[0]["collectives"], str(is_same),
+                  f"{seen[0][PLAIN]['overlapped']} → {ranks[0]['overlapped']}",
+                  ranks[0]["to plain"], ranks[0]["to layers"], 1 + plan.overhead)
+        held = held and fullest <= limit and is_same
+    for budget, refusal in refused.items():
+        print(f"{name}, {wrapper}, {budget}: {refusal.budget_bytes:,} bytes cannot be met; the "
+              f"least is {refusal.minimum_bytes:,}")
+    layers = seen[0][LAYERS]
+    print(f"{name}, {wrapper}, every layer checkpointed: "
+          f"{max(each[LAYERS]['peak'] for each in seen) / MEGABYTE:.3f} MB, "
+          f"{layers['to plain'] or math.nan:.2f} of the plain time, "
+          f"{layers['collectives']} collectives")
+    return held
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,23 +229,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                               known=STEPS)
     add_names(parser, "--wrapper", WRAPPERS, ("ddp", "zero1", "fsdp2", "fsdp2, kept"),
               separator=";")
-    parser.add_argument("--budget", default="80%,60%,40%,least")
+    parser.add_argument("--budget", default="80%,60%,40%,least,layers")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--time-limit", type=float, default=20.0)
     arguments = parse(parser, argv)
     torch.set_num_threads(1)
     table = Table("model:6", "wrapper:12", "budget:6", "MB:8.3f", "predicted:9.3f",
                   "measured:9.3f", "off %:6.2f", "plain:9.3f", "gradients:9.1e", "collectives:11d",
-                  "as plain", "time:5.2f", "planned:7.2f")
-    held = []
-    for name in arguments.model:
-        for wrapper in arguments.wrapper:
-            for budget in arguments.budget.split(","):
-                try:
-                    held.append(compare(name, wrapper, budget, arguments, table))
-                except planner.InfeasibleBudget as refusal:
-                    print(f"{name}, {wrapper}, {budget}: {refusal.budget_bytes:,} bytes cannot be "
-                          f"met; the least is {refusal.minimum_bytes:,}")
+                  "as plain", "to overlap:10", "time:5.2f", "to layers:9.2f", "planned:7.2f")
+    held = [compare(name, wrapper, arguments, table)
+            for name in arguments.model for wrapper in arguments.wrapper]
     return 0 if all(held) else 1
 
 

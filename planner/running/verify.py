@@ -142,14 +142,22 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     compiles the plain step is that of `torch.compile(model)`, which draws the same random numbers.
 
     Raises `PlanMismatch` where the plan was made for another graph, `CaptureError` where nothing
-    can be differentiated, and `ValueError` for a model without values (on `meta`).
+    can be differentiated, and `ValueError` for a model without values (on `meta`), for one whose
+    parameters are sharded, and for a plan of one of many ranks.
     """
     from apply.circumstances import autocast_as_planned
     from graph_capture.memory.allocator import record_peak
     from graph_capture.plain_step.loss import objective
+    from graph_capture.torch_compat import sharded_module
 
     args, kwargs = split_inputs(model, inputs)
     device = _device_of(model)
+    if plan.parallel is not None or sharded_module(model) is not None:
+        raise ValueError(
+            "verify runs a step of one device, and the memory of one of many ranks is another: "
+            "verify the model as it is before it is wrapped or sharded, with a plan that is made "
+            'by regions="blocks" and without parallel; in the run, planner.steps_of(model) says '
+            "which steps ran under their plan")
     planned = apply(model, plan)
     if model.training != plan.recipe.training:
         mode, now = ("train", "eval") if plan.recipe.training else ("eval", "train")

@@ -45,7 +45,8 @@ def other_ranks(planned: DataParallel | None, model: nn.Module) -> str:
     # Where the model is not wrapped yet, its group may be a part of all ranks.
     here = dist.get_world_size() if found is None else found.ranks
     fits = here == planned.ranks if found is not None else here % planned.ranks == 0
-    return "" if fits or planned.is_replicated else (
+    # A rank of DistributedDataParallel holds the same, however many there are.
+    return "" if fits or planned.kind == "ddp" else (
         f"the plan is for one of {planned.ranks} ranks under {planned.kind}, and there are {here} "
         f"here, each of which holds more or less of the model: plan again with ranks={here}")
 
@@ -68,12 +69,18 @@ def with_wrappers(model: nn.Module, planning: Planning) -> Planning:
     Raises `ValueError` where the user says it otherwise.
     """
     found, given = parallel_of(model), planning.parallel
-    if found is None or planning.backend != "eager":
+    if found is None:
+        return planning
+    if planning.backend != "eager":
+        if not found.is_replicated:
+            raise ValueError(f"backend={planning.backend!r} plans for one device, and this model "
+                             f"is sharded over {found.ranks} ranks: leave backend out, or write "
+                             'backend="eager"')
         return planning
     if given is None:
         return replace(planning, parallel=found)
-    if given.ranks != found.ranks and not given.is_replicated:
-        raise ValueError(f"parallel says {given.ranks} ranks, and the model is sharded over "
+    if given.ranks != found.ranks and given.kind != "ddp":
+        raise ValueError(f"parallel says {given.ranks} ranks, and the model is spread over "
                          f"{found.ranks}; leave parallel out, and the model tells")
     return planning
 

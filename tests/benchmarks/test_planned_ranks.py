@@ -11,9 +11,12 @@ from benchmarks.planned_ranks import STEPS, WRAPPERS, plan_for, run
 @pytest.mark.parametrize("wrapper", ["ddp", "ddp, bucket views", "zero1", "fsdp2", "fsdp2, kept"])
 def test_two_real_ranks_under_a_plan_take_what_is_predicted(wrapper):
     parallel = planner.DataParallel(ranks=2, **WRAPPERS[wrapper])
-    plan = plan_for(STEPS["vit"](), parallel, "70%", 5)
-    seen = run("vit", wrapper, 2, plan)
-    fullest = max(each["planned"] for each in seen)
+    workload = STEPS["vit"]()
+    step = workload.prepare(parallel=parallel, optimizer="adamw")
+    plan = plan_for(workload, parallel, step, "70%", 5)
+    seen = run("vit", wrapper, 2, {"a plan": plan})
+    fullest = max(each["a plan"]["peak"] for each in seen)
     assert fullest <= plan.budget_bytes
     assert fullest == pytest.approx(plan.peak_bytes, rel=0.01)
-    assert all(each["same"] and each["off"] == 0 for each in seen)
+    for rank in seen:
+        assert rank["a plan"]["same"] and rank["a plan"]["off"] == 0

@@ -150,6 +150,11 @@ def test_arguments_that_do_not_belong_together(case):
         planner.memory(case.model, case.inputs, parallel=RANKS["fsdp2"], accumulation=2)
 
 
+def test_a_plan_of_a_rank_is_not_verified_on_one_device(case):
+    with pytest.raises(ValueError, match=r"without parallel; in the run, planner\.steps_of"):
+        planner.verify(case.model, plan_of(case, RANKS["fsdp2"]), case.inputs)
+
+
 def test_from_the_command_line(tmp_path):
     ranks = ("--parallel", "fsdp2", "--ranks", "4", "--unit", "transformer.h.*")
     made = run("plan", *TINY_GPT2, "--budget", "90%", *ranks, "-o", tmp_path / "rank.json")
