@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +35,8 @@ from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes, product_
 from graph_capture.op_costs.devices import Gpu, device_model
 from graph_capture.op_costs.flops import op_flops
 from graph_capture.op_costs.free_memory import free_bytes
-from graph_capture.op_costs.isolated import Layout, is_trusted, isolated_probe
+from graph_capture.op_costs.isolated import is_trusted, isolated_probe
+from graph_capture.op_costs.throw_away import Materializer, extent, ints, seeds_on_host, strides
 from graph_capture.torch_compat import (
     OpOverload,
     no_active_modes,
@@ -180,11 +180,11 @@ class OpProbe:
         measurement = {"workspace": self._workspace, "seconds": self._duration}[quantity]
         with no_active_modes(), torch.no_grad(), _random_state_kept(self.device):
             try:
-                real = _Materializer(self.device)
+                real = Materializer(self.device)
                 real_args, real_kwargs = real.tree(args), real.tree(dict(kwargs))
                 call = function()
                 if isinstance(call, OpOverload):
-                    real_args = _seeds_on_host(call, real_args)
+                    real_args = seeds_on_host(call, real_args)
                 return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
             except Exception:  # an op may refuse made-up values in any way that it likes
                 return None
@@ -259,92 +259,17 @@ def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[s
         if isinstance(leaf, torch.Tensor):
             # The same tensor twice is another case than two tensors of the same shape.
             order = seen.setdefault(id(leaf), len(seen))
-            words.append(f"{order}:{leaf.dtype}{_ints(leaf.shape)}{_ints(_strides(leaf))}")
+            words.append(f"{order}:{leaf.dtype}{ints(leaf.shape)}{ints(strides(leaf))}")
             if is_sparse(leaf):
                 values, indices = strided_tensors(leaf)
-                words.append(f"{_ints(_strides(values))}{leaf.is_coalesced()}{indices.tolist()}")
+                words.append(f"{ints(strides(values))}{leaf.is_coalesced()}{indices.tolist()}")
         else:
             words.append(repr(leaf))
     return hashlib.sha256("|".join(words).encode()).hexdigest()
 
 
-class _Materializer:
-    """Throw-away tensors in place of the fake ones; the same tensor for the same one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._made: dict[int, torch.Tensor] = {}
-        self._numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._random = torch.Generator(device=device).manual_seed(0)
-
-    def renew(self) -> None:
-        """Put back the numbers, where they may have been overwritten."""
-        for rows, pattern in self._numbers:
-            rows.copy_(pattern)
-
-    def tree(self, value: Any) -> Any:
-        return pytree.tree_map(self._leaf, value)
-
-    def _leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor | Layout):
-            if id(leaf) not in self._made:
-                self._made[id(leaf)] = (
-                    self._sparse(leaf) if isinstance(leaf, torch.Tensor) and is_sparse(leaf)
-                    else self._real(leaf))
-            return self._made[id(leaf)]
-        if isinstance(leaf, torch.device):
-            return self._device
-        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return leaf.node.hint
-        return leaf
-
-    def _sparse(self, known: torch.Tensor) -> torch.Tensor:
-        values, indices = strided_tensors(known)
-        with warnings.catch_warnings():  # torch 2.11 has one for whoever says that he wants none
-            warnings.filterwarnings("ignore", "Sparse invariant checks")
-            made = torch.sparse_coo_tensor(indices.to(self._device, copy=True),
-                                           self._real(values), known.shape, check_invariants=False)
-        return made._coalesced_(known.is_coalesced())
-
-    def _real(self, fake: torch.Tensor | Layout) -> torch.Tensor:
-        count = _extent(fake)
-        if fake.dtype.is_floating_point or fake.dtype.is_complex:
-            # A small random pattern, repeated: random numbers cost more than most ops.
-            pattern = torch.rand(min(count, 4096), generator=self._random, device=self._device)
-            flat = pattern.to(fake.dtype).repeat(-(-count // 4096) or 1)
-            self._numbers.append((flat.view(-1, max(len(pattern), 1)), pattern))
-        else:
-            flat = torch.zeros(count, dtype=fake.dtype, device=self._device)  # a valid index
-        return flat.as_strided(_ints(fake.shape), _ints(_strides(fake)))
-
-
-def _seeds_on_host(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Memory efficient attention reads its random state in host memory, whatever fake tensors say
-    of it; what is not there ends the process."""
-    if "_efficient_attention_backward" not in op._schema.name:
-        return args
-    return tuple(value.cpu() if isinstance(value, torch.Tensor) and each.name.startswith("philox")
-                 else value for each, value in zip(op._schema.arguments, args, strict=False))
-
-
-def _ints(sizes: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in sizes)
-
-
-def _strides(tensor: torch.Tensor | Layout) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
-
-
-def _extent(tensor: torch.Tensor | Layout) -> int:
-    """Elements from the first to the last that the tensor reaches."""
-    if any(size == 0 for size in tensor.shape):
-        return 0
-    return 1 + sum((int(size) - 1) * int(stride)
-                   for size, stride in zip(tensor.shape, _strides(tensor), strict=True))
-
-
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    return _extent(tensor) * tensor.dtype.itemsize
+    return extent(tensor) * tensor.dtype.itemsize
 
 
 def _allocates(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from graph_capture.module_forward import call_forward, own_forward
 from graph_capture.torch_compat.requirements import require
+from graph_capture.torch_compat.stacked_rnn import unstack
 
 require(__name__)
 
@@ -53,8 +54,14 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
                 backward_compiler: Callable[..., Any]) -> Callable[..., Any]:
     """A Dynamo backend that runs AOTAutograd with this partitioner and these compilers, without
     decompositions."""
-    return aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
-                        inference_compiler=forward_compiler, partition_fn=partition)
+    compiled = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
+                            inference_compiler=forward_compiler, partition_fn=partition)
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        unstack(module)
+        return compiled(module, inputs, **options)
+
+    return backend
 
 
 AUTOGRAD_HOLDS_COTANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from graph_capture.torch_compat.requirements import require
+from graph_capture.torch_compat.stacked_rnn import unstack
 
 require(__name__)
 
@@ -87,6 +88,7 @@ def inductor_backend(
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
+        unstack(module)
         compiled: Any = compile_fx(module, list(inputs), inner_compile=inner_compile,
                                    config_patches=patches)
         return compiled

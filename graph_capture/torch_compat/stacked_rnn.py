@@ -1,0 +1,76 @@
+"""Recurrent layers with dropout between them, one call for each layer.
+
+torch (2.11 to 2.15) decomposes `nn.RNN`, `nn.GRU` and `nn.LSTM` of several layers under AOTAutograd
+without the dropout between the layers (`_rnn_helper` in `torch/_decomp/decompositions.py` sets it
+to zero whatever the layer), and says nothing.  So such a call is made into calls for single layers,
+with the dropout as an op of its own between them: on tensors whose first dimension is time, as the
+eager kernels of the CPU have it, which draw the same random numbers.
+
+Blind spots: cuDNN draws the random numbers of its dropout itself, and others.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+_SINGLE_STATE = (torch.rnn_tanh, torch.rnn_relu, torch.gru)
+_KEPT_META = ("nn_module_stack", "source_fn_stack", "stack_trace")
+
+
+def unstack(module: fx.GraphModule) -> None:
+    """Replace, in a graph that Dynamo made, what is torch's to lose."""
+    changed = False
+    for target in (*_SINGLE_STATE, torch.lstm):
+        for node in module.graph.find_nodes(op="call_function", target=target):
+            # The calls of packed sequences, which torch.compile does not trace, have the batch's
+            # sizes in the second place and the states in the third.
+            if len(node.args) == 9 and isinstance(node.args[2], list | tuple):
+                _, _, _, _, layers, dropout, train, _, _ = node.args
+                if train and dropout and layers > 1:
+                    _unstack(module.graph, node)
+                    changed = True
+    if changed:
+        module.graph.lint()
+        module.recompile()
+
+
+def _unstack(graph: fx.Graph, node: fx.Node) -> None:
+    (flow, states, weights, has_biases, layers, dropout, train, bidirectional,
+     batch_first) = node.args
+    has_cell = node.target is torch.lstm
+    directions = 2 if bidirectional else 1
+    of_layer = len(weights) // layers
+
+    def call(function: Any, *args: object, **kwargs: object) -> fx.Node:
+        made = graph.call_function(function, args, kwargs)
+        made.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
+        return made
+
+    last: list[list[fx.Node]] = []  # of each layer, its last states
+    with graph.inserting_before(node):
+        if batch_first:
+            flow = call(torch.transpose, flow, 0, 1)
+        for layer in range(layers):
+            if layer:
+                flow = call(torch.dropout, flow, dropout, True)
+            first = [call(torch.narrow, state, 0, directions * layer, directions)
+                     for state in (states if has_cell else [states])]
+            found = call(node.target, flow, first if has_cell else first[0],
+                         list(weights[of_layer * layer:of_layer * (layer + 1)]), has_biases, 1, 0.0,
+                         train, bidirectional, False)
+            flow = call(operator.getitem, found, 0)
+            last.append([call(operator.getitem, found, 1 + number)
+                         for number in range(len(first))])
+        if batch_first:
+            flow = call(torch.transpose, flow, 0, 1)
+        results = [flow, *(call(torch.cat, list(of_layers), 0)
+                           for of_layers in zip(*last, strict=True))]
+    for user in list(node.users):
+        assert user.target is operator.getitem, "Dynamo takes such a call's results apart"
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,50 @@
+"""Recurrent layers with dropout between them: the numbers of the plain step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from tests.support.models import Case
+from tests.support.training import measured_peak, reference, train
+
+pytestmark = pytest.mark.compat
+
+
+class Recurrent(nn.Module):
+    """Its loss depends on the last states as well."""
+
+    def __init__(self, kind: str, **options: object) -> None:
+        super().__init__()
+        self.inner = getattr(nn, kind)(8, 12, num_layers=3, dropout=0.4, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flow, states = self.inner(x)
+        states = states if isinstance(states, tuple) else (states,)
+        return flow.square().mean() + sum(state.square().mean() for state in states)
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("GRU", {"bidirectional": True}),
+    ("RNN", {"batch_first": True, "bias": False, "nonlinearity": "relu"}),
+    ("LSTM", {"batch_first": True, "bidirectional": True}),
+])
+def test_dropout_between_layers_is_that_of_the_plain_step(kind, options):
+    torch.manual_seed(0)
+    case = Case(Recurrent(kind, **options), (torch.randn(5, 6, 8),), None)
+    plain = reference(case)
+    plan = planner.plan(case.model, case.inputs, budget="90%")
+    model = plan.apply(case.model)
+    trace = train(model, case)
+    assert trace.distance(plain) <= 1e-6
+    assert torch.equal(trace.random_state, plain.random_state)
+    assert measured_peak(model, case) == plan.peak_bytes - plan.resident_bytes
+
+
+def test_nothing_is_dropped_in_evaluation():
+    torch.manual_seed(0)
+    case = Case(Recurrent("GRU").eval(), (torch.randn(5, 6, 8),), None)
+    plan = planner.plan(case.model, case.inputs, budget="90%")
+    assert train(plan.apply(case.model), case).distance(reference(case)) <= 1e-6
