@@ -2,8 +2,9 @@
 
 The model of the world: a kernel that checks its operands raises where made-up ones do not suit it.
 One that does not - the backward of a fused recurrent layer reads a reserve that its forward laid
-out - may read what is not there, and take the process along.  Such ops are run in a child, which
-is started when the first of them comes, and again after one that has ended it.
+out - may read what is not there, and take the process along, or wait for what never comes.  Such
+ops are run in a child, which is started when the first of them comes, and again after one that has
+ended it; a child that does not answer is ended.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import os
 import pickle
+import select
 import subprocess
 import sys
 import weakref
@@ -24,6 +26,12 @@ import torch
 from graph_capture.torch_compat import OpOverload, pytree
 
 _CHILD = "graph_capture.op_costs.probe_child"
+_LONGEST_ANSWER_SECONDS = 60.0
+"""Of the clock: a child that takes longer hangs.  Ops are run that are estimated to take two, some
+times over."""
+_OPAQUE = frozenset({"mkldnn_rnn_layer_backward"})
+"""Ops that are not run at all: with a reserve that their own forward has not laid out they crash or
+hang, one as often as the other."""
 _TRUSTED = frozenset({
     "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax_backward_data",
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_safe_softmax",
@@ -88,7 +96,9 @@ class IsolatedProbe:
     def measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                 quantity: str) -> float | None:
         """A quantity of the op, by the name of the probe's measurement; `None` if it fails, or ends
-        the child."""
+        the child, or holds it up."""
+        if target._schema.name.removeprefix("aten::") in _OPAQUE:
+            return None
         layouts: dict[int, Layout] = {}
 
         def described(leaf: Any) -> Any:
@@ -113,6 +123,8 @@ class IsolatedProbe:
         assert self._child.stdin is not None and self._child.stdout is not None
         pickle.dump(question, self._child.stdin)
         self._child.stdin.flush()
+        if not select.select([self._child.stdout], [], [], _LONGEST_ANSWER_SECONDS)[0]:
+            self._child.kill()
         answer: float | None = pickle.load(self._child.stdout)
         return answer
 

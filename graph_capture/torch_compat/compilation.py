@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from graph_capture.module_forward import call_forward, own_forward
+from graph_capture.torch_compat.recurrent import recurrent_layers_trained
 from graph_capture.torch_compat.requirements import require
-from graph_capture.torch_compat.stacked_rnn import unstack
 
 require(__name__)
 
@@ -58,8 +58,8 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
                             inference_compiler=forward_compiler, partition_fn=partition)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        unstack(module)
-        return compiled(module, inputs, **options)
+        with recurrent_layers_trained(module):
+            return compiled(module, inputs, **options)
 
     return backend
 

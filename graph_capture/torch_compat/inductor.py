@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from graph_capture.torch_compat.recurrent import recurrent_layers_trained
 from graph_capture.torch_compat.requirements import require
-from graph_capture.torch_compat.stacked_rnn import unstack
 
 require(__name__)
 
@@ -88,9 +88,9 @@ def inductor_backend(
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        unstack(module)
-        compiled: Any = compile_fx(module, list(inputs), inner_compile=inner_compile,
-                                   config_patches=patches)
+        with recurrent_layers_trained(module):
+            compiled: Any = compile_fx(module, list(inputs), inner_compile=inner_compile,
+                                       config_patches=patches)
         return compiled
 
     return backend

@@ -121,6 +121,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "process_group": (
         "torch.distributed.distributed_c10d._get_default_store()",
     ),
+    "recurrent": (
+        *_of("torch._decomp.decompositions",
+             "one_layer_lstm(inp, hidden, params, has_biases, reverse=)",
+             "select_one_layer_lstm_function(input, hx, params)"),
+    ),
     "sharding": (
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state(self)",
     ),

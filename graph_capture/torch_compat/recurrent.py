@@ -1,28 +1,52 @@
-"""Recurrent layers with dropout between them, one call for each layer.
+"""Recurrent layers as AOTAutograd has to see them.
 
-torch (2.11 to 2.15) decomposes `nn.RNN`, `nn.GRU` and `nn.LSTM` of several layers under AOTAutograd
-without the dropout between the layers (`_rnn_helper` in `torch/_decomp/decompositions.py` sets it
-to zero whatever the layer), and says nothing.  So such a call is made into calls for single layers,
-with the dropout as an op of its own between them: on tensors whose first dimension is time, as the
-eager kernels of the CPU have it, which draw the same random numbers.
+torch (2.11 to 2.15) takes two things for granted when it decomposes `nn.RNN`, `nn.GRU` and
+`nn.LSTM` (`torch/_decomp/decompositions.py`), and says nothing.  It leaves out the dropout between
+layers (`_rnn_helper` sets it to zero whatever the layer): so a call of several layers is made into
+calls of single ones, with the dropout as an op of its own between them, on tensors whose first
+dimension is time, as the eager kernels of the CPU have it, which draw the same random numbers.  And
+an LSTM whose input needs no gradient is taken for inference, by oneDNN's kernel without what the
+backward needs, though its weights may be trained: those run time step by time step here.
 
 Blind spots: cuDNN draws the random numbers of its dropout itself, and others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
+from unittest import mock
+
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
 
 import torch
 from torch import fx
+from torch._decomp import decompositions
 
 _SINGLE_STATE = (torch.rnn_tanh, torch.rnn_relu, torch.gru)
 _KEPT_META = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
-def unstack(module: fx.GraphModule) -> None:
-    """Replace, in a graph that Dynamo made, what is torch's to lose."""
+@contextlib.contextmanager
+def recurrent_layers_trained(module: fx.GraphModule) -> Iterator[None]:
+    """Within, AOTAutograd keeps what a graph that Dynamo made says of recurrent layers."""
+    _unstack_all(module)
+    select = decompositions.select_one_layer_lstm_function
+
+    def select_trainable(input: Any, states: Any, weights: Any) -> Callable[..., Any]:
+        is_trained = any(weight.requires_grad for weight in chain(states, *weights))
+        return decompositions.one_layer_lstm if is_trained else select(input, states, weights)
+
+    with mock.patch.object(decompositions, "select_one_layer_lstm_function", select_trainable):
+        yield
+
+
+def _unstack_all(module: fx.GraphModule) -> None:
     changed = False
     for target in (*_SINGLE_STATE, torch.lstm):
         for node in module.graph.find_nodes(op="call_function", target=target):

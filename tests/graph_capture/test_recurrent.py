@@ -1,4 +1,4 @@
-"""Recurrent layers with dropout between them: the numbers of the plain step."""
+"""Recurrent layers: the numbers of the plain step, dropout between layers included."""
 
 from __future__ import annotations
 
@@ -40,7 +40,16 @@ def test_dropout_between_layers_is_that_of_the_plain_step(kind, options):
     trace = train(model, case)
     assert trace.distance(plain) <= 1e-6
     assert torch.equal(trace.random_state, plain.random_state)
-    assert measured_peak(model, case) == plan.peak_bytes - plan.resident_bytes
+    assert measured_peak(model, case) <= plan.peak_bytes - plan.resident_bytes
+
+
+def test_an_lstm_whose_input_needs_no_gradient_is_trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(8, 12, num_layers=2))
+    case = Case(model, (torch.randn(5, 6, 8),), lambda output: output[0].square().mean())
+    plain = reference(case)
+    plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, budget="90%")
+    assert train(plan.apply(case.model), case).distance(plain) <= 1e-6
 
 
 def test_nothing_is_dropped_in_evaluation():
