@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import (
@@ -253,15 +253,16 @@ def test_it_is_never_worse_than_recomputation_alone_nor_better_than_its_bound(
     peak, _ = simulate(problem, problem.keep_all_schedule)
     budget = data.draw(st.integers(peak // 2, peak))
     least, free = cheapest(alone, budget), cheapest(relaxed(problem), budget)
-    assume(least is not None)
     try:
         result = solve(problem, budget, time_limit=1.0)
     except InfeasibleBudget:  # where an op must run again for another to take its place over
         with pytest.raises(InfeasibleBudget):
             solve(alone, budget, time_limit=1.0)
         return
-    assert result.peak_bytes <= budget and result.cost <= least + 1e-6
-    assert result.lower_bound <= free + 1e-6 <= result.cost + 2e-6
+    assert result.peak_bytes <= budget
+    if least is not None:  # recomputation alone fits too
+        assert result.cost <= least + 1e-6
+    assert free is not None and result.lower_bound <= free + 1e-6 <= result.cost + 2e-6
 
 
 @pytest.mark.slow
