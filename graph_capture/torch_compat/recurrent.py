@@ -40,10 +40,16 @@ def recurrent_layers_trained(module: fx.GraphModule) -> Iterator[None]:
 
     def select_trainable(input: Any, states: Any, weights: Any) -> Callable[..., Any]:
         is_trained = any(weight.requires_grad for weight in chain(states, *weights))
-        return decompositions.one_layer_lstm if is_trained else select(input, states, weights)
+        return _step_by_step if is_trained else select(input, states, weights)
 
     with mock.patch.object(decompositions, "select_one_layer_lstm_function", select_trainable):
         yield
+
+
+def _step_by_step(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+    # Before torch 2.13 the last states keep a dimension that those of a layer do not have.
+    output, states = decompositions.one_layer_lstm(*args, **kwargs)
+    return output, tuple(state.flatten(0, -2) for state in states)
 
 
 def _unstack_all(module: fx.GraphModule) -> None:
