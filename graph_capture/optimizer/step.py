@@ -32,7 +32,7 @@ from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
 from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
-from graph_capture.torch_compat import pytree
+from graph_capture.torch_compat import optimizers_as_on, pytree
 from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
 from graph_capture.twins.fake import FakeTwin
@@ -132,8 +132,9 @@ def trace_optimizer_steps(
     """
     name = optimizer_name(optimizer)
     try:
-        return _Steps(optimizer, twin, with_gradient, sparse or {}, settings or OptimizerSettings(),
-                      workspace).trace()
+        with optimizers_as_on(twin.device):
+            return _Steps(optimizer, twin, with_gradient, sparse or {},
+                          settings or OptimizerSettings(), workspace).trace()
     except Exception as error:
         raise CaptureError(f"cannot trace a step of the optimizer {name}: {error}; plan "
                            "without it and leave room for its state") from error

@@ -61,3 +61,4 @@ from graph_capture.torch_compat.memory import running_node_number as running_nod
 from graph_capture.torch_compat.memory import storage_at as storage_at
 from graph_capture.torch_compat.memory import storage_key as storage_key
 from graph_capture.torch_compat.memory import tensor_clone as tensor_clone
+from graph_capture.torch_compat.optimizers import optimizers_as_on as optimizers_as_on

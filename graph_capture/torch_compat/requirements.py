@@ -118,6 +118,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch.utils._python_dispatch", "TorchDispatchMode()", "_disable_current_modes()",
              "_get_current_dispatch_mode_stack()", "is_traceable_wrapper_subclass(tensor)"),
     ),
+    "optimizers": (
+        "torch.optim.optimizer._get_capturable_supported_devices(supports_xla=)",
+    ),
     "process_group": (
         "torch.distributed.distributed_c10d._get_default_store()",
     ),

@@ -12,6 +12,7 @@ from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import AllocationRecord, record_peak_of_op
 from graph_capture.optimizer.named import OPTIMIZERS
 from graph_capture.optimizer.step import trace_optimizer
+from graph_capture.torch_compat import optimizers_as_on
 from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.fake import make_twin
 
@@ -170,3 +171,19 @@ def test_nothing_and_nonsense():
         trace_optimizer("adamv", twin)
     with pytest.raises(TypeError, match="got int"):
         trace_optimizer(3, twin)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}])
+def test_capturable_on_a_gpu_that_is_not_there(options):
+    """Against real steps on the CPU, in which torch takes its tensors for a GPU's, too."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True, **options)
+    twin = make_twin(model, device=torch.device("cuda"))
+    footprint = trace_optimizer(optimizer, twin)
+    with optimizers_as_on(torch.device("cuda")):
+        state, temporaries = measured(model, optimizer)
+    rounding = 512 * 4 * 8  # of each small tensor
+    assert footprint.state_bytes == pytest.approx(state, abs=rounding)
+    assert footprint.step_peak_bytes == pytest.approx(temporaries, abs=rounding)
+    with pytest.raises(CaptureError, match="capturable"):
+        trace_optimizer(optimizer, make_twin(model))

@@ -1,0 +1,32 @@
+"""torch's optimizers on tensors that stand for a GPU's."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
+from torch.optim.optimizer import _get_capturable_supported_devices
+
+_CHECK = "_get_capturable_supported_devices"
+
+
+@contextlib.contextmanager
+def optimizers_as_on(device: torch.device) -> Iterator[None]:
+    """Within, optimizers set to `capturable` take any tensors for ones on `device`."""
+    supported = _get_capturable_supported_devices()
+    with contextlib.ExitStack() as stack:
+        if device.type in supported:
+            for name in [name for name in sys.modules if name.startswith("torch.optim.")]:
+                if hasattr(sys.modules[name], _CHECK):
+                    stack.enter_context(mock.patch.object(
+                        sys.modules[name], _CHECK,
+                        lambda supports_xla=True: [*supported, "cpu", "meta"]))
+        yield
