@@ -77,7 +77,7 @@ class OpProbe:
                  directory: Path | None = None, room: Callable[[], int] | None = None,
                  gpu: str | Gpu | None = None) -> None:
         """`probe=False` measures nothing; `directory` holds the cache on disk, by default
-        `op_cache.cache_directory()`; `room`: how many bytes throw-away tensors may take in this
+        `cache.cache_directory()`; `room`: how many bytes throw-away tensors may take in this
         process now, `None`: all that may be used of the memory that is free; `gpu`: whose margins
         to take, as for `device_model`."""
         self._room = room
