@@ -1,8 +1,8 @@
 """Plan files of older versions, brought to the present layout.
 
 Version 7 ran nothing in pieces and knew nothing of kernels and of what is reserved, and version 6
-one rank only; it got `released`, `course` and `circumstances` on its way.  Version 5 had other names
-for some fields, and recomputations without a kind of action.
+one rank only; it got `released`, `course` and `circumstances` on its way.  Version 5 had other
+names for some fields, and recomputations without a kind of action.
 """
 
 from __future__ import annotations
