@@ -24,7 +24,7 @@ from apply.realized import realize_across_library_calls
 from apply.recipe import Recipe
 from apply.rewrite import RewrittenRegion
 from graph_capture.inductor.generated_code import memory_of_code
-from graph_capture.inductor.shortened import LeftOut, shorten
+from graph_capture.inductor.shortened import FindRuns, LeftOut, shorten
 from graph_capture.joint_graph.random_ops import is_companion
 from graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from graph_capture.torch_compat import PartitionFunction
@@ -44,15 +44,16 @@ class InductorBackend(PlanBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._generated: dict[tuple[int, bool], Callable[[], CodeMemory]] | None = None
-        self.left_out: tuple[LeftOut, ...] | None = None
-        """Layers that the graph compiled last lacks; `None`: graphs are compiled whole."""
+        self._find_runs: FindRuns | None = None
+        self.left_out: tuple[LeftOut, ...] = ()
+        """Layers that the graph compiled last lacks."""
         self.compiled_ops = self.planned_ops = 1
         """Ops of the graphs compiled last, and of these with all layers."""
 
-    def leave_out_layers(self) -> None:
+    def leave_out_layers(self, find_runs: FindRuns) -> None:
         """From here on, compile graphs without most of the layers that are alike: for the memory of
         their code (`graph_capture.inductor.shortened`), not to be run."""
-        self.left_out = ()
+        self._find_runs = find_runs
 
     def keep_code(self) -> None:
         """From here on, `memory_of_code` can tell what was generated."""
@@ -100,9 +101,9 @@ class InductorBackend(PlanBackend):
         if self._recipe.strict_order:
             lay_out_weights(graphs.backward)
             realize_across_library_calls(graphs.backward.graph)
-        if self.left_out is None:
+        if self._find_runs is None:
             return graphs
-        short = shorten(graphs.forward, graphs.backward, num_outputs)
+        short = shorten(graphs.forward, graphs.backward, num_outputs, self._find_runs)
         whole, rest = (sum(node.op == "call_function" for node in (*first.nodes, *second.nodes))
                        for first, second in ((graphs.forward.graph, graphs.backward.graph),
                                              (short.forward.graph, short.backward.graph)))

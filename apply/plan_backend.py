@@ -39,6 +39,7 @@ from graph_capture.torch_compat import (
     mutated_inputs,
     pass_absent_gradients,
     primal_indices,
+    schema_of,
 )
 from graph_capture.training_graph import Outline
 
@@ -249,7 +250,7 @@ def _refuse_double_backward() -> None:
 def _leaves_no_trace(graph: fx.Graph) -> bool:
     """Whether a graph only makes its outputs: it draws no random numbers and writes no input."""
     return not mutated_inputs(graph.output_node()) and all(
-        isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
+        isinstance(node.target, OpOverload) and not schema_of(node.target).is_mutable
         and not is_random(node) for node in graph.nodes
         if node.op == "call_function" and node.target is not operator.getitem)
 

@@ -19,8 +19,10 @@ else:
             from importlib import import_module
 
             public = import_module("planner.public")
-            if name == "__all__" or name in public.__all__:
-                return getattr(public, name)
+            found = {each: getattr(public, each) for each in (*public.__all__, "__all__")}
+            globals().update(found)  # where pdoc looks for them
+            if name in found:
+                return found[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

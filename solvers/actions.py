@@ -5,9 +5,8 @@ from where on the device's memory need not be held for it, and `Fetch` takes mem
 anew and begins the copy back, for which the first reader waits.  So memory changes hands at actions
 alone, however long the copies take.
 
-An action of another kind is a class of its own beside these, a member of `Action` and of `_KINDS`,
-and a case wherever `assert_never` ends a match; mypy then names what else takes every action for
-one of them.
+An action of another kind is a class of its own beside these, a member of `Action`, and a case
+wherever `assert_never` ends a match; mypy then names what else takes every action for one of these.
 
 A run *is* the number of its op: a schedule of runs is a tuple of numbers, and equals one.  The
 algorithms work on such *orders* of bare numbers; `as_schedule` and `as_order` are the border.
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
-from typing import TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from solvers.errors import IllegalSchedule
 
@@ -64,19 +63,18 @@ that runs again is recomputed."""
 Order: TypeAlias = tuple[int, ...]
 """A schedule of runs alone, as bare numbers of ops."""
 
-_KINDS = frozenset({int, Run, Store, Release, Fetch})
+_KINDS = (int, *get_args(Action))
 
 
 def known_actions(schedule: Iterable[Action | int]) -> Schedule:
     """The actions of `schedule`; raises `IllegalSchedule` for what is none."""
-    actions = tuple(schedule)
-    if _KINDS.issuperset(map(type, actions)):
+    actions: tuple[Any, ...] = tuple(schedule)
+    if set(map(type, actions)).issubset(_KINDS):
         return actions
     known: list[Action | int] = []
     for position, action in enumerate(actions):
         try:  # any other whole number, such as one of numpy, stands for a run, too
-            known.append(action if isinstance(action, Transfer | Run | int)
-                         else Run(index(action)))
+            known.append(action if isinstance(action, _KINDS) else Run(index(action)))
         except TypeError:
             raise IllegalSchedule(f"position {position} holds {action!r}, which is no known "
                                   "action: expected a run, the number of an op, or a "
@@ -86,7 +84,7 @@ def known_actions(schedule: Iterable[Action | int]) -> Schedule:
 
 def as_schedule(actions: Iterable[Action | int]) -> tuple[Action, ...]:
     """The same with every action typed."""
-    return tuple(action if isinstance(action, Transfer | Run) else Run(action)
+    return tuple(Run(action) if isinstance(action, int) else action
                  for action in known_actions(actions))
 
 

@@ -30,7 +30,7 @@ from solvers.realise import realise
 from solvers.repetition import Run
 from solvers.task import Task
 from solvers.violations import Inner, next_cuts
-from solvers.working_set import fixed_bytes, takeover_candidates
+from solvers.working_set import fixed_bytes, inplace_candidates
 
 PRICES = 3
 PRICE_STEP = 1.1
@@ -201,7 +201,7 @@ def _shared_room(problem: Problem, budget_bytes: int, pivot: int) -> int:
     own = sum(storages[s].size_bytes for s in {*op.inputs, *op.outputs}
               if storages[s].producer in layers)
     # An input of a layer that the output takes over is in `own`: it is not retained then.
-    taken = max((storages[s].size_bytes for s in takeover_candidates(problem, pivot)
+    taken = max((storages[s].size_bytes for s in inplace_candidates(problem, pivot)
                  if storages[s].producer not in layers and (
                      ops[storages[s].producer].recomputable or problem.consumers[s][-1] <= pivot)),
                 default=0)

@@ -31,7 +31,7 @@ from solvers.milp import optimise
 from solvers.problem import Problem
 from solvers.repetition import Run
 from solvers.symmetry import SymmetryClasses, symmetry_classes
-from solvers.working_set import fixed_bytes, takeover_candidates
+from solvers.working_set import fixed_bytes, inplace_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class _Program:
                     if replayed in later:
                         self._row({once: 1.0, later[replayed]: -1.0}, 0.0)
                 terms[once] = -float(state)
-        candidates = takeover_candidates(problem, cut)
+        candidates = inplace_candidates(problem, cut)
         if candidates:
             size = problem.storages[candidates[0]].size_bytes
             taken = self.mip.add_variable(lb=0.0, ub=1.0)

@@ -21,9 +21,9 @@ from solvers.lazy import EvictionTaste, lazy_schedule
 from solvers.local_search import repair
 from solvers.problem import Order, Problem
 from solvers.simulator import simulate
-from solvers.working_set import takeover_candidates
+from solvers.working_set import inplace_candidates
 
-_LEAN_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
+_MOST_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
 _ANNEAL_MOVES = 30_000  # per target
 _ANNEAL_MOVES_IN_ALL = 240_000
 _MOVE_SECONDS, _RUN_SECONDS = 5e-5, 3e-5  # what a move and a run of a walk take, about
@@ -38,7 +38,7 @@ def working_set_floor(problem: Problem) -> int:
     that the output may take over.
     """
     forced = _forced_bytes(problem)
-    return max(forced[index] + op.workspace_bytes - _takeover_bytes(problem, index)
+    return max(forced[index] + op.workspace_bytes - _reused_bytes(problem, index)
                for index, op in enumerate(problem.ops))
 
 
@@ -80,10 +80,10 @@ def _last_chance_to_replay(problem: Problem, op: int, reader: int) -> int:
     return 0
 
 
-def _takeover_bytes(problem: Problem, index: int) -> int:
+def _reused_bytes(problem: Problem, index: int) -> int:
     """What the first run of an op may save by taking over an input's buffer, at most."""
     return next((problem.storages[storage].size_bytes
-                 for storage in takeover_candidates(problem, index)
+                 for storage in inplace_candidates(problem, index)
                  if not _outlives(problem, storage, index)), 0)
 
 
@@ -160,8 +160,8 @@ class Descent:
 
     def _anneal(self) -> Iterator[float]:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
-        lean = len(self.best) <= _LEAN_RUNS_PER_OP * len(self.problem)
-        current = self.best if lean else self.problem.keep_all_schedule
+        is_short = len(self.best) <= _MOST_RUNS_PER_OP * len(self.problem)
+        current = self.best if is_short else self.problem.keep_all_schedule
         peak = simulate(self.problem, current).peak_bytes
         share, draw, moves, left = 0.1, self.seed, _ANNEAL_MOVES, _ANNEAL_MOVES_IN_ALL
         while peak > self.goal and share > 0.002 and left > 0:

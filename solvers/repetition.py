@@ -11,19 +11,19 @@ Blind spot: the ops must come in the same order each time.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 from solvers.problem import Problem
 
-MOST_PERIODS = 24
+_MOST_PERIODS = 24
 """So many of the most frequent distances between ops of the same cost and sizes are tried."""
 _NEXT_OCCURRENCES = 6
 LEAST_SPARED = 8
 """A run has to spare at least so many ops."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Ops from `start` to before `stop`; each is like the one a period after it."""
 
     start: int
@@ -35,25 +35,51 @@ class Run:
         """How often the stretch occurs, the last time perhaps not whole."""
         return -(-(self.stop - self.start) // self.period)
 
+    @property
+    def spared(self) -> int:
+        """Ops beside the first stretch."""
+        return self.stop - self.start - self.period
+
 
 def runs_of(problem: Problem) -> tuple[Run, ...]:
     """Disjoint runs, those that spare most ops first; each holds its stretch at least twice."""
+    ops, storages = problem.ops, problem.storages
+
+    def same_source(first: int, second: int, period: int) -> bool:
+        if first == second:
+            return True
+        maker, other = storages[first].producer, storages[second].producer
+        return (other - maker == period
+                and ops[maker].outputs.index(first) == ops[other].outputs.index(second))
+
+    def same_sources(index: int, period: int) -> bool:
+        return all(same_source(*pair, period)
+                   for pair in zip(ops[index].inputs, ops[index + period].inputs, strict=True))
+
     described = [_description(problem, index) for index in range(len(problem))]
-    periods = _likely_periods(described)
-    free = [True] * len(problem)
-    found: list[Run] = []
-    candidates = {period: _alike(problem, described, period) for period in periods}
+    return tuple(find_runs(described, same_sources, 2, LEAST_SPARED))
+
+
+def find_runs(described: Sequence[Hashable], same_sources: Callable[[int, int], bool],
+              times: int, least_spared: int = 1) -> Iterator[Run]:
+    """Disjoint runs in any sequence, those that spare most items first.
+
+    `described`: all of each item but where its inputs come from; whether those of an item come from
+    where those of the one a period after it do, `same_sources(index, period)` says where both are
+    described alike.  Each run holds its stretch at least so many `times`.
+    """
+    free = [True] * len(described)
+    alike = {period: [described[index] == described[index + period]
+                      and same_sources(index, period)
+                      for index in range(len(described) - period)]
+             for period in _likely_periods(described)}
     while True:
-        best = None
-        for period, alike in candidates.items():
-            for run in _stretches(alike, free, period):
-                spared = run.stop - run.start - period
-                if best is None or (spared, -period) > (best.stop - best.start - best.period,
-                                                        -best.period):
-                    best = run
-        if best is None or best.stop - best.start - best.period < LEAST_SPARED:
-            return tuple(found)
-        found.append(best)
+        found = [run for period, marks in alike.items()
+                 for run in _stretches(marks, free, period, times)]
+        best = max(found, default=None, key=lambda run: (run.spared, -run.period))
+        if best is None or best.spared < least_spared:
+            return
+        yield best
         free[best.start:best.stop] = [False] * (best.stop - best.start)
 
 
@@ -65,8 +91,8 @@ def _description(problem: Problem, index: int) -> tuple[object, ...]:
             tuple((storages[s].size_bytes, storages[s].kept_to_end) for s in op.outputs))
 
 
-def _likely_periods(described: list[tuple[object, ...]]) -> list[int]:
-    places: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+def _likely_periods(described: Sequence[Hashable]) -> list[int]:
+    places: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, description in enumerate(described):
         places[description].append(index)
     distances: Counter[int] = Counter()
@@ -75,35 +101,18 @@ def _likely_periods(described: list[tuple[object, ...]]) -> list[int]:
             distances.update(there - here
                              for there in indices[rank + 1:rank + 1 + _NEXT_OCCURRENCES])
     ranked = sorted(distances, key=lambda d: (-distances[d], d))
-    return ranked[:MOST_PERIODS]
+    return ranked[:_MOST_PERIODS]
 
 
-def _alike(problem: Problem, described: list[tuple[object, ...]], period: int) -> list[bool]:
-    """For each op whether it is like the one a period after it."""
-    ops, storages = problem.ops, problem.storages
-
-    def same_source(first: int, second: int) -> bool:
-        if first == second:
-            return True
-        maker, other = storages[first].producer, storages[second].producer
-        return (other - maker == period
-                and ops[maker].outputs.index(first) == ops[other].outputs.index(second))
-
-    return [described[index] == described[index + period]
-            and all(map(same_source, ops[index].inputs, ops[index + period].inputs))
-            for index in range(len(ops) - period)]
-
-
-def _stretches(alike: list[bool], free: list[bool], period: int) -> list[Run]:
-    """The longest runs of a period among free ops that hold the stretch at least twice."""
-    runs = []
+def _stretches(alike: Sequence[bool], free: Sequence[bool], period: int, times: int
+               ) -> Iterator[Run]:
+    """The longest runs of a period among free items that hold the stretch so many times."""
     start = None
     for index in range(len(alike) + 1):
         goes_on = (index < len(alike) and alike[index] and free[index] and free[index + period])
         if goes_on and start is None:
             start = index
         elif not goes_on and start is not None:
-            if index - start >= period:
-                runs.append(Run(start, index + period, period))
+            if index - start >= (times - 1) * period:
+                yield Run(start, index + period, period)
             start = None
-    return runs

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, assert_never
 
-from solvers.actions import Action, Fetch, Release, Schedule, Store, known_actions
+from solvers.actions import Action, Fetch, Release, Schedule, Store, Transfer, known_actions
 from solvers.errors import IllegalSchedule as IllegalSchedule
 from solvers.problem import Problem
 from solvers.transfers import check_order, waiting_cost
@@ -213,10 +213,10 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
     where = [0] * len(runs)
     first_seen = [False] * len(ops)
     is_first = []
-    transfers: list[int] = []  # positions
+    transfers: list[tuple[int, Transfer]] = []  # with their positions
     for position, index in enumerate(runs):
         if not isinstance(index, int):
-            transfers.append(position)
+            transfers.append((position, index))
             is_first.append(False)
             continue
         is_first.append(not first_seen[index])
@@ -242,5 +242,5 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
             raise IllegalSchedule(f"run {position} recomputes op {index} ({ops[index].name}) "
                                   "in a segment that must not recompute it")
         where[position] = problem.segment_of[min(following, len(ops) - 1)]
-    check_order([(where[position], runs[position]) for position in transfers])
+    check_order([(where[position], action) for position, action in transfers])
     return tuple(where)

@@ -189,7 +189,7 @@ class _SlotModel:
         for again, held in self._replay_state.items():
             if self.first[again] <= position <= self._slots_of[again][-1]:
                 add(held, problem.ops[again].replay_state_bytes)
-        taken = self._takeover(position, run)
+        taken = self._inplace_reuse(position, run)
         if taken is not None:
             add(taken, -problem.storages[op.outputs[0]].size_bytes)
         unit = max(1.0, self._budget / 1e4)
@@ -282,7 +282,7 @@ class _SlotModel:
                     self._at_most(self._slot[position], held[op])
         return held
 
-    def _takeover(self, position: int, run: Literal) -> mathopt.Variable | None:
+    def _inplace_reuse(self, position: int, run: Literal) -> mathopt.Variable | None:
         """A variable that may be 1 where the run takes over the buffer of an input for sure."""
         op = self._problem.ops[self._runs[position]]
         here = self._segments[position]

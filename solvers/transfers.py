@@ -18,13 +18,14 @@ ops are queued in time, so that the device never waits for the program that feed
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import assert_never
 
-from solvers.actions import Action, Fetch, Release, Schedule, Store
+from solvers.actions import Fetch, Release, Schedule, Store, Transfer
 from solvers.errors import IllegalSchedule
 from solvers.problem import Link, Problem
 
 
-def check_order(transfers: Iterable[tuple[int, Action | int]]) -> None:
+def check_order(transfers: Iterable[tuple[int, Transfer]]) -> None:
     """Raise `IllegalSchedule` unless each storage is stored once, released in the segment in which
     it is stored, and fetched after that.  `transfers`: with the segments in which they stand."""
     stored: dict[int, int] = {}
@@ -44,6 +45,8 @@ def check_order(transfers: Iterable[tuple[int, Action | int]]) -> None:
                 if storage not in released:
                     raise IllegalSchedule(f"storage {storage} is fetched before it was stored and "
                                           "released")
+            case _:
+                assert_never(action)
     if len(released) < len(stored):
         missing = min(stored.keys() - released)
         raise IllegalSchedule(f"storage {missing} is stored and never released")
@@ -74,4 +77,6 @@ def waiting_cost(problem: Problem, link: Link, schedule: Schedule) -> float:
                 inward_free = max(now, inward_free) + link.cost(
                     problem.storages[storage].size_bytes)
                 arrivals[storage] = inward_free
+            case _:
+                assert_never(action)
     return waited

@@ -15,7 +15,7 @@ def fixed_bytes(problem: Problem, index: int) -> int:
     return sum(storages[s].size_bytes for s in held) + op.workspace_bytes
 
 
-def takeover_candidates(problem: Problem, index: int) -> tuple[int, ...]:
+def inplace_candidates(problem: Problem, index: int) -> tuple[int, ...]:
     """The inputs whose buffer the output of op `index` may take over at its first run under some
     schedule: not kept to the end, and with an instance made in the same segment."""
     here = problem.segment_of[index]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graph_capture.torch_compat import OpOverload, pytree
+from graph_capture.torch_compat import OpOverload, pytree, schema_of
 from graph_capture.torch_compat.dispatch import Place
 
 
@@ -84,11 +84,12 @@ def _widest(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _float32_result(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    parameters = [argument.name for argument in op._schema.arguments]
+    arguments = schema_of(op).arguments
+    parameters = [argument.name for argument in arguments]
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     if _is_cast(args[0]) and given.get("dtype") is None:
         given["dtype"] = torch.float32
-        keyword_only = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
+        keyword_only = {argument.name for argument in arguments if argument.kwarg_only}
         count = parameters.index("dtype") if "dtype" not in keyword_only else len(args)
         args = tuple(given.pop(name) for name in parameters[:count] if name in given)
         kwargs = given

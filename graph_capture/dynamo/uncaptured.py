@@ -9,7 +9,7 @@ The model of the world: the regions cut the step into *gaps*, and so does each b
 of the model makes; a storage of uncaptured code lives from the gap in which it is made to the gap,
 or the region, in which it is released.  What lives only within one gap is that gap's workspace.
 
-Blind spots: those of `memory_tracker`; what a region's own inputs and outputs take on a detour
+Blind spots: those of `memory.tracker`; what a region's own inputs and outputs take on a detour
 through AOTAutograd's wrappers (copies of aliased outputs) counts as part of the region.
 """
 

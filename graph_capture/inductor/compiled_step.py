@@ -7,7 +7,7 @@ compiled one by one and uncaptured code runs between them) with kernels that do 
 storages that it makes and releases are followed.  Forward, loss and backward run under the real
 autograd, so that what AOTAutograd and the user's loss hold counts as well.
 
-Blind spots: those of `memory_tracker`; what a generated kernel takes for itself (on a CPU from the
+Blind spots: those of `memory.tracker`; what a generated kernel takes for itself (on a CPU from the
 C++ heap, which torch's allocator does not see either).
 """
 

@@ -28,7 +28,7 @@ from graph_capture.joint_graph.lower import LoweredRegion
 from graph_capture.joint_graph.walks import readers
 from graph_capture.op_costs.costs import OpCost
 from graph_capture.op_costs.devices import DeviceModel
-from graph_capture.op_costs.flops import bytes_moved, op_flops
+from graph_capture.op_costs.flops import bytes_moved, op_flops, op_name
 from graph_capture.torch_compat import OpOverload
 
 
@@ -74,7 +74,7 @@ def fusion_of(node: fx.Node) -> Fusion:
     target = node.target
     if not isinstance(target, OpOverload):
         return Fusion.EXTERNAL
-    name = _name(target)
+    name = op_name(target)
     if name in _REDUCTIONS:
         return Fusion.REDUCTION
     if name in _POINTWISE or torch.Tag.pointwise in target.tags:
@@ -119,7 +119,7 @@ class FusedCosts:
 
     def _seconds(self, node: fx.Node, fusion: Fusion) -> float:
         made = tensors_of(node.meta.get("val"))
-        name = _name(node.target)
+        name = op_name(node.target)
         per_element = _FLOPS_OF.get(name, 1.0)
         if name in _RANDOM:
             per_element = _FLOPS_OF_RANDOM.get(self._device.type, 20.0)
@@ -183,10 +183,6 @@ def _is_read_from_outside(node: fx.Node) -> bool:
     """Whether some kernel that is not generated reads the result, itself or a view of it."""
     return any(user.op != "output" and fusion_of(user) is Fusion.EXTERNAL
                for user in readers(node, is_view))
-
-
-def _name(target: OpOverload) -> str:
-    return target._schema.name.partition("::")[2]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -17,8 +17,8 @@ two copies; a peak within a stretch that is not steady.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,14 @@ from torch import fx
 
 from graph_capture.joint_graph.joint import is_view, tensors_of
 
-_MOST_PERIODS = 24
-_NEXT_OCCURRENCES = 6
 _COPIES_KEPT = 2
 _NUMBERED = frozenset({"inductor_lookup_seed"})
 """Ops whose arguments number their calls."""
+
+FindRuns = Callable[[Sequence[Hashable], Callable[[int, int], bool], int],
+                    Iterable[tuple[int, int, int]]]
+"""What finds repetition, as `solvers.repetition.find_runs`, not known here, does: start, stop and
+period of each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class Shortened:
     """In the order of the backward; nothing where the graphs are as they were."""
 
 
-def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> Shortened:
+def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int,
+            find_runs: FindRuns) -> Shortened:
     """The graphs without most of what repeats; of the forward's outputs the first `num_outputs` are
     the caller's, the others are saved."""
     there, back = _Sequence(forward, num_outputs), _Sequence(backward, 0)
@@ -68,7 +72,7 @@ def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int)
                 for placeholder, node in zip(placeholders, saved, strict=True)
                 if isinstance(node, fx.Node) and node in there.index_of}
     placeholder_of = {maker: placeholder for placeholder, maker in maker_of.items()}
-    cuts = _cuts(there, back, maker_of)
+    cuts = _cuts(there, back, maker_of, find_runs)
     if not cuts:
         return Shortened(forward, backward, ())
     there.windows, back.windows = [cut.there for cut in cuts], [cut.back for cut in cuts]
@@ -139,37 +143,13 @@ class _Sequence:
             (_description(node), times[node], index if node in protected else -1)
             for index, node in enumerate(self.ops)]
 
-    def runs(self) -> Iterator[_Window]:
-        """Disjoint stretches of copies that are alike, those that spare most ops first."""
-        free = [True] * len(self.ops)
-        alike = {period: [self._are_alike(index, period)
-                          for index in range(len(self.ops) - period)]
-                 for period in self._likely_periods()}
-        while True:
-            found = [run for period, marks in alike.items() for run in _stretches(
-                marks, free, period)]
-            best = max(found, default=None, key=lambda run: (
-                run.stop - run.start - run.period, -run.period))
-            if best is None:
-                return
-            yield best
-            free[best.start:best.stop] = [False] * (best.stop - best.start)
+    def runs(self, find_runs: FindRuns) -> list[_Window]:
+        """Disjoint stretches of copies that are alike, enough to leave one out."""
+        return [_Window(*run) for run in find_runs(
+            self._described, self._same_sources, _COPIES_KEPT + 1)]
 
-    def _likely_periods(self) -> list[int]:
-        places: defaultdict[object, list[int]] = defaultdict(list)
-        for index, description in enumerate(self._described):
-            places[description].append(index)
-        distances: Counter[int] = Counter()
-        for indices in places.values():
-            for rank, here in enumerate(indices):
-                distances.update(there - here
-                                 for there in indices[rank + 1:rank + 1 + _NEXT_OCCURRENCES])
-        return sorted(distances, key=lambda d: (-distances[d], d))[:_MOST_PERIODS]
-
-    def _are_alike(self, index: int, period: int) -> bool:
-        """Whether an op is like the one a period later."""
-        if self._described[index] != self._described[index + period]:
-            return False
+    def _same_sources(self, index: int, period: int) -> bool:
+        """Whether what an op reads comes from where the one a period later has it from."""
         first, second = self.ops[index].all_input_nodes, self.ops[index + period].all_input_nodes
         return len(first) == len(second) and all(
             a is b or (self.index_of[b] - self.index_of[a] == period
@@ -232,24 +212,12 @@ def _layouts(node: fx.Node) -> str:
                 for tensor in tensors_of(node.meta.get("val"))])
 
 
-def _stretches(alike: Sequence[bool], free: Sequence[bool], period: int) -> Iterator[_Window]:
-    """The longest stretches of free ops that hold enough copies to leave one out."""
-    start = None
-    for index in range(len(alike) + 1):
-        goes_on = index < len(alike) and alike[index] and free[index] and free[index + period]
-        if goes_on and start is None:
-            start = index
-        elif not goes_on and start is not None:
-            if index - start >= _COPIES_KEPT * period:
-                yield _Window(start, index + period, period)
-            start = None
-
-
-def _cuts(there: _Sequence, back: _Sequence, maker_of: Mapping[fx.Node, int]) -> list[_Cut]:
+def _cuts(there: _Sequence, back: _Sequence, maker_of: Mapping[fx.Node, int],
+          find_runs: FindRuns) -> list[_Cut]:
     """What may be left out of both graphs: as many copies of the backward as of the forward that
     they read."""
-    forward_runs, cuts = list(there.runs()), list[_Cut]()
-    for run in back.runs():
+    forward_runs, cuts = there.runs(find_runs), list[_Cut]()
+    for run in back.runs(find_runs):
         reads: dict[int, set[int]] = {}
         for index in range(run.start, run.stop):
             makers = {maker_of[source] for source in back.ops[index].all_input_nodes

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.torch_compat import OpOverload
+from graph_capture.torch_compat import OpOverload, schema_of
 from graph_capture.torch_compat.layout import is_dense
 
 _aten = torch.ops.aten
@@ -154,23 +154,24 @@ def _writer(target: OpOverload) -> _Writer | None:
 
 
 def _inplace_overload(target: OpOverload) -> OpOverload | None:
-    namespace, _, name = target._schema.name.partition("::")
+    namespace, _, name = schema_of(target).name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name + "_", None)
-    if packet is None or target._overloadname not in packet.overloads():
+    overload = schema_of(target).overload_name or "default"
+    if packet is None or overload not in packet.overloads():
         return None
-    variant = getattr(packet, target._overloadname)
-    same = [a.name for a in variant._schema.arguments] == [
-        a.name for a in target._schema.arguments]
-    return variant if same and variant._schema.is_mutable else None
+    variant = getattr(packet, overload)
+    same = [a.name for a in schema_of(variant).arguments] == [
+        a.name for a in schema_of(target).arguments]
+    return variant if same and schema_of(variant).is_mutable else None
 
 
 def _out_overload(target: OpOverload) -> tuple[OpOverload | None, str]:
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    wanted = [(a.name, str(a.type)) for a in schema_of(target).arguments]
     packet = target.overloadpacket
     for name in packet.overloads():
         variant = getattr(packet, name)
-        outs = [a for a in variant._schema.arguments if a.is_out]
-        others = [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out]
+        outs = [a for a in schema_of(variant).arguments if a.is_out]
+        others = [(a.name, str(a.type)) for a in schema_of(variant).arguments if not a.is_out]
         if len(outs) == 1 and others == wanted and torch.Tag.generated not in variant.tags:
             return variant, outs[0].name
     return None, ""

@@ -30,7 +30,7 @@ from graph_capture.joint_graph.naming import (
 )
 from graph_capture.joint_graph.replay import Replay, replay_of
 from graph_capture.joint_graph.walks import ancestors
-from graph_capture.torch_compat import OpOverload, storage_key
+from graph_capture.torch_compat import OpOverload, schema_of, storage_key
 from graph_capture.training_graph import Phase
 
 RESIDENT = -1
@@ -298,11 +298,11 @@ def _aliased_operand(node: fx.Node) -> fx.Node | None:
     """
     if is_tuple_element(node):
         return node.args[0]
-    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable:
         return None
     if node.target in _UNANNOTATED_VIEWS:
         return node.all_input_nodes[0]
-    schema = node.target._schema
+    schema = schema_of(node.target)
     if not schema.returns or any(r.alias_info is None for r in schema.returns):
         return None
     for position, argument in enumerate(schema.arguments):

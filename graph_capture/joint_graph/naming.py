@@ -20,7 +20,7 @@ from pathlib import PurePath
 import torch
 from torch import fx, nn
 
-from graph_capture.torch_compat import OpOverload
+from graph_capture.torch_compat import OpOverload, schema_of
 from graph_capture.training_graph import Phase
 from graph_capture.user_code import is_user_code
 
@@ -134,8 +134,8 @@ def _arguments(target: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
     sizes.  torch's schemas write `SymInt` where a size may stand, `int` for dimensions and modes;
     an operand is a `Scalar`, or a `Tensor` in whose place a number may stand.
     """
-    arguments = target._schema.arguments
-    sizes = re.findall(r"(?:SymInt|Scalar)(?:\[\d*\])?\??\s(\w+)", str(target._schema))
+    arguments = schema_of(target).arguments
+    sizes = re.findall(r"(?:SymInt|Scalar)(?:\[\d*\])?\??\s(\w+)", str(schema_of(target)))
     operands = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
     return (tuple(argument.name for argument in arguments),
             frozenset((*sizes, *operands)) - _SETTINGS)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from graph_capture.torch_compat import OpOverload
+from graph_capture.torch_compat import OpOverload, schema_of
 
 CPU_GENERATOR_STATE_BYTES = 5056
 """Size of `torch.get_rng_state()`."""
@@ -90,7 +90,7 @@ def new_state(device: torch.device) -> torch.Tensor:
 @cache
 def _companions(op: OpOverload) -> tuple[OpOverload, OpOverload]:
     """The op that draws, and the one that replays; defined once in a process."""
-    schema = op._schema
+    schema = schema_of(op)
     name = f"{schema.name.replace('::', '_')}_{schema.overload_name or 'default'}"
     takes, _, gives = str(schema).partition("(")[2].rpartition(" -> ")
     takes = takes.removesuffix(")")

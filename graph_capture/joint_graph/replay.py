@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from graph_capture.joint_graph.random_ops import state_bytes
-from graph_capture.torch_compat import HigherOrderOperator, OpOverload
+from graph_capture.torch_compat import HigherOrderOperator, OpOverload, schema_of
 
 _aten = torch.ops.aten
 
@@ -84,8 +84,8 @@ def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
         return Replay(pinned=f"higher-order op {target.name()}")
     if not isinstance(target, OpOverload):
         return Replay(pinned=f"not a torch op: {target}")
-    name = target._schema.name
-    if target._schema.is_mutable:
+    name = schema_of(target).name
+    if schema_of(target).is_mutable:
         return Replay(pinned="writes into its inputs")
     if name.startswith(("_c10d_functional::", "c10d_functional::", "c10d::")):
         return Replay(pinned="collective communication")
@@ -109,7 +109,7 @@ def draws(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Whether this call of an op draws from a random generator."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    argument = _DROPOUT_ARGUMENT.get(target._schema.name)
+    argument = _DROPOUT_ARGUMENT.get(schema_of(target).name)
     return argument is None or _argument(target, args, kwargs, argument) != 0
 
 
@@ -117,7 +117,7 @@ def _argument(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
               ) -> object:
     if name in kwargs:
         return kwargs[name]
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema_of(target).arguments):
         if argument.name == name:
             return args[position] if position < len(args) else argument.default_value
     return None

@@ -31,6 +31,7 @@ from graph_capture.torch_compat import (
     OpOverload,
     TorchDispatchMode,
     bytes_made_before,
+    schema_of,
     storage_key,
 )
 
@@ -189,7 +190,7 @@ class MemoryTracker(TorchDispatchMode):
                     out: Any) -> None:
         # What an op writes in place is no new storage, even if it was made out of sight.
         written = ({storage_key(tensor) for tensor in strided_tensors((args, kwargs))}
-                   if func._schema.is_mutable else ())
+                   if schema_of(func).is_mutable else ())
         for tensor in strided_tensors(out):
             if storage_key(tensor) not in written:
                 self._follow(tensor)

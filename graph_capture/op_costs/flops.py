@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from graph_capture.torch_compat import OpOverload, pytree, storage_key
+from graph_capture.torch_compat import OpOverload, pytree, schema_of, storage_key
 
 
 def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """FLOPs of `target(*args, **kwargs)`, whose result is `out`; tensors may be fake."""
-    name = _name(target)
+    name = op_name(target)
     inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-    if not target._schema.is_mutable and not _makes_storage(inputs, outputs):
+    if not schema_of(target).is_mutable and not _makes_storage(inputs, outputs):
         return 0  # a view
     formula = _FORMULAS.get(name)
     if formula is not None:
@@ -57,11 +57,11 @@ def bytes_moved(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, 
     An op that picks rows reads as much of its operands as it writes, not whole tables.
     """
     inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-    if not target._schema.is_mutable and not _makes_storage(inputs, outputs):
+    if not schema_of(target).is_mutable and not _makes_storage(inputs, outputs):
         return 0
     written = sum(_touched_bytes(tensor) for tensor in outputs)
     read = [_touched_bytes(tensor) for tensor in {id(tensor): tensor for tensor in inputs}.values()]
-    if _name(target) in _PICKERS:
+    if op_name(target) in _PICKERS:
         read = [min(size, written) for size in read]
     return written + sum(read)
 
@@ -221,8 +221,9 @@ _PER_ELEMENT: dict[str, int] = {
 """FLOPs per element, where they are not 1; by name without a trailing underscore."""
 
 
-def _name(target: OpOverload) -> str:
-    return target._schema.name.split("::")[-1]
+def op_name(target: OpOverload) -> str:
+    """An op's name without namespace and overload."""
+    return schema_of(target).name.partition("::")[2]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from graph_capture.torch_compat import OpOverload, pytree
+from graph_capture.torch_compat import OpOverload, aten_name, pytree
 
 _CHILD = "graph_capture.op_costs.probe_child"
 _LONGEST_ANSWER_SECONDS = 60.0
@@ -55,7 +55,7 @@ _TRUSTED_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd")
 
 def is_trusted(target: OpOverload) -> bool:
     """Whether an op checks its operands, and may be run in this process with made-up ones."""
-    name = target._schema.name.removeprefix("aten::")
+    name = aten_name(target)
     return (not _TRUSTED_TAGS.isdisjoint(target.tags) or name in _TRUSTED
             or name.startswith(_TRUSTED_PREFIXES))
 
@@ -97,7 +97,7 @@ class IsolatedProbe:
                 quantity: str) -> float | None:
         """A quantity of the op, by the name of the probe's measurement; `None` if it fails, or ends
         the child, or holds it up."""
-        if target._schema.name.removeprefix("aten::") in _OPAQUE:
+        if aten_name(target) in _OPAQUE:
             return None
         layouts: dict[int, Layout] = {}
 

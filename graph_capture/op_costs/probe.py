@@ -39,9 +39,11 @@ from graph_capture.op_costs.isolated import is_trusted, isolated_probe
 from graph_capture.op_costs.throw_away import Materializer, extent, ints, seeds_on_host, strides
 from graph_capture.torch_compat import (
     OpOverload,
+    aten_name,
     no_active_modes,
     profiler_is_running,
     pytree,
+    schema_of,
     storage_key,
 )
 
@@ -75,7 +77,7 @@ class OpProbe:
                  directory: Path | None = None, room: Callable[[], int] | None = None,
                  gpu: str | Gpu | None = None) -> None:
         """`probe=False` measures nothing; `directory` holds the cache on disk, by default
-        `op_cache.cache_directory()`; `room`: how many bytes throw-away tensors may take in this
+        `cache.cache_directory()`; `room`: how many bytes throw-away tensors may take in this
         process now, `None`: all that may be used of the memory that is free; `gpu`: whose margins
         to take, as for `device_model`."""
         self._room = room
@@ -96,7 +98,7 @@ class OpProbe:
         An in-place variant counts as what its kernel allocates beside the tensor that it writes.
         """
         inputs, outputs = strided_tensors((args, kwargs)), strided_tensors(out)
-        if not (_allocates(inputs, outputs) or target._schema.is_mutable):
+        if not (_allocates(inputs, outputs) or schema_of(target).is_mutable):
             return 0
         if _known_to_be_free(target, args, inputs, self.device):
             return 0
@@ -232,7 +234,7 @@ class OpProbe:
 
     def _margin(self, target: OpOverload, inputs: list[torch.Tensor],
                 outputs: list[torch.Tensor], args: tuple[Any, ...] = ()) -> int:
-        name = target._schema.name.removeprefix("aten::")
+        name = aten_name(target)
         by_its_code = None if self._gpu is None or not args else (
             cuda_workspace_bytes(name, args, self._gpu))
         if by_its_code is not None:
@@ -280,7 +282,7 @@ def _allocates(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
 
 def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[torch.Tensor],
                       device: torch.device) -> bool:
-    name = target._schema.name.removeprefix("aten::")
+    name = aten_name(target)
     if name in _FREE:
         return True
     dtypes = {tensor.dtype for tensor in inputs}
@@ -301,7 +303,7 @@ def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[to
 def has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether a number stands where the op has an operand (not a mere setting such as `alpha`)."""
     return any(isinstance(value, (bool, int, float, complex)) and argument.name in ("self", "other")
-               for argument, value in zip(target._schema.arguments, args, strict=False))
+               for argument, value in zip(schema_of(target).arguments, args, strict=False))
 
 
 def _rearranged_bytes(target: OpOverload, inputs: list[torch.Tensor]) -> int:

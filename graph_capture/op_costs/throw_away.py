@@ -13,7 +13,7 @@ import torch
 
 from graph_capture.memory.sparse import is_sparse, strided_tensors
 from graph_capture.op_costs.isolated import Layout
-from graph_capture.torch_compat import OpOverload, pytree
+from graph_capture.torch_compat import OpOverload, pytree, schema_of
 
 
 class Materializer:
@@ -69,10 +69,10 @@ class Materializer:
 def seeds_on_host(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Memory efficient attention reads its random state in host memory, whatever fake tensors say
     of it; what is not there ends the process."""
-    if "_efficient_attention_backward" not in op._schema.name:
+    if "_efficient_attention_backward" not in schema_of(op).name:
         return args
     return tuple(value.cpu() if isinstance(value, torch.Tensor) and each.name.startswith("philox")
-                 else value for each, value in zip(op._schema.arguments, args, strict=False))
+                 else value for each, value in zip(schema_of(op).arguments, args, strict=False))
 
 
 def ints(sizes: Any) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
 from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
-from graph_capture.torch_compat import optimizers_as_on, pytree
+from graph_capture.torch_compat import aten_name, optimizers_as_on, pytree
 from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
 from graph_capture.twins.fake import FakeTwin
@@ -290,7 +290,7 @@ def _without_multi_tensor_ops(workspace: Workspace) -> Workspace:
     """Ops on lists of tensors take nothing beyond their results; they are too large to be run for
     a measurement."""
     def bytes_of(func: Any, *call: Any) -> int:
-        name = func._schema.name.removeprefix("aten::")
+        name = aten_name(func)
         return 0 if name.startswith(("_foreach_", "_fused_", "_amp_")) else workspace(func, *call)
 
     return bytes_of

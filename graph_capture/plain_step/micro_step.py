@@ -9,7 +9,7 @@ the weights are cached until then.
 
 Gradients that a parameter has before the step are added to in place.
 
-Blind spots: those of `memory_tracker`; memory held by reference cycles goes when the garbage
+Blind spots: those of `memory.tracker`; memory held by reference cycles goes when the garbage
 collector runs, at some other time than in the real step.
 """
 

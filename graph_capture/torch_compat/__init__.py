@@ -15,6 +15,7 @@ from graph_capture.torch_compat.compilation import OpOverload as OpOverload
 from graph_capture.torch_compat.compilation import PartitionFunction as PartitionFunction
 from graph_capture.torch_compat.compilation import TorchDynamoException as TorchDynamoException
 from graph_capture.torch_compat.compilation import aot_backend as aot_backend
+from graph_capture.torch_compat.compilation import aten_name as aten_name
 from graph_capture.torch_compat.compilation import (
     before_double_backward as before_double_backward,
 )
@@ -34,6 +35,7 @@ from graph_capture.torch_compat.compilation import pass_absent_gradients as pass
 from graph_capture.torch_compat.compilation import primal_indices as primal_indices
 from graph_capture.torch_compat.compilation import pytree as pytree
 from graph_capture.torch_compat.compilation import quiet_fake_tensors as quiet_fake_tensors
+from graph_capture.torch_compat.compilation import schema_of as schema_of
 from graph_capture.torch_compat.compilation import sharded_module as sharded_module
 from graph_capture.torch_compat.compilation import sizes_as_they_are as sizes_as_they_are
 from graph_capture.torch_compat.compilation import split_joint_graph as split_joint_graph

@@ -39,6 +39,16 @@ eliminate_common_subexpressions = fx_graph_cse
 """Merges ops of an fx graph that compute the same value; random and mutating ops stay apart."""
 
 
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """An op's arguments and results, and what it writes into."""
+    return op._schema
+
+
+def aten_name(op: OpOverload) -> str:
+    """An op's name without overload, and without the namespace where that is aten."""
+    return schema_of(op).name.removeprefix("aten::")
+
+
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """`function`, which takes its arguments in a list that it empties, so marked that AOTAutograd
     hands it the only reference to them."""

@@ -34,6 +34,7 @@ from graph_capture.torch_compat import (
     TorchDispatchMode,
     fake_tensor,
     pytree,
+    schema_of,
     storage_at,
     storage_key,
 )
@@ -182,9 +183,9 @@ class DataLessMode(TorchDispatchMode):
 
     def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],
                           kwargs: Mapping[str, Any]) -> None:
-        if not func._schema.is_mutable:
+        if not schema_of(func).is_mutable:
             return
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -264,7 +265,7 @@ class DataLessMode(TorchDispatchMode):
 
 def _returns_what_it_writes(func: OpOverload) -> bool:
     """Whether all that an op does is to write its first operand, which it returns."""
-    schema = func._schema
+    schema = schema_of(func)
     if not schema.name.endswith("_") or len(schema.returns) != 1:
         return False
     written = [position for position, argument in enumerate(schema.arguments)
@@ -275,7 +276,7 @@ def _returns_what_it_writes(func: OpOverload) -> bool:
 
 def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """What the layout of the results of an op depends on; `None` where they may be operands."""
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return None
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     words: list[object] = [func, structure]

@@ -1,8 +1,8 @@
 """Plan files of older versions, brought to the present layout.
 
 Version 7 ran nothing in pieces and knew nothing of kernels and of what is reserved, and version 6
-one rank only.  Version 5 had other names for some fields, and recomputations without a kind of
-action.
+one rank only; it got `released`, `course` and `circumstances` on its way.  Version 5 had other
+names for some fields, and recomputations without a kind of action.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def from_older(document: dict[str, Any]) -> dict[str, Any]:
     if document["schema_version"] == 5:
         document = _from_version_5(document)
     if document["schema_version"] < 7:
-        document = {**document, "parallel": None}
+        document = {"circumstances": None, "course": None, **document, "parallel": None}
     regions = document.get("regions")
     if isinstance(regions, list):
         document = {**document, "regions": [
-            {**region, "unmade": []} if isinstance(region, dict) else region
+            {"released": [], **region, "unmade": []} if isinstance(region, dict) else region
             for region in regions]}
     predicted = document.get("predicted")
     if isinstance(predicted, dict):
@@ -59,8 +59,4 @@ def _from_version_5(document: Any) -> Any:
              for key, value in document.items()}
     if isinstance(document.get("ops"), list):
         found["actions"] = [{"kind": "run", "op": op} for op in document["ops"]]
-    if "cotangents" in document:
-        found["released"] = []
-    if "schema_version" in document:
-        found |= {"schema_version": 6, "circumstances": None, "course": None}
     return found

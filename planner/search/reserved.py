@@ -36,7 +36,7 @@ _SOLVES = 7
 """So many limits on what is allocated are tried."""
 _NEAR = 0.005
 """Limits that differ by less than this part of the budget are not told apart."""
-_LEAN = (1.0, 1.03, 1.1)
+_SMALL = (1.0, 1.03, 1.1)
 """Limits that are tried where nothing fits, as multiples of the smallest that can be met."""
 
 
@@ -61,17 +61,17 @@ def schedule_reserving(prepared: PreparedStep, budget_bytes: int, effort: Effort
     search = _Search(prepared, budget_bytes, effort)
     fitting = search.lower(warm_start)
     if not fitting:
-        lean = tuple(search.leanest())
-        fitting = [tried for tried in lean if tried.reserved_bytes <= budget_bytes]
+        small = tuple(search.smallest())
+        fitting = [tried for tried in small if tried.reserved_bytes <= budget_bytes]
         if not fitting:
-            raise _refusal(prepared, budget_bytes, lean)
+            raise _refusal(prepared, budget_bytes, small)
     best = min(fitting, key=lambda tried: tried.cost)
     return best.form, search.judged(best.result)
 
 
 def reserved_refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
     """The error for a budget within which no schedule was found to reserve no more."""
-    return _refusal(prepared, budget_bytes, _Search(prepared, budget_bytes, effort).leanest())
+    return _refusal(prepared, budget_bytes, _Search(prepared, budget_bytes, effort).smallest())
 
 
 class _Search:
@@ -118,12 +118,12 @@ class _Search:
                 break
         return fitting
 
-    def leanest(self) -> Iterator[_Tried]:
+    def smallest(self) -> Iterator[_Tried]:
         """Schedules that take little, whatever the budget."""
         form, result = smallest_result(self.prepared, self.effort)
         smallest = self._tried(form, result)
         yield smallest
-        for factor in _LEAN[1:]:
+        for factor in _SMALL[1:]:
             try:
                 yield self._within(int(factor * smallest.allocated_bytes), self.effort,
                                    result.schedule)
@@ -163,9 +163,9 @@ class _Search:
         return _Tried(form, result, form.budget.whole_bytes(timeline.peak_bytes), reserved_bytes)
 
 
-def _refusal(prepared: PreparedStep, budget_bytes: int, lean: Iterable[_Tried]
+def _refusal(prepared: PreparedStep, budget_bytes: int, tries: Iterable[_Tried]
              ) -> InfeasibleBudget:
-    smallest = min(lean, key=lambda tried: tried.reserved_bytes)
+    smallest = min(tries, key=lambda tried: tried.reserved_bytes)
     form, around = smallest.form, prepared.surroundings
     timeline = unroll(form.problem, smallest.result.schedule)
     words = (f"{describe_bottleneck(form, timeline)} Of the "

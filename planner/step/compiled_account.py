@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from apply.recipe import Recipe
+from solvers.repetition import find_runs
 
 if TYPE_CHECKING:
     from apply.blocks import SharedCode
@@ -61,10 +62,10 @@ class CompiledAccount:
         if recipe not in self._estimated:
             (shared,) = _shared_code(recipe)
             short = self._new_code(recipe, shared)
-            short.backend.leave_out_layers()
+            short.backend.leave_out_layers(find_runs)
             short.backend.keep_code()
             begun = time.monotonic()
-            step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out or ())
+            step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
             self.compiled_ops = short.backend.compiled_ops
             self.whole_seconds = (time.monotonic() - begun) * (
                 short.backend.planned_ops / self.compiled_ops)

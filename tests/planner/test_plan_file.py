@@ -265,6 +265,27 @@ def test_a_file_of_version_5_holds_the_same_plan():
         VERSION_5).created_with)
 
 
+@pytest.mark.parametrize("version", [6, 7])
+def test_a_file_of_a_version_since_then_holds_the_same_plan(version):
+    """Without the fields that it did not have; those of version 6 as it was at first."""
+    plan = make_plan()
+    document = {**plan.to_dict(), "schema_version": version}
+    later = ["pieces", "kernels", "budget_of"]
+    of_region = ["unmade"]
+    if version == 6:
+        later += ["parallel", "circumstances", "course"]
+        of_region += ["released"]
+    for name in later:
+        del document[name]
+    for name in ("reserved_bytes", "baseline_reserved_bytes", "offloaded_bytes",
+                 "transfer_seconds"):
+        del document["predicted"][name]
+    for region in document["regions"]:
+        for name in of_region:
+            del region[name]
+    assert from_dict(document) == replace(plan, course=None if version == 6 else plan.course)
+
+
 def test_a_damaged_file_of_version_5_is_refused():
     document = json.loads(VERSION_5.read_text())
     for key, value in (("regions", None), ("regions", [3]), ("regions", [{"early": []}]),
