@@ -211,8 +211,10 @@ def stub_code(on_kernel: Callable[[KernelCall], None] | None = None,
     with (
         sketched_kernels() if on_kernel is None else contextlib.nullcontext(),
         mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+        # For logs only.
+        mock.patch.object(fx.GraphModule, "print_readable", lambda *args, **options: ""),
         inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False,
-                              cpp_wrapper=False, size_asserts=False),
+                              cpp_wrapper=False, size_asserts=False, graph_partition=False),
     ):
         yield
 

@@ -82,7 +82,9 @@ class _Search:
         assert form.compiled is not None
         self.prepared, self.form, self.effort = prepared, form, effort
         self.account = form.compiled
-        self.started = time.monotonic()
+        self.started = self._try_ended = time.monotonic()
+        self._try_seconds = 0.0
+        """What a try took, with its proposal, at most."""
         self.proposals = Proposals(form, effort)
         self.was_cut_off = False
         """Whether the time limit kept anything from being tried."""
@@ -91,10 +93,17 @@ class _Search:
         does by itself, which is fullest elsewhere, left aside."""
 
     def is_late(self) -> bool:
-        """Whether there is no time for another try, which is then left out."""
-        beyond = max(0.0, self.account.whole_seconds - _GRACE * self.effort.time_limit)
-        self.was_cut_off |= time.monotonic() + beyond > self.proposals.deadline
+        """Whether there is no time for another try, which is then left out: the limit has struck,
+        or a try would leave none to generate the code of the whole step."""
+        now = time.monotonic()
+        self.was_cut_off |= (now > self.proposals.deadline
+                             or now + self._try_seconds + self.account.whole_seconds > self._latest)
         return self.was_cut_off
+
+    @property
+    def _latest(self) -> float:
+        """When all is to be done."""
+        return self.started + (1 + _GRACE) * self.effort.time_limit
 
     def default(self) -> _Candidate:
         """What Inductor does by itself."""
@@ -109,6 +118,9 @@ class _Search:
             self.effort.progress("generating the compiled step")
         step = (self.account.trace(recipe) if is_last and self._has_time_for_whole(recipe)
                 else self.account.estimate(recipe))
+        now = time.monotonic()
+        self._try_seconds = max(self._try_seconds, now - self._try_ended)
+        self._try_ended = now
         if schedule != self.proposals.default:
             self.overstated_bytes = max(
                 self.overstated_bytes, self.form.net_peak_bytes(schedule) - step.peak_bytes)
@@ -158,9 +170,8 @@ class _Search:
 
     def _has_time_for_whole(self, recipe: Recipe) -> bool:
         """Whether the time limit leaves time to generate the code of the whole step."""
-        latest = self.started + (1 + _GRACE) * self.effort.time_limit
         return self.account.is_known(recipe) or (
-            time.monotonic() + self.account.whole_seconds <= latest)
+            time.monotonic() + self.account.whole_seconds <= self._latest)
 
     def _judged_within(self, net_bytes: int) -> _Candidate | None:
         """The same, as layers that are alike are accounted for together."""
