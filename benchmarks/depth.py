@@ -35,9 +35,9 @@ from planner.search.planning import plan_within
 
 
 def llama_masked(*, layers: int, batch: int, sequence: int) -> Workload:
-    """Llama with a causal mask among its inputs.  Without one, transformers makes a mask and repeats
-    keys and values for each head where the whole model is traced, and does neither in code that runs
-    as it is written, between blocks: the blocks have less to compute."""
+    """Llama with a causal mask among its inputs.  Without one, transformers makes one and repeats
+    keys and values for each head where the whole model is traced, and does neither in code that
+    runs as it is written, between blocks: the blocks have less to compute."""
     workload = llama(layers=layers, batch=batch, sequence=sequence)
     mask = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(batch, 1, -1, -1)
     assert isinstance(workload.inputs, dict)
