@@ -104,7 +104,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "OuterLoopFusedSchedulerNode", "TilingSelect._select_tiling_indices"),
         "torch._inductor.loop_body.MemoryUsageType",
         "torch._inductor.scheduler.SchedulerNode.codegen(self, index_vars)",
-        "torch._inductor.virtualized.V.local_buffer_context",
+        "torch._inductor.virtualized.V",
     ),
     "memory": (
         "torch.Tensor._use_count",
