@@ -10,6 +10,7 @@ So for smaller inputs than planned, what is generated for them is checked to tak
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,6 +50,8 @@ class InductorBackend(PlanBackend):
         """Layers that the graph compiled last lacks."""
         self.compiled_ops = self.planned_ops = 1
         """Ops of the graphs compiled last, and of these with all layers."""
+        self.cut_at = 0.0
+        """When layers were left out of them, of `time.monotonic`."""
 
     def leave_out_layers(self, find_runs: FindRuns) -> None:
         """From here on, compile graphs without most of the layers that are alike: for the memory of
@@ -110,6 +113,7 @@ class InductorBackend(PlanBackend):
         if rest > _WORTH_SHORTENING * whole:
             return graphs
         self.left_out, self.compiled_ops, self.planned_ops = short.left_out, rest, whole
+        self.cut_at = time.monotonic()
         return RewrittenRegion(short.forward, short.backward)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool

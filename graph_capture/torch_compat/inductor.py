@@ -25,6 +25,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
+from graph_capture.torch_compat.kernel_sketch import sketched_kernels
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
 """`compile(graph, example_inputs, is_backward)` gives a callable that takes a list of arguments."""
@@ -208,10 +209,12 @@ def stub_code(on_kernel: Callable[[KernelCall], None] | None = None,
         return module
 
     with (
-        _without_vector_code() if on_kernel is None else contextlib.nullcontext(),
+        sketched_kernels() if on_kernel is None else contextlib.nullcontext(),
         mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+        # For logs only.
+        mock.patch.object(fx.GraphModule, "print_readable", lambda *args, **options: ""),
         inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False,
-                              cpp_wrapper=False, size_asserts=False),
+                              cpp_wrapper=False, size_asserts=False, graph_partition=False),
     ):
         yield
 
@@ -223,28 +226,6 @@ def _within(around: Callable[[], AbstractContextManager[object]],
             return function(args)
 
     return call
-
-
-@contextlib.contextmanager
-def _without_vector_code() -> Iterator[None]:
-    """Inside, kernels for CPUs are generated as scalar loops.
-
-    The scalar loops come first in any case, and with them is decided what a kernel allocates and
-    reuses.  Only where kernels share their outer loops does the vectorization matter.
-    """
-    from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode, TilingSelect
-
-    generate = CppScheduling.codegen_node
-
-    def scalar_loops(scheduling: Any, node: Any) -> None:
-        if isinstance(node, OuterLoopFusedSchedulerNode):
-            generate(scheduling, node)
-            return
-        with mock.patch.object(TilingSelect, "_select_tiling_indices", lambda *args: []):
-            generate(scheduling, node)
-
-    with mock.patch.object(CppScheduling, "codegen_node", scalar_loops):
-        yield
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "joint, inputs, compiler=, num_fwd_outputs=)",
         "torch._inductor.async_compile.AsyncCompile()",
         "torch._inductor.codecache.PyCodeCache.write(text)",
-        "torch._inductor.codegen.cpp.CppScheduling.codegen_node(self, node)",
-        "torch._inductor.codegen.cpp.OuterLoopFusedSchedulerNode",
-        "torch._inductor.codegen.cpp.TilingSelect._select_tiling_indices",
         *_of("torch._inductor.compile_fx",
              "compile_fx(graph, inputs, inner_compile=, config_patches=)",
              "compile_fx_inner(graph, inputs)"),
@@ -100,6 +97,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._inductor.dependencies.WeakDep(name, mutating_buf, is_fake=)",
         "torch._inductor.scheduler.Scheduler.compute_ancestors(self)",
+        "torch._inductor.virtualized.V",
+    ),
+    "kernel_sketch": (
+        *_of("torch._inductor.codegen.cpp", "CppScheduling.codegen_node(self, node)",
+             "OuterLoopFusedSchedulerNode", "TilingSelect._select_tiling_indices"),
+        "torch._inductor.loop_body.MemoryUsageType",
+        "torch._inductor.scheduler.SchedulerNode.codegen(self, index_vars)",
         "torch._inductor.virtualized.V",
     ),
     "memory": (

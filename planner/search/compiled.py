@@ -20,6 +20,7 @@ import time
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from apply.recipe import Recipe
@@ -50,6 +51,9 @@ _CLOSE_ENOUGH = 0.02
 """Part of the budget that may be left unused."""
 _MARGIN = 0.002
 """Part of the budget by which the next proposal is to stay below it."""
+_WORTH_GENERATING = 1.3
+"""The code of what Inductor does by itself is not generated where that takes more than this times
+the budget, by the problem's account."""
 _SPREAD = 0.02
 """Part by which the smallest peak of one search may be missed by another: it stops by the clock."""
 _STRICTNESS = 0.03
@@ -82,7 +86,11 @@ class _Search:
         assert form.compiled is not None
         self.prepared, self.form, self.effort = prepared, form, effort
         self.account = form.compiled
-        self.started = time.monotonic()
+        self.started = self._try_ended = time.monotonic()
+        self._latest = self.started + (1 + _GRACE) * effort.time_limit
+        """When all is to be done."""
+        self._try_seconds = 0.0
+        """What a try took, with its proposal, at most."""
         self.proposals = Proposals(form, effort)
         self.was_cut_off = False
         """Whether the time limit kept anything from being tried."""
@@ -91,24 +99,34 @@ class _Search:
         does by itself, which is fullest elsewhere, left aside."""
 
     def is_late(self) -> bool:
-        """Whether there is no time for another try, which is then left out."""
-        beyond = max(0.0, self.account.whole_seconds - _GRACE * self.effort.time_limit)
-        self.was_cut_off |= time.monotonic() + beyond > self.proposals.deadline
+        """Whether there is no time for another try, which is then left out: the limit has struck,
+        or a try would leave none to generate the code of the whole step."""
+        now = time.monotonic()
+        self.was_cut_off |= (now > self.proposals.deadline
+                             or now + self._try_seconds + self.account.whole_seconds > self._latest)
         return self.was_cut_off
 
     def default(self) -> _Candidate:
         """What Inductor does by itself."""
         return self.judge(self.proposals.default)
 
+    @cached_property
+    def default_cost(self) -> float:
+        """What that costs."""
+        return self.proposals.cost(self.proposals.default)
+
     def judge(self, schedule: Schedule, strict_order: bool = False, is_last: bool = False
               ) -> _Candidate:
         """Compile a step with this schedule and follow its memory: the whole step at once where it
         is taken to be the last that is tried."""
-        recipe = self._recipe(schedule, strict_order)
+        recipe = self.recipe(schedule, strict_order)
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
         step = (self.account.trace(recipe) if is_last and self._has_time_for_whole(recipe)
                 else self.account.estimate(recipe))
+        now = time.monotonic()
+        self._try_seconds = max(self._try_seconds, now - self._try_ended)
+        self._try_ended = now
         if schedule != self.proposals.default:
             self.overstated_bytes = max(
                 self.overstated_bytes, self.form.net_peak_bytes(schedule) - step.peak_bytes)
@@ -127,10 +145,10 @@ class _Search:
         begins = next(position for position, index in timeline.runs
                       if self.form.graph.ops[index].phase is Phase.BACKWARD)
         step = CompiledStep(sum(at_peak.values()), at_peak, course, begins)
-        return _Candidate(schedule, self._recipe(schedule, strict_order), step,
+        return _Candidate(schedule, self.recipe(schedule, strict_order), step,
                           self.proposals.cost(schedule))
 
-    def _recipe(self, schedule: Schedule, strict_order: bool) -> Recipe:
+    def recipe(self, schedule: Schedule, strict_order: bool) -> Recipe:
         recipe = build_recipe(self.prepared, self.form, unroll(self.form.problem, schedule))
         return replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
             replace(region, inplace_reuses=()) for region in recipe.regions))
@@ -158,9 +176,8 @@ class _Search:
 
     def _has_time_for_whole(self, recipe: Recipe) -> bool:
         """Whether the time limit leaves time to generate the code of the whole step."""
-        latest = self.started + (1 + _GRACE) * self.effort.time_limit
         return self.account.is_known(recipe) or (
-            time.monotonic() + self.account.whole_seconds <= latest)
+            time.monotonic() + self.account.whole_seconds <= self._latest)
 
     def _judged_within(self, net_bytes: int) -> _Candidate | None:
         """The same, as layers that are alike are accounted for together."""
@@ -289,15 +306,16 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
     `InfeasibleBudget`."""
     searches = [_Search(prepared, form, effort) for form in prepared.forms]
     base, budget = searches[0], prepared.budget
-    default = base.default()
     if budget_bytes is None:
-        return _make_plan(searches, base, budget_bytes, base.confirmed(default))
+        return _make_plan(searches, base, budget_bytes, base.confirmed(base.default()))
     net = budget.net_bytes(budget_bytes)
     if budget.is_possible(budget_bytes):
-        if default.step.peak_bytes <= net:
-            default = base.confirmed(default)
-        if default.step.peak_bytes <= net:
-            return _make_plan(searches, base, budget_bytes, default)
+        if base.form.net_peak_bytes(base.proposals.default) <= _WORTH_GENERATING * net:
+            default = base.default()
+            if default.step.peak_bytes <= net:
+                default = base.confirmed(default)
+            if default.step.peak_bytes <= net:
+                return _make_plan(searches, base, budget_bytes, default)
         # Copies of gradients are for budgets near the least.
         cheapest = choose(
             searches, lambda search: search.within(net), lambda search, best: (
@@ -338,17 +356,17 @@ def _make_plan(searches: Sequence[_Search], search: _Search, budget_bytes: int |
     """The plan of a candidate that one of the searches, each among schedules of one form, found."""
     base, prepared, form = searches[0], search.prepared, search.form
     base_cost = base.form.problem.keep_all_cost
-    default = base.default()
-    unlimited_bytes = form.budget.resident_bytes + default.step.peak_bytes
     # What an estimate takes for a gain, the machine may not.
-    extra = max(0.0, (found.cost - default.cost) / base_cost) if base_cost else 0.0
+    extra = max(0.0, (found.cost - base.default_cost) / base_cost) if base_cost else 0.0
     bound, is_proven = min(0.0, extra), False
     if extra > 0 and budget_bytes is not None and prepared.cost_model != "measured":
         least = _least_cost(searches, form.budget.net_bytes(budget_bytes))
-        bound = min(max(0.0, (least - default.cost) / base_cost), extra)
+        bound = min(max(0.0, (least - base.default_cost) / base_cost), extra)
         is_proven = found.cost <= least + PROOF_TOLERANCE * base_cost
-    if prepared.cost_model == "measured" and found.recipe != default.recipe:
-        extra = search.account.seconds(found.recipe) / base.account.seconds(default.recipe) - 1
+    if prepared.cost_model == "measured":
+        default_recipe = base.recipe(base.proposals.default, strict_order=False)
+        if found.recipe != default_recipe:
+            extra = search.account.seconds(found.recipe) / base.account.seconds(default_recipe) - 1
     return assemble_plan(
         prepared, form, budget_bytes, schedule=found.schedule,
         recipe=search.account.with_code(found.recipe),
@@ -357,8 +375,7 @@ def _make_plan(searches: Sequence[_Search], search: _Search, budget_bytes: int |
         status="optimal" if is_proven else "feasible",
         solver=search.effort.solver, seconds=time.monotonic() - base.started,
         made=found.step.course, backward_begins=found.step.backward_begins,
-        notes=(f"without a budget the compiled step peaks at {unlimited_bytes} bytes; overhead is "
-               "relative to that step",
+        notes=("overhead is relative to the step that Inductor compiles without a budget",
                *((CUT_OFF,) if any(each.was_cut_off for each in searches) else ())))
 
 

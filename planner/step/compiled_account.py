@@ -67,7 +67,8 @@ class CompiledAccount:
             begun = time.monotonic()
             step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
             self.compiled_ops = short.backend.compiled_ops
-            self.whole_seconds = (time.monotonic() - begun) * (
+            cut = max(begun, short.backend.cut_at)  # what comes before is made of all layers
+            self.whole_seconds = cut - begun + (time.monotonic() - cut) * (
                 short.backend.planned_ops / self.compiled_ops)
             self._estimated[recipe] = step
             if not short.backend.left_out:  # it was the whole step

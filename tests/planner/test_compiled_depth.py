@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from graph_capture.torch_compat import kernel_sketch
 from planner.api import capture
 from planner.plans.decisions import build_recipe
 from planner.search.cheap_to_recompute import saving_seconds
@@ -53,6 +54,17 @@ def test_layers_left_out_are_accounted_for(deep, given_up, strict_order):
     whole = account.trace(recipe)
     assert estimate.peak_bytes == whole.peak_bytes
     assert estimate.by_category == whole.by_category
+
+
+def test_kernels_sketched_without_their_loops_take_the_same_memory(monkeypatch):
+    def step():
+        prepared = prepare(1)
+        account = prepared.base.compiled
+        return account.trace(recipe_saving(prepared, account.saved_by_default))
+
+    sketched = step()
+    monkeypatch.setattr(kernel_sketch, "_told", lambda node: False)
+    assert step() == sketched
 
 
 def test_what_is_generated_for_a_try_does_not_grow_with_depth():
