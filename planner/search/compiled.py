@@ -51,7 +51,7 @@ _CLOSE_ENOUGH = 0.02
 """Part of the budget that may be left unused."""
 _MARGIN = 0.002
 """Part of the budget by which the next proposal is to stay below it."""
-_WORTH_GENERATING = 1.3
+_WORTH_GENERATING = 1.5
 """The code of what Inductor does by itself is not generated where that takes more than this times
 the budget, by the problem's account."""
 _SPREAD = 0.02
