@@ -274,7 +274,7 @@ def _check_allowed(allow: object, backend: str) -> None:
                          f"write allow={('recompute', *allow)!r}")
     if "chunk" in allow and backend != "eager":
         raise ValueError(f'allow="chunk" is for backend="eager"; with backend={backend!r} a part '
-                         "of the step cannot be run in pieces yet")
+                         "of the step cannot be run in pieces yet: leave chunk out, or backend")
 
 
 def _autocast_name(autocast: object) -> str:
