@@ -193,7 +193,7 @@ class PlanBackend:
         `PlanMismatch`."""
         names = [given[i] for i in primal_indices(primals_of(joint))]
         form = JointForm(self._recipe.backend == "inductor", self._recipe.low_peak,
-                         self._recipe.pieces)
+                         self._recipe.pieces, self._recipe.inner_pieces)
         first_difference = ""
         start = self._compiled_regions % max(len(self._regions), 1)
         for index in (*self._regions[start:], *self._regions[:start]):

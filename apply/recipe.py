@@ -158,6 +158,8 @@ class Recipe:
     (`graph_capture.joint_graph.low_peak_backward`)."""
     pieces: int = 1
     """In how many pieces its widest part runs (`graph_capture.joint_graph.pieces`)."""
+    inner_pieces: int = 1
+    """In how many pieces the insides of its layers run."""
     strict_order: bool = False
     """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
     stores what is read behind them (`apply.realized`)."""

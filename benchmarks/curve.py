@@ -1,13 +1,14 @@
 """Memory against time, measured: plans, gradient checkpointing and `activation_memory_budget`.
 
-    python -m benchmarks.curve --model gpt2 --rounds 9 --draw docs/images/memory_time.svg
+    python -m benchmarks.curve --model gpt2 --rounds 9 --allow recompute,chunk --draw FILE.svg
 
 There are two ways to execute a step, and each is compared with itself.  Op by op: the plain step,
 Hugging Face's gradient checkpointing of every layer, and plans.  Compiled by Inductor:
 `torch.compile(model)` with several values of `torch._functorch.config.activation_memory_budget`,
 and plans.  All steps of one executor run in turns in one process; a step's time is the median of
 its ratios to the step of that executor which saves no memory.  Peaks are allocator events above
-resident memory.  The models return nothing but their loss.
+resident memory.  The models return nothing but their loss.  With `--allow recompute,chunk`, plans
+that may run parts in pieces are another series of the steps that run op by op.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 import planner
 from benchmarks.against_torch import returning_loss_only
-from benchmarks.arguments import benchmark_parser, parse
+from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.compiled import compiled
 from benchmarks.measure import (
     MEGABYTE,
@@ -37,6 +38,7 @@ from planner.reporters.figures import new_figure
 RATIOS = (0.7, 0.5, 0.4, 0.2)
 """Values of `activation_memory_budget`; 1 is the default, and saves no memory."""
 PLANS = "plans"
+IN_PIECES = "plans, parts in pieces"
 
 
 class Point(NamedTuple):
@@ -59,17 +61,21 @@ def measure(workload: Workload, steps: Iterable[tuple[str, str, nn.Module]],
             for index, (series, label, _, peak) in enumerate(named)]
 
 
-def planned(workload: Workload, backend: str, points: int,
-            time_limit: float) -> Iterable[tuple[str, str, nn.Module]]:
+def planned(workload: Workload, backend: str, points: int, time_limit: float,
+            in_pieces: bool = False) -> Iterable[tuple[str, str, nn.Module]]:
     """Plans from the least memory to the least time, applied."""
-    curve = planner.frontier(workload.model, workload.inputs, loss_fn=workload.loss_fn,
-                             backend=backend, points=points, time_limit=time_limit)
+    curve = planner.frontier(
+        workload.model, workload.inputs, loss_fn=workload.loss_fn, backend=backend, points=points,
+        allow=("recompute", "chunk") if in_pieces else ("recompute",), time_limit=time_limit)
     for plan in curve:
-        yield PLANS, f"estimated {plan.overhead:+.1%}", plan.apply(workload.model)
+        yield (IN_PIECES if in_pieces else PLANS, f"estimated {plan.overhead:+.1%}",
+               plan.apply(workload.model))
 
 
-def op_by_op(name: str, points: int, rounds: int, time_limit: float) -> list[Point]:
-    """The plain step, gradient checkpointing and plans for the eager backend."""
+def op_by_op(name: str, points: int, rounds: int, time_limit: float,
+             in_pieces: bool) -> list[Point]:
+    """The plain step, gradient checkpointing and plans for the eager backend, with those that may
+    run parts in pieces if asked for."""
     workload = WORKLOADS[name]()
     checkpointed = with_gradient_checkpointing(workload)
     assert checkpointed is not None, f"{name} has no gradient checkpointing"
@@ -77,7 +83,9 @@ def op_by_op(name: str, points: int, rounds: int, time_limit: float) -> list[Poi
     theirs = returning_loss_only(Workload(name, checkpointed, workload.inputs)).model
     return measure(workload, [
         ("plain PyTorch", "", workload.model), ("gradient_checkpointing_enable()", "", theirs),
-        *planned(workload, "eager", points, time_limit)], rounds)
+        *planned(workload, "eager", points, time_limit),
+        *(planned(workload, "eager", points, time_limit, in_pieces=True) if in_pieces else ())],
+        rounds)
 
 
 def by_inductor(name: str, points: int, rounds: int, time_limit: float) -> list[Point]:
@@ -99,10 +107,10 @@ def draw(panels: Mapping[str, Sequence[Point]], path: str) -> None:
             sizes = [point.peak_bytes / MEGABYTE for point in mine]
             times = [point.time for point in mine]
             panel.errorbar(sizes, [time.median for time in times], label=series, marker="o",
-                           linestyle="-" if series == PLANS else "", elinewidth=0.7,
+                           linestyle="-" if series in (PLANS, IN_PIECES) else "", elinewidth=0.7,
                            yerr=[[time.median - time.low for time in times],
                                  [time.high - time.median for time in times]])
-            for point in mine if series != PLANS else ():
+            for point in mine if series not in (PLANS, IN_PIECES) else ():
                 panel.annotate(f" {point.label}", (point.peak_bytes / MEGABYTE, point.time.median))
         panel.axhline(1, color="grey", linewidth=0.8, linestyle=":")
         panel.set(title=title, xlim=(0, None), ylim=(0, None),
@@ -118,14 +126,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="gpt2", choices=("gpt2", "bert", "llama", "vit"))
     parser.add_argument("--points", type=int, default=6, help="plans for each executor")
     parser.add_argument("--draw", help="file for the picture; its ending names the format")
+    add_names(parser, "--allow", ("recompute", "chunk"), ("recompute",))
     options = parse(parser, argv)
     sizes = (options.model, options.points, options.rounds, options.time_limit)
     print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds; median "
           "[quartiles] of the time of a step ÷ that of the first of its executor", flush=True)
     table = Table("executor:20", "step:31", ":17", "peak MB:.2f", "time:>19")
     panels: dict[str, list[Point]] = {}
-    for title, measured in (("op by op", op_by_op), ("compiled by Inductor", by_inductor)):
-        panels[title] = measured(*sizes)
+    for title in ("op by op", "compiled by Inductor"):
+        panels[title] = (op_by_op(*sizes, "chunk" in options.allow) if title == "op by op" else
+                         by_inductor(*sizes))
         for point in panels[title]:
             table.row(title, point.series, point.label, point.peak_bytes / MEGABYTE, point.time)
     if options.draw:

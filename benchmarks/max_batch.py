@@ -1,6 +1,7 @@
 """The largest batch: how much it grows with a plan, and whether it is exact.
 
     python -m benchmarks.max_batch growth --overhead 0.35
+    python -m benchmarks.max_batch growth --model gpt2 --vocabulary 50257 --allow recompute,chunk
     python -m benchmarks.max_batch exact
 
 `growth`: the budget is the plain step's peak at some batch; how large a batch a plan makes fit in
@@ -12,11 +13,12 @@ least.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import planner
-from benchmarks.arguments import benchmark_parser, parse
+from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.measure import (
     MEGABYTE,
     held_by_loss,
@@ -24,7 +26,7 @@ from benchmarks.measure import (
     plan_or_smallest,
     storage_bytes,
 )
-from benchmarks.models import WORKLOADS
+from benchmarks.models import WORKLOADS, Workload
 from benchmarks.table import Table
 
 TARGETS = {"gpt2": 3.0, "bert": 3.0, "unet_full": 4.0}
@@ -32,31 +34,32 @@ TARGETS = {"gpt2": 3.0, "bert": 3.0, "unet_full": 4.0}
 EXACT_MODELS = ("gpt2", "bert", "vit", "resnet")
 
 
-def search(name: str, budget_bytes: int, time_limit: float,
-           overhead: float | None = None) -> planner.LargestSize:
-    """The largest batch of a model."""
+def search(make: Callable[..., Workload], budget_bytes: int, time_limit: float,
+           overhead: float | None = None, **arguments: Any) -> planner.LargestSize:
+    """The largest batch of a model; `arguments`: others of `planner.plan`."""
     def loss(batch: int) -> Any:
-        return WORKLOADS[name](batch=batch).loss_fn
+        return make(batch=batch).loss_fn
 
-    has_loss = WORKLOADS[name](batch=2).loss_fn is not None
+    smallest = make(batch=2)
     return planner.max_batch_size(
-        lambda batch: WORKLOADS[name](batch=batch).inputs, WORKLOADS[name](batch=2).model,
-        budget=budget_bytes, overhead=overhead, make_loss_fn=loss if has_loss else None,
-        time_limit=time_limit)
+        lambda batch: make(batch=batch).inputs, smallest.model, budget=budget_bytes,
+        overhead=overhead, make_loss_fn=None if smallest.loss_fn is None else loss,
+        time_limit=time_limit, **arguments)
 
 
-def plain_peak(name: str, batch: int) -> int:
-    """Predicted peak of the whole plain step."""
-    return WORKLOADS[name](batch=batch).prepare().baseline_peak_bytes
-
-
-def growth(names: Sequence[str], batch: int, overhead: float, time_limit: float) -> bool:
-    """Print the growth of each model; whether the targets are met."""
+def growth(names: Sequence[str], batch: int, overhead: float, time_limit: float,
+           vocabulary: int | None = None, **arguments: Any) -> bool:
+    """Print the growth of each model; whether the targets are met.  `vocabulary`: of language
+    models, in place of the benchmark's; `arguments`: others of `planner.plan`."""
     table = Table("model:6", "budget MB:.2f", "plain:d", "planned:d", "growth:.2f",
                   "overhead %:.2f", "per sample %:.2f", "next:32", "captures:d")
     ok = True
     for name in names:
-        found = search(name, plain_peak(name, batch), time_limit, overhead)
+        make: Callable[..., Workload] = WORKLOADS[name]
+        if vocabulary is not None:
+            make = partial(make, vocabulary=vocabulary)
+        budget_bytes = make(batch=batch).prepare(**arguments).baseline_peak_bytes
+        found = search(make, budget_bytes, time_limit, overhead, **arguments)
         assert found.plan is not None and found.growth is not None
         assert found.plain_seconds_per_item and found.planned_seconds_per_item
         slower = found.planned_seconds_per_item / found.plain_seconds_per_item - 1
@@ -75,8 +78,8 @@ def exact(names: Sequence[str], batch: float, time_limit: float) -> bool:
                   "next:d", "measured MB:.3f", "fits")
     ok = True
     for name in names:
-        budget = int(plain_peak(name, 2) * batch / 2)
-        found = search(name, budget, time_limit)
+        budget = int(WORKLOADS[name](batch=2).prepare().baseline_peak_bytes * batch / 2)
+        found = search(WORKLOADS[name], budget, time_limit)
         assert found.plain is not None and found.plain_next is not None
         assert found.plan is not None and found.planned is not None
         assert found.planned_next is not None
@@ -111,10 +114,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=float, default=16,
                         help="the budget is the plain step's peak at about this batch")
     parser.add_argument("--overhead", type=float, default=0.35)
+    parser.add_argument("--vocabulary", type=int, help="of language models, for growth")
+    add_names(parser, "--allow", ("recompute", "chunk"), ("recompute",))
+    parser.add_argument("--output", choices=("held", "dropped"), default="held")
     arguments = parse(parser, argv)
     if arguments.part == "growth":
         ok = growth(arguments.model or list(TARGETS), int(arguments.batch), arguments.overhead,
-                    arguments.time_limit)
+                    arguments.time_limit, arguments.vocabulary, allow=arguments.allow,
+                    output=arguments.output)
     else:
         ok = exact(arguments.model or EXACT_MODELS, arguments.batch, arguments.time_limit)
     return 0 if ok else 1

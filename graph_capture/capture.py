@@ -142,7 +142,7 @@ def capture_step(
     accumulated: bool = False, regions: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None, holds_output: bool = True,
     answers: tuple[Any, ...] | None = None, probe_room: ProbeRoom | None = None,
-    progress: Progress | None = None, pieces: Sequence[int] = (),
+    progress: Progress | None = None, pieces: Sequence[tuple[int, int]] = (),
     make_layout: Callable[[FakeTwin], RankLayout] | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
@@ -160,8 +160,8 @@ def capture_step(
     captured in pieces.  `holds_output`: the caller holds the model's output until the backward
     ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
     data-parallel run, which holds the model so.  `probe_room`: what running single ops may take
-    where a loop has begun to train.  `pieces`: the numbers of pieces in which a part of the step
-    may run.
+    where a loop has begun to train.  `pieces`: the numbers of pieces in which the
+    widest part of the step and the insides of layers may run.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -225,7 +225,8 @@ def capture_step(
     fused = None if not inductor or cost_model == "flops" else FusedCosts(
         twin.device, costs, costs.device_model)
 
-    def form(uses: Sequence[RegionUse], low_peak: bool = False, pieces: int = 1) -> StepForm:
+    def form(uses: Sequence[RegionUse], low_peak: bool = False,
+             pieces: tuple[int, int] = (1, 1)) -> StepForm:
         graph = assemble(
             uses, cost_of=fused or costs, pinned_by_user=keeper,
             resident=twin.resident if layout is None else layout.resident,
@@ -239,22 +240,25 @@ def capture_step(
         graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules),
                         kernels=kernels_of(graph.ops, rules))
         return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
-                else StepForm(graph, low_peak, pieces))
+                else StepForm(graph, low_peak, *pieces))
 
     forms = [form(uses)]
     keeper.check_all_used()
     if any(has_low_peak_form(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointForm(inductor, low_peak=True))
         forms.append(form(uses, low_peak=True))
-    for count in pieces:
+    for widest, inner in pieces:
         cut = region_uses(
-            traced, recording, output, JointForm(inductor, pieces=count),
+            traced, recording, output, JointForm(inductor, pieces=widest, inner_pieces=inner),
             # Code between regions, or a loss of the caller's, might read them.
             leaves_unmade=(not holds_output and loss_fn is None and len(recording.calls) == 1
                            and recording.uncaptured is None))
-        if all(use.lowered.pieces == 1 for use in cut):
+        has_inner = any(use.lowered.inner_pieces > 1 for use in cut)
+        has_widest = any(use.lowered.pieces > 1 for use in cut)
+        if has_inner or (has_widest and inner == 1):
+            forms.append(form(cut, pieces=(widest, inner)))
+        if not has_widest:
             break
-        forms.append(form(cut, pieces=count))
     return CapturedStep(
         forms=tuple(forms), baseline=baseline, later=later,
         optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),

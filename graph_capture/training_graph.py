@@ -292,6 +292,8 @@ class StepForm:
     (`graph_capture.joint_graph.low_peak_backward`); otherwise it is the base form."""
     pieces: int = 1
     """In how many pieces its widest part runs (`graph_capture.joint_graph.pieces`)."""
+    inner_pieces: int = 1
+    """In how many pieces the insides of its layers run."""
     saved_by_default: frozenset[int] = frozenset()
     """Buffers that Inductor's own partitioner saves for the backward."""
     fused: frozenset[int] = frozenset()

@@ -16,8 +16,9 @@ def compiled_form(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedC
     """The form of a step that Inductor compiles; `costs`: `None` where time does not count."""
     fused = frozenset(_buffer_of(graph, use.lowered, storage)
                       for use in uses for storage in fused_storages(use.lowered))
-    return StepForm(graph, low_peak, 1, _saved_by_default(graph, uses), fused,
-                    SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
+    return StepForm(
+        graph, low_peak, saved_by_default=_saved_by_default(graph, uses), fused=fused,
+        saving_costs=SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
 
 
 def _saving_costs(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts

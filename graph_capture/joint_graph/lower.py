@@ -100,6 +100,8 @@ class LoweredRegion:
     """See `Region.hoisted`."""
     pieces: int = 1
     """In how many pieces a part of it runs; 1 where it has no such part."""
+    inner_pieces: int = 1
+    """In how many pieces the insides of layers run; 1 where there are none."""
     unmade: tuple[int, ...] = ()
     """See `Region.unmade`."""
     saved_by_default: frozenset[str] = frozenset()

@@ -17,7 +17,7 @@ from graph_capture.joint_graph.hoisting import hoist, hoist_updates, ops_to_hois
 from graph_capture.joint_graph.joint import clean_joint_graph
 from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from graph_capture.joint_graph.lower import LoweredRegion, lower
-from graph_capture.joint_graph.pieces.in_pieces import run_in_pieces
+from graph_capture.joint_graph.pieces.in_pieces import InPieces, run_in_pieces
 from graph_capture.joint_graph.remade_dropout import remake_dropout
 
 
@@ -31,6 +31,8 @@ class JointForm:
     """The backward holds less at the price of copies, see `low_peak_backward`."""
     pieces: int = 1
     """In how many pieces its widest part runs, see `pieces.in_pieces`."""
+    inner_pieces: int = 1
+    """In how many pieces the insides of layers run, see `pieces.inner_parts`."""
 
 
 def lower_joint_graph(
@@ -48,9 +50,10 @@ def lower_joint_graph(
     submodule whose graph it is, empty for the whole model.
     """
     joint = clean_joint_graph(module, num_forward_outputs, cotangents)
-    pieces = 1
+    cut = InPieces(joint, 1, 1, ())
     if form.pieces > 1:
-        joint, pieces, unmade = run_in_pieces(joint, form.pieces, unmade)
+        cut = run_in_pieces(joint, form.pieces, unmade, form.inner_pieces)
+        joint = cut.joint
     if form.low_peak:
         lower_backward_peak(joint, compiled=form.compiled)
     saved: frozenset[str] = frozenset()
@@ -62,8 +65,8 @@ def lower_joint_graph(
             hoisted = ops_to_hoist(joint, saved)
         hoist(joint, hoisted)
     lowered = lower(joint, _stable_names(input_names), region, block)
-    return replace(lowered, hoisted=hoisted or (), saved_by_default=saved, pieces=pieces,
-                   unmade=tuple(unmade) if pieces > 1 else ())
+    return replace(lowered, hoisted=hoisted or (), saved_by_default=saved,
+                   pieces=cut.pieces, inner_pieces=cut.inner_pieces, unmade=cut.unmade)
 
 
 def has_low_peak_form(region: LoweredRegion) -> bool:

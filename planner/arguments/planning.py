@@ -43,8 +43,9 @@ CHOICES = ("recompute", "chunk", "offload")
 """What a plan may be allowed to do: compute again, run a part of the step in pieces, store results
 on the host."""
 
-PIECES = (4, 16, 64)
-"""The numbers of pieces that are tried."""
+PIECES = ((16, 4), (4, 1), (8, 1), (16, 1), (64, 1))
+"""The numbers of pieces that are tried: of the widest part, and of the insides of layers.  The
+first are those that show whether there is anything to try."""
 
 _AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 
@@ -206,8 +207,8 @@ class Planning:
         return self
 
     @property
-    def pieces(self) -> tuple[int, ...]:
-        """In how many pieces a part of the step may run."""
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """In how many pieces the widest part of the step and the insides of layers may run."""
         return PIECES if "chunk" in self.allow else ()
 
     @property
@@ -273,7 +274,7 @@ def _check_allowed(allow: object, backend: str) -> None:
                          f"write allow={('recompute', *allow)!r}")
     if "chunk" in allow and backend != "eager":
         raise ValueError(f'allow="chunk" is for backend="eager"; with backend={backend!r} a part '
-                         "of the step cannot be run in pieces yet")
+                         "of the step cannot be run in pieces yet: leave chunk out, or backend")
 
 
 def _autocast_name(autocast: object) -> str:

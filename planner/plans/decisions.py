@@ -96,7 +96,8 @@ def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Reci
         for number, region in enumerate(graph.regions))
     return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
                   overrides=prepared.overrides, low_peak=form.low_peak, pieces=form.pieces,
-                  circumstances=prepared.circumstances, device=form.graph.device)
+                  inner_pieces=form.inner_pieces, circumstances=prepared.circumstances,
+                  device=form.graph.device)
 
 
 def schedule_of(form: Form, recipe: Recipe) -> Schedule:

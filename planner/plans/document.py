@@ -92,6 +92,7 @@ class Document:
     overrides: dict[str, Any]
     low_peak: bool
     pieces: int
+    inner_pieces: int
     strict_order: bool
     optimizer: OptimizerMemory | None
     budget_bytes: int | None

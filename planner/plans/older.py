@@ -45,6 +45,7 @@ def completed(document: dict[str, Any]) -> dict[str, Any]:
     predicted = document.get("predicted")
     later = {field.name: field.default for field in fields(Predicted)
              if field.default is not MISSING}
+    document = {"inner_pieces": 1, **document}
     return {**document, "predicted": {**later, **predicted}} if isinstance(predicted, dict) else (
         document)
 

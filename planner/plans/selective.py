@@ -110,7 +110,7 @@ def selective_checkpointing(plan: Plan, blocks: Sequence[str] | None) -> Selecti
     if plan.recipe.low_peak:
         words.append("the plan's backward holds less than torch's own (the low-peak form)")
     if plan.recipe.pieces > 1:
-        words.append(f"the plan runs the widest part of the step in {plan.recipe.pieces} pieces")
+        words.append(f"the plan runs wide parts of the step in up to {plan.recipe.pieces} pieces")
     return SelectiveCheckpointing(saved, tuple(words), flops, plan.recompute_flops)
 
 

@@ -36,6 +36,8 @@ class Form:
     """Whether gradients are copied so that the backward holds less."""
     pieces: int = 1
     """In how many pieces its widest part runs."""
+    inner_pieces: int = 1
+    """In how many pieces the insides of its layers run."""
     extra_seconds: float = 0.0
     """What copies and smaller ops take: part of the extra time of its plans."""
 

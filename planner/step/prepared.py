@@ -99,8 +99,9 @@ class PreparedStep:
 
     def form_of(self, recipe: Recipe) -> Form:
         """The form that a plan with this recipe is of."""
-        return next((form for form in self.forms if (form.low_peak, form.pieces) == (
-            recipe.low_peak, recipe.pieces)), self.base)
+        return next((form for form in self.forms if (
+            form.low_peak, form.pieces, form.inner_pieces) == (
+                recipe.low_peak, recipe.pieces, recipe.inner_pieces)), self.base)
 
     def may_fit(self, limit_bytes: int) -> bool:
         """Whether no bound says that every plan of the whole step takes more."""
@@ -174,14 +175,16 @@ def _compared(form: Form, source: StepForm, base: Form) -> Form:
     base_seconds = base.graph.step_seconds
     extra_seconds = form.graph.step_seconds - base_seconds
     share = format_fraction(extra_seconds / base_seconds if base_seconds else 0.0)
-    what = (f"the widest part of the step runs in {source.pieces} pieces: rounding may differ"
+    what = (f"the insides of layers run in {source.inner_pieces} pieces, a loss head in "
+            f"{source.pieces}: rounding may differ" if source.inner_pieces > 1 else
+            f"the widest part of the step runs in {source.pieces} pieces: rounding may differ"
             if source.pieces > 1 else
             "parts of gradients that are read late are copied, so that the whole can go early "
             "(gradients of concatenations)")
     graph = replace(form.graph, notes=(
         *form.graph.notes, f"{what}; {share} of the step, counted as extra time"))
     return replace(form, graph=graph, low_peak=source.low_peak, pieces=source.pieces,
-                   extra_seconds=extra_seconds)
+                   inner_pieces=source.inner_pieces, extra_seconds=extra_seconds)
 
 
 def _as_json(value: Any) -> Any:

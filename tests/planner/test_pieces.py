@@ -97,7 +97,7 @@ def test_gradients_and_peaks_in_pieces(loss, output):
     model, inputs = Head(loss, bias=loss in ("sum", "gather")), batch()
     step = capture(model, inputs, allow=ALLOW, output=output)
     forms = [form for form in step.forms if form.pieces > 1]
-    assert [form.pieces for form in forms] == [4, 16, 64]
+    assert [form.pieces for form in forms] == [4, 8, 16, 64]
     plain = copy.deepcopy(model)
     for form in forms[:2]:
         schedules = [form.problem.keep_all_schedule]
@@ -182,6 +182,53 @@ def test_half_precision_scales_the_loss_first():
     forward = [op for op in form.graph.ops if op.target == "aten.nll_loss_backward.default"]
     assert form.pieces == 4 and len(forward) == 4
     assert all(op.phase.value == "backward" for op in forward)
+
+
+class Mlps(nn.Module):
+    """MLPs, plain and gated, the residual stream around them, and a loss head or none."""
+
+    def __init__(self, is_gated: bool, has_head: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(3)) if (
+            is_gated) else [None] * 3
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, VOCAB) if has_head else None
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for gate, up, down, norm in zip(self.gates, self.ups, self.downs, self.norms, strict=True):
+            inside = up(norm(hidden))
+            inside = F.gelu(inside) if gate is None else F.silu(gate(norm(hidden))) * inside
+            hidden = hidden + self.drop(down(inside))
+        return {"loss": hidden.pow(2).mean() if self.head is None else F.cross_entropy(
+            self.head(hidden).view(-1, VOCAB), labels.view(-1))}
+
+
+@pytest.mark.parametrize(("is_gated", "has_head"), [(False, False), (True, True)])
+def test_the_insides_of_layers_in_pieces(is_gated, has_head):
+    """Of all three layers, beside a loss head or none."""
+    model = Mlps(is_gated, has_head)
+    inputs = {"hidden": torch.randn(4, 64, WIDTH), "labels": torch.randint(VOCAB, (4, 64))}
+    step = capture(model, inputs, allow=ALLOW, output="dropped")
+    form = next(form for form in step.forms if form.inner_pieces > 1)
+    assert len(step.forms) == (6 if has_head else 2)
+    runs = [op for op in form.graph.ops if op.target == "aten.addmm.default"
+            and op.phase.value == "forward" and ".ups." in f".{op.name}"]
+    assert len(runs) == 3 * 4
+    plain = copy.deepcopy(model)
+    for seed in (0,):
+        schedule = form.problem.keep_all_schedule if seed is None else random_schedule(
+            form.problem, seed, 0.5)
+        planned, timeline = apply_schedule(
+            type("Of", (), {"model": model, "inputs": inputs}), step, schedule, form)
+        assert distance(gradients(planned, inputs), gradients(plain, inputs)) < 1e-6
+        measured = peak_of(planned, inputs, held=False)
+        assert measured <= timeline.peak_bytes <= 1.01 * measured
+    floors = {form.inner_pieces: form.floor_bytes for form in step.forms[:2]}
+    assert floors[4] < 0.8 * floors[1]
 
 
 @pytest.mark.slow

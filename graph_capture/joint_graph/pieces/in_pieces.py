@@ -1,4 +1,4 @@
-"""A part of a step run in pieces: the loss head of a language model, a number of rows at a time.
+"""Parts of a step run in pieces: the loss head of a language model, a number of rows at a time.
 
 The smallest peak of a language model is its logits, with their log-softmax and its gradient: no
 placement of checkpoints lowers it.  Run a piece of the rows at a time, as fused and chunked losses
@@ -9,8 +9,9 @@ what the pieces make of the rows is put together, what they sum is added up.
 Forward and backward run together, piece by piece, where the part's backward depends on one scalar,
 the gradient of the loss: then it is taken for 1, and what the part gives is multiplied by it in the
 backward (exactly, if it is 1 or another power of two).  Gradients in float16, which may be too
-small without the loss's scale, are not made so; there the backward has pieces of its own, of which
-the schedule decides what is kept and what is computed again.
+small without the loss's scale, are not made so; there, and in the insides of layers
+(`inner_parts`), the backward has pieces of its own, of which the schedule decides what is kept and
+what is computed again.
 
 Rounding differs: sums over rows are sums of the pieces' sums.  Those of less than 32 bits are
 added up in float32.
@@ -22,12 +23,14 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from graph_capture.joint_graph.joint import JointGraph, is_tuple_element
 from graph_capture.joint_graph.pieces.emit import Emitter
+from graph_capture.joint_graph.pieces.inner_parts import find_inner_parts
 from graph_capture.joint_graph.pieces.means import means_to_sums
 from graph_capture.joint_graph.pieces.part import Part, find_part, unviewed
 from graph_capture.joint_graph.pieces.rows import Kind, Rows
@@ -37,11 +40,23 @@ from graph_capture.joint_graph.walks import ancestors, descendants
 _aten = torch.ops.aten
 
 
-def run_in_pieces(joint: JointGraph, count: int, unread: Collection[int] = ()
-                  ) -> tuple[JointGraph, int, tuple[int, ...]]:
+@dataclass(frozen=True, slots=True)
+class InPieces:
+    """A graph of which parts run in pieces."""
+
+    joint: JointGraph
+    pieces: int
+    """In how many the widest part runs; 1 where there is no such part."""
+    inner_pieces: int
+    """In how many the insides of layers run; 1 where there are none."""
+    unmade: tuple[int, ...]
+    """Which outputs of the forward it does not make."""
+
+
+def run_in_pieces(joint: JointGraph, count: int, unread: Collection[int] = (),
+                  inner_count: int = 1) -> InPieces:
     """The graph, changed so that the widest part of the step runs in `count` pieces, or one for
-    each row; in how many it does, 1 where there is no such part; and which outputs of the forward
-    it does not make.
+    each row, and where `inner_count` is more than 1, the insides of layers in so many.
 
     `unread`: outputs of the forward, mutated inputs not counted, that nobody reads.  Something of
     the same shape stands for those that would be made in pieces.
@@ -49,25 +64,42 @@ def run_in_pieces(joint: JointGraph, count: int, unread: Collection[int] = ()
     means_to_sums(joint)
     joint = joint.described_anew()
     dropped = {joint.returned[place] for place in unread}
-    part = find_part(joint, {node for place, node in enumerate(joint.forward_outputs)
-                             if node is not None and place not in dropped})
-    if part is None:
-        return joint, 1, ()
-    unmade = _without_unread(joint, part, dropped)
-    unrolling = _Unrolling(joint, part, min(count, part.rows))
-    scale = _only_cotangent(joint, part)
-    if scale is None:
-        unrolling.run(part.forward)
-        unrolling.run(part.backward)
-    else:
-        unrolling.without(scale)
-        unrolling.run(part.nodes)
-    for node in reversed(part.nodes):
-        joint.graph.erase_node(node)
+    returned = {node for place, node in enumerate(joint.forward_outputs)
+                if node is not None and place not in dropped}
+    widest = find_part(joint, returned)
+    inner: list[Part] = []
+    if inner_count > 1:
+        is_loss = widest is not None and _gradient_of_loss(joint, widest) is not None
+        inner = find_inner_parts(
+            joint, returned, set(widest.nodes) if widest is not None and is_loss else set())
+        if widest is not None and any(set(widest.nodes) & set(part.nodes) for part in inner):
+            widest = None  # one of them
+    unmade = [] if widest is None else _without_unread(joint, widest, dropped)
+    parts = [(part, min(inner_count, part.rows)) for part in inner]
+    if widest is not None:
+        parts.append((widest, min(count, widest.rows)))
+    stands_for: dict[fx.Node, fx.Node] = {}
+    for part, number in parts:
+        unrolling = _Unrolling(joint, part, number, stands_for)
+        scale = _gradient_of_loss(joint, part)
+        if scale is not None and not _can_be_scaled(part):
+            scale = None
+        if scale is None:
+            unrolling.run(part.forward)
+            unrolling.run(part.backward)
+        else:
+            unrolling.without(scale)
+            unrolling.run(part.nodes)
+    for part, _ in parts:
+        for node in reversed(part.nodes):
+            joint.graph.erase_node(node)
     _sort(joint.graph)
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
-    return joint.described_anew(), min(count, part.rows), tuple(map(joint.returned.index, unmade))
+    return InPieces(
+        joint.described_anew(), 1 if widest is None else min(count, widest.rows),
+        max((number for part, number in parts if part is not widest), default=1),
+        tuple(map(joint.returned.index, unmade)))
 
 
 def _without_unread(joint: JointGraph, part: Part, dropped: Collection[int]) -> list[int]:
@@ -89,9 +121,9 @@ def _without_unread(joint: JointGraph, part: Part, dropped: Collection[int]) -> 
     return found
 
 
-def _only_cotangent(joint: JointGraph, part: Part) -> fx.Node | None:
+def _gradient_of_loss(joint: JointGraph, part: Part) -> fx.Node | None:
     """The scalar gradient of the loss, where the part's backward depends on nothing else that the
-    forward does not have, and all that it makes can be multiplied by it."""
+    forward does not have."""
     ours = set(part.nodes)
     sources = {operand for node in part.backward for operand in node.all_input_nodes} - ours
     above = ancestors(sources, lambda node: node not in ours)
@@ -101,27 +133,30 @@ def _only_cotangent(joint: JointGraph, part: Part) -> fx.Node | None:
             for operand in node.all_input_nodes if operand in part.forward):
         return None
     cotangent = found.pop()
-    if cotangent.meta["val"].numel() != 1:
-        return None
-    for node in part.backward:
-        value = node.meta["val"]
-        if any(user not in ours for user in node.users) and not (
-                isinstance(value, torch.Tensor) and value.is_floating_point()
-                and value.dtype is not torch.float16):
-            return None
-    return cotangent
+    return cotangent if cotangent.meta["val"].numel() == 1 else None
+
+
+def _can_be_scaled(part: Part) -> bool:
+    """Whether all that a part's backward makes can be multiplied by the gradient of the loss."""
+    ours = set(part.nodes)
+    return all(isinstance(value := node.meta["val"], torch.Tensor) and value.is_floating_point()
+               and value.dtype is not torch.float16 for node in part.backward
+               if any(user not in ours for user in node.users))
 
 
 class _Unrolling:
     """The pieces of a part, as they are put into the graph."""
 
-    def __init__(self, joint: JointGraph, part: Part, count: int) -> None:
+    def __init__(self, joint: JointGraph, part: Part, count: int,
+                 stands_for: dict[fx.Node, fx.Node]) -> None:
         self._graph = joint.graph
         self._part = part
         bounds = [part.rows * number // count for number in range(count + 1)]
         self._ranges = list(itertools.pairwise(bounds))
         self._made: list[dict[fx.Node, fx.Node]] = [{} for _ in self._ranges]
         self._cut: list[dict[tuple[fx.Node, Rows], fx.Node]] = [{} for _ in self._ranges]
+        self._stands_for = stands_for
+        """What has been put in the place of which node of a part, this one or an earlier one."""
         self._scale: fx.Node | None = None
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._whole: dict[fx.Node, fx.Node] = {}
@@ -186,6 +221,7 @@ class _Unrolling:
                 place = min(users, key=list(self._graph.nodes).index)
                 whole = Emitter(self._graph, place)(
                     _aten.mul.Tensor, whole, self._scale, like=node)
+            self._stands_for[whole] = node
             for user in users:
                 user.replace_input_with(node, whole)
 
@@ -203,7 +239,7 @@ class _Unrolling:
                 return self._whole[source]  # of the forward, complete
             if source in made:
                 return made[source]
-            layout = action.operands.get(source, Kind.WHOLE)
+            layout = action.operands.get(self._stands_for.get(source, source), Kind.WHOLE)
             source = self._replaced.get(source, source)
             return self._slice(emit, source, layout, number) if isinstance(layout, Rows) else source
 

@@ -9,7 +9,7 @@ structure alone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,12 +65,12 @@ def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Par
     if rows < _LEAST_ROWS:
         return None
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
-    layouts, actions = _followed(joint, entry)
+    layouts, actions = followed(joint, [entry])
     wide = {node for node, layout in layouts.items() if isinstance(layout, Rows)
             and _elements(node) >= _AS_WIDE * _elements(entry)}
     before = ancestors(wide, layouts.__contains__)
     chosen = {node for node in descendants(wide, layouts.__contains__)
-              if node in before or _reads(node, wide)}
+              if node in before or reads(node, wide)}
     chosen |= {node for node in layouts if _ends_a_sum(node, chosen, layouts)}
     given = {node for node in chosen if node in wide and unviewed(node) in returned}
     chosen -= ancestors(given, chosen.__contains__)  # the caller gets it whole
@@ -78,12 +78,12 @@ def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Par
     ours = sorted(chosen, key=order.__getitem__)
     part = Part(rows, tuple(node for node in ours if node in early),
                 tuple(node for node in ours if node not in early), layouts, actions)
-    return part if _is_possible(part, wide) else None
+    return part if is_possible(part, wide) else None
 
 
-def _followed(joint: JointGraph, entry: fx.Node) -> tuple[dict[fx.Node, Layout],
-                                                          dict[fx.Node, Action]]:
-    """How all that depends on `entry` acts on its rows, as far as it does."""
+def followed(joint: JointGraph, entries: Collection[fx.Node]
+             ) -> tuple[dict[fx.Node, Layout], dict[fx.Node, Action]]:
+    """How these matrix products, and all that depends on them, act on rows, as far as they do."""
     late = descendants(joint.cotangents)
     layouts: dict[fx.Node, Layout] = {}
     actions: dict[fx.Node, Action] = {}
@@ -93,21 +93,24 @@ def _followed(joint: JointGraph, entry: fx.Node) -> tuple[dict[fx.Node, Layout],
         # A sum of the forward is complete when the backward reads it.
         return None if layout is Kind.SUM and node in late and operand not in late else layout
 
-    layouts[entry] = Rows(0, 1)
-    left, _ = entry.args[-2:] if entry.target is _aten.mm.default else entry.args[1:3]
-    actions[entry] = Action({left: Rows(0, 1), **dict.fromkeys(
-        (node for node in entry.all_input_nodes if node is not left), Kind.WHOLE)}, (Rows(0, 1),))
     for node in joint.graph.nodes:
-        if node is entry or node.op != "call_function":
+        if node.op != "call_function":
             continue
         if is_tuple_element(node):
             if node.args[0] in actions:
                 layouts[node] = actions[node.args[0]].results[node.args[1]]
-        elif any(operand in layouts for operand in node.all_input_nodes):
+            continue
+        action: Action | None = None
+        if any(operand in layouts for operand in node.all_input_nodes):
             action = action_of(node, partial(known_to, node))
-            if action is not None and _can_be_cut(action, layouts):
-                actions[node] = action
-                layouts[node] = action.results[0] if len(action.results) == 1 else Kind.WHOLE
+        elif node in entries:
+            left = node.args[0] if node.target is _aten.mm.default else node.args[1]
+            action = Action({left: Rows(0, 1), **dict.fromkeys(
+                (each for each in node.all_input_nodes if each is not left), Kind.WHOLE)},
+                (Rows(0, 1),))
+        if action is not None and _can_be_cut(action, layouts):
+            actions[node] = action
+            layouts[node] = action.results[0] if len(action.results) == 1 else Kind.WHOLE
     return layouts, actions
 
 
@@ -126,7 +129,7 @@ def _can_be_cut(action: Action, layouts: Mapping[fx.Node, Layout]) -> bool:
     return True
 
 
-def _reads(node: fx.Node, wide: set[fx.Node]) -> bool:
+def reads(node: fx.Node, wide: set[fx.Node]) -> bool:
     """Whether an op, or the op that it is an element of, reads something wide."""
     source = node.args[0] if is_tuple_element(node) else node
     return any(operand in wide for operand in source.all_input_nodes)
@@ -166,7 +169,7 @@ def unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_possible(part: Part, wide: set[fx.Node]) -> bool:
+def is_possible(part: Part, wide: set[fx.Node]) -> bool:
     """Whether both halves can run in one go, with all that they read made before."""
     if not part.backward or not wide.intersection(part.nodes):
         return False

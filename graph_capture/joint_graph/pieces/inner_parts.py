@@ -1,0 +1,96 @@
+"""The wide insides of layers that can run in pieces: an MLP between two narrow frontiers.
+
+Each begins at the matrix products that make rows wider, in the forward and in the backward, and
+holds what is as wide and connected with them, with the ops that read it: from the residual stream
+before an MLP to the one behind, and the same way back.  The gradient comes from above, so forward
+and backward cannot run together, as they do for a loss (`part`): each runs in pieces of its own,
+and the schedule decides what of a piece is kept for the backward and what is computed again.
+
+Blind spots: where something as wide is read outside, or a random op stands between, as dropout
+inside of an MLP, nothing is gained and there is no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+import torch
+from torch import fx
+
+from graph_capture.joint_graph.joint import JointGraph
+from graph_capture.joint_graph.pieces.part import Part, followed, is_possible, reads, unviewed
+from graph_capture.joint_graph.pieces.rows import Layout, Rows
+from graph_capture.joint_graph.walks import Choice, ancestors, descendants
+
+_aten = torch.ops.aten
+_WIDENS = 2
+"""How many times as wide as its operand's the rows of a product must be."""
+
+
+def find_inner_parts(joint: JointGraph, returned: Set[fx.Node], taken: Set[fx.Node]) -> list[Part]:
+    """Parts between frontiers at most half as wide, without the nodes that are `taken`."""
+    entries = [node for node in joint.graph.nodes if node not in taken and _widens(node)]
+    layouts, actions = followed(joint, entries)
+    order = {node: position for position, node in enumerate(joint.graph.nodes)}
+    late = descendants(joint.cotangents)
+    whole = {unviewed(node) for node in returned}
+    found: list[Part] = []
+    gone = set(taken)
+    for wide in _connected(entries, layouts):
+        chosen = _with_readers(wide, lambda node: node in layouts and node not in late)
+        chosen |= _with_readers(wide, lambda node: node in layouts and node in late)
+        if chosen & gone or any(unviewed(node) in whole for node in wide) or any(
+                user not in chosen for node in wide for user in node.users):
+            continue
+        ours = sorted(chosen, key=order.__getitem__)
+        rows = next(layout.count(node.meta["val"].shape) for node in ours
+                    if isinstance(layout := layouts[node], Rows))
+        part = Part(rows, tuple(node for node in ours if node not in late),
+                    tuple(node for node in ours if node in late), layouts, actions)
+        if part.forward and is_possible(part, wide):
+            found.append(part)
+            gone |= chosen
+    return found
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether an op is a matrix product that makes rows wider."""
+    if node.target not in (_aten.mm.default, _aten.addmm.default):
+        return False
+    left = node.args[0] if node.target is _aten.mm.default else node.args[1]
+    (rows, width), inside = node.meta["val"].shape, left.meta["val"].shape[1]
+    return rows > 1 and width >= _WIDENS * inside
+
+
+def _width(node: fx.Node, layouts: dict[fx.Node, Layout]) -> float:
+    """Elements of each of its rows; 0 where it has none."""
+    layout, value = layouts.get(node), node.meta.get("val")
+    if not isinstance(layout, Rows) or not isinstance(value, torch.Tensor):
+        return 0
+    return value.numel() / layout.count(value.shape)
+
+
+def _connected(entries: list[fx.Node], layouts: dict[fx.Node, Layout]
+               ) -> Iterator[set[fx.Node]]:
+    """For each entry that is in none so far, what is connected with it and half as wide or more."""
+    seen: set[fx.Node] = set()
+    for entry in entries:
+        if entry in seen or not _width(entry, layouts):
+            continue
+        least = _width(entry, layouts) / 2
+        wide, pending = set(), [entry]
+        while pending:
+            node = pending.pop()
+            if node not in wide and _width(node, layouts) > least:
+                wide.add(node)
+                pending += [*node.users, *node.all_input_nodes]
+        seen |= wide
+        yield wide
+
+
+def _with_readers(wide: set[fx.Node], inside: Choice) -> set[fx.Node]:
+    """Of one half of the step, what is wide, what lies between, and what reads it."""
+    mine = set(filter(inside, wide.union(*(node.users for node in wide))))
+    before = ancestors(wide, inside)
+    return {node for node in descendants(mine, inside)
+            if node in before or reads(node, wide)}
