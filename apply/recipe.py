@@ -167,11 +167,8 @@ class Recipe:
     """For errors, not for choosing; `None`: not known."""
     device: str = ""
     """The device planned for; for errors."""
-
-    @property
-    def holds_output(self) -> bool:
-        """Whether the caller is taken to hold the model's output until the backward ends."""
-        return not any(region.released for region in self.regions)
+    holds_output: bool = True
+    """Whether the caller is taken to hold the model's output until the backward ends."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

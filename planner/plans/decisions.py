@@ -97,7 +97,7 @@ def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Reci
     return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
                   overrides=prepared.overrides, low_peak=form.low_peak, pieces=form.pieces,
                   inner_pieces=form.inner_pieces, circumstances=prepared.circumstances,
-                  device=form.graph.device)
+                  device=form.graph.device, holds_output=prepared.holds_output)
 
 
 def schedule_of(form: Form, recipe: Recipe) -> Schedule:

@@ -93,6 +93,7 @@ class Document:
     low_peak: bool
     pieces: int
     inner_pieces: int
+    holds_output: bool
     strict_order: bool
     optimizer: OptimizerMemory | None
     budget_bytes: int | None

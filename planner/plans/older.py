@@ -45,9 +45,16 @@ def completed(document: dict[str, Any]) -> dict[str, Any]:
     predicted = document.get("predicted")
     later = {field.name: field.default for field in fields(Predicted)
              if field.default is not MISSING}
-    document = {"inner_pieces": 1, **document}
+    document = {"inner_pieces": 1, "holds_output": _holds_output(document.get("regions")),
+                **document}
     return {**document, "predicted": {**later, **predicted}} if isinstance(predicted, dict) else (
         document)
+
+
+def _holds_output(regions: Any) -> bool:
+    """As files without the field say it: where the output is dropped, a region lets go of it."""
+    return not (isinstance(regions, list) and any(
+        isinstance(region, dict) and region.get("released") for region in regions))
 
 
 def _from_version_5(document: Any) -> Any:

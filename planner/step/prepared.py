@@ -40,6 +40,8 @@ class PreparedStep:
     circumstances: Circumstances | None
     training: bool
     overrides: tuple[tuple[str, object], ...]
+    holds_output: bool
+    """Whether the caller holds the model's output until the backward ends."""
     backend: str
     cost_model: str
     parallel: DataParallel | None = None
@@ -142,6 +144,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         tensors=tuple(tensors), inputs=_as_json(inputs),
         circumstances=circumstances, training=step.training,
         overrides=tuple((name, _as_json(value)) for name, value in step.overrides),
+        holds_output=step.tracing.holds_output,
         backend=backend, cost_model=cost_model, parallel=parallel, budget_of=budget_of,
         surroundings=surroundings, baseline_reserved_bytes=reserved)
 
