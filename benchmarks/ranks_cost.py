@@ -6,7 +6,7 @@ Each rank trains a model in `DistributedDataParallel` as it is, and another one 
 `planner.within`.  What the planned one's first two steps (in which it is planned, and planned again
 with what was seen) take beyond two later ones counts as planning and applying: CPU seconds of the
 rank's process, so that ranks that share a core do not count each other's work.  A row has the rank
-that takes the most, the median of all ranks, and the seconds of the run as it is for comparison; the
+that takes the most, the median of all ranks, and the seconds of the run as it is; the
 length of the plan is what one rank sends to the others.
 """
 

@@ -1,4 +1,4 @@
-"""`planner.within` in a loop of accelerate's, before and after `prepare`, on one rank and sharded."""
+"""`planner.within` in a loop of accelerate, before and after `prepare`, on one rank and sharded."""
 
 from __future__ import annotations
 

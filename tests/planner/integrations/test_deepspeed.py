@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import planner
-from benchmarks.measure import storage_bytes
 from graph_capture.memory.allocator import record_stages
 from tests.support.models import gpt2
 from tests.support.ranks import on_ranks
@@ -56,7 +55,8 @@ def train(rank: int, stage: int, budget: str | None) -> tuple[list[float], int, 
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     state = [value for each in optimizer.state.values() for value in each.values()
              if isinstance(value, torch.Tensor)]
-    resident = storage_bytes([*net.parameters(), *updated, *state])
+    storages = [tensor.untyped_storage() for tensor in (*net.parameters(), *updated, *state)]
+    resident = sum({each._cdata: each.nbytes() for each in storages}.values())
     peaks = [record.peak_bytes for record in record_stages([step, step])]
     return losses, resident + max(peaks), net
 
