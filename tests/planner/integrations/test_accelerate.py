@@ -75,12 +75,13 @@ def train_sharded(rank: int, when: str) -> tuple[list[float], int, torch.nn.Modu
     """Losses under accelerate's FSDP 2, the most that the rank takes in later steps, the model."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["GPT2Block"], cpu_ram_efficient_loading=False)
     accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
     # On CPUs accelerate takes DDP whatever its plugin says; its code for FSDP 2 runs there as well.
+    accelerate.state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     torch.manual_seed(0)
@@ -92,6 +93,7 @@ def train_sharded(rank: int, when: str) -> tuple[list[float], int, torch.nn.Modu
     for unit in net.modules():
         if isinstance(unit, FSDPModule):
             settle_collectives(unit)
+    assert accelerator.is_fsdp2
     if when == "after":
         planner.within(net, "80%", time_limit=2)
     torch.manual_seed(rank)
