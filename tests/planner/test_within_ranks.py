@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +23,7 @@ from tests.support.ranks import on_ranks
 
 VOCAB = 256
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-WRAPPERS = ("ddp", "bucket views", "zero1", "fsdp2", "kept", "mixed")
+WRAPPERS = ("ddp", "bucket views", "zero1", "fsdp2", "kept", "mixed", "offloaded")
 
 
 def model() -> nn.Module:
@@ -34,6 +34,8 @@ def wrap(net: nn.Module, how: str) -> nn.Module:
     if how in ("ddp", "bucket views", "zero1"):
         return DistributedDataParallel(net, gradient_as_bucket_view=how == "bucket views")
     settings: dict[str, Any] = {"mp_policy": MIXED} if how == "mixed" else {}
+    if how == "offloaded":  # To the same memory, on a CPU; nothing to pin for.
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if how == "kept":
         settings["reshard_after_forward"] = False
     for block in net.transformer.h:
@@ -83,7 +85,8 @@ def in_any_order(rank: int, how: str) -> None:
         plan = planner.plan_of(net)
         assert planner.steps_of(net).planned == 4
         assert len(plan.recipe.blocks) == 3 and plan.recompute_flops > 0
-        kind = {"bucket views": "ddp", "zero1": "ddp", "kept": "fsdp2", "mixed": "fsdp2"}
+        kind = {"bucket views": "ddp", "zero1": "ddp", "kept": "fsdp2", "mixed": "fsdp2",
+                "offloaded": "fsdp2"}
         assert plan.parallel.kind == kind.get(how, how) and plan.parallel.ranks == 2
         if how == "mixed":  # torch compiles the blocks, which then round as aot_eager does
             assert (weights - plain_weights).norm() < 2e-2 * plain_weights.norm()
