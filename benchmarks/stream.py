@@ -4,7 +4,8 @@ and the worst peak beside the budget.
     python -m benchmarks.stream --batches 200
 
 Batch and sequence length vary from step to step; the budget is a part of the plain peak of the
-largest shape that can come.  Seconds are upper limits: other work may run on the machine.
+largest shape that can come.  Seconds are the processor's, which other work on the machine hardly
+changes.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ class _Model(nn.Module):
 
 
 def _train(model: nn.Module, shapes: list[tuple[int, int]]) -> tuple[list[int], list[float]]:
-    """Peaks above parameters and inputs, and seconds, of each step."""
+    """Peaks above parameters and inputs, and CPU seconds, of each step."""
     optimizer = torch.optim.AdamW(model.parameters())
     seconds: list[float] = []
 
     def step(shape: tuple[int, int]) -> None:
-        started = time.monotonic()
+        started = time.process_time()
         model(torch.randint(_VOCABULARY, shape)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.monotonic() - started)
+        seconds.append(time.process_time() - started)
 
     records = record_stages([lambda shape=shape: step(shape) for shape in shapes])
     return [record.peak_bytes for record in records], seconds
@@ -81,11 +82,11 @@ def main() -> None:
     def timed(function):
         def run(*args):
             nonlocal planning
-            started = time.monotonic()
+            started = time.process_time()
             try:
                 return function(*args)
             finally:
-                planning += time.monotonic() - started
+                planning += time.process_time() - started
         return run
 
     PlanningForward._new_graph, PlanningForward._bring_up_to_date = timed(make), timed(renew)
@@ -95,7 +96,7 @@ def main() -> None:
     standing = vars(model)["forward"]
     print(f"batches {len(shapes)}, distinct shapes {len(set(shapes))}")
     print(f"graphs planned {len(standing.graphs)}, steps under a plan {standing.steps.planned}")
-    print(f"seconds in all {sum(seconds):.0f}, planning {planning:.0f}, "
+    print(f"CPU seconds in all {sum(seconds):.0f}, planning {planning:.0f}, "
           f"in the last half {sum(seconds[len(seconds) // 2:]):.0f}")
     print(f"worst peak {(resident + max(peaks)) / budget:.3f} of the budget, which is "
           f"{options.share:.2f} of the plain peak of the largest shape")

@@ -5,6 +5,7 @@ Everything happens on a fake twin: the model is neither executed nor changed.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -199,9 +200,11 @@ def capture_step(
 
     traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
     if regions is None and _sharing_code(recording) and has_repeated_blocks(model):
-        by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
-        if not _sharing_code(by_blocks[2]):
-            traced, traced_loss, recording, output = by_blocks
+        # Blocks are a better way, not the only one: code may fail under it alone.
+        with contextlib.suppress(CaptureError):
+            by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
+            if not _sharing_code(by_blocks[2]):
+                traced, traced_loss, recording, output = by_blocks
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
     rules = _rules_since(twin)
 
