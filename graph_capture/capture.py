@@ -123,6 +123,11 @@ class CapturedStep:
         return self.forms[0].graph
 
     @property
+    def holds_output(self) -> bool:
+        """Whether the caller holds the model's output until the backward ends."""
+        return self.tracing.holds_output
+
+    @property
     def optimizer(self) -> OptimizerMemory | None:
         """What the optimizer takes, if one is counted."""
         return None if self.optimizer_steps is None else self.optimizer_steps.memory

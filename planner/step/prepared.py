@@ -144,7 +144,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         tensors=tuple(tensors), inputs=_as_json(inputs),
         circumstances=circumstances, training=step.training,
         overrides=tuple((name, _as_json(value)) for name, value in step.overrides),
-        holds_output=step.tracing.holds_output,
+        holds_output=step.holds_output,
         backend=backend, cost_model=cost_model, parallel=parallel, budget_of=budget_of,
         surroundings=surroundings, baseline_reserved_bytes=reserved)
 
@@ -178,8 +178,8 @@ def _compared(form: Form, source: StepForm, base: Form) -> Form:
     base_seconds = base.graph.step_seconds
     extra_seconds = form.graph.step_seconds - base_seconds
     share = format_fraction(extra_seconds / base_seconds if base_seconds else 0.0)
-    what = (f"the insides of layers run in {source.inner_pieces} pieces, a loss head in "
-            f"{source.pieces}: rounding may differ" if source.inner_pieces > 1 else
+    what = (f"the insides of layers run in {source.inner_pieces} pieces, a loss head, if "
+            f"there is one, in {source.pieces}: rounding may differ" if source.inner_pieces > 1 else
             f"the widest part of the step runs in {source.pieces} pieces: rounding may differ"
             if source.pieces > 1 else
             "parts of gradients that are read late are copied, so that the whole can go early "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import planner
-from tests.planner.test_ordinary_models import STEPS, check, train
+from tests.support.trained_within import STEPS, check, train
 
 if importlib.util.find_spec("torchvision") is None or importlib.util.find_spec("timm") is None:
     pytest.skip("timm and torchvision are not installed", allow_module_level=True)

@@ -51,6 +51,7 @@ class HandMadeStep:
     training: bool = True
     overrides: tuple[tuple[str, object], ...] = (("use_cache", False),)
     compiled: None = None
+    holds_output: bool = True
 
     @property
     def forms(self) -> tuple[StepForm, ...]:

@@ -32,21 +32,21 @@ def find_inner_parts(joint: JointGraph, returned: Set[fx.Node], taken: Set[fx.No
     entries = [node for node in joint.graph.nodes if node not in taken and _widens(node)]
     layouts, actions = followed(joint, entries)
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
-    late = descendants(joint.cotangents)
+    early = ancestors(node for node in joint.forward_outputs if node is not None)
     whole = {unviewed(node) for node in returned}
     found: list[Part] = []
     gone = set(taken)
     for wide in _connected(entries, layouts):
-        chosen = _with_readers(wide, lambda node: node in layouts and node not in late)
-        chosen |= _with_readers(wide, lambda node: node in layouts and node in late)
+        chosen = _with_readers(wide, lambda node: node in layouts and node in early)
+        chosen |= _with_readers(wide, lambda node: node in layouts and node not in early)
         if chosen & gone or any(unviewed(node) in whole for node in wide) or any(
                 user not in chosen for node in wide for user in node.users):
             continue
         ours = sorted(chosen, key=order.__getitem__)
         rows = next(layout.count(node.meta["val"].shape) for node in ours
                     if isinstance(layout := layouts[node], Rows))
-        part = Part(rows, tuple(node for node in ours if node not in late),
-                    tuple(node for node in ours if node in late), layouts, actions)
+        part = Part(rows, tuple(node for node in ours if node in early),
+                    tuple(node for node in ours if node not in early), layouts, actions)
         if part.forward and is_possible(part, wide):
             found.append(part)
             gone |= chosen
