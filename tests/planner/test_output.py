@@ -121,6 +121,18 @@ def test_the_plan_says_what_it_counts_on(tmp_path):
         planner.plan(case.model, case.inputs, output="lost")
 
 
+def test_a_plan_by_blocks_says_it_where_no_region_lets_go_of_it():
+    case = BUILDERS["gpt2"](layers=2, vocab=1024)
+    plan = planner.plan(case.model, case.inputs, regions="blocks", output="dropped", budget="80%",
+                        time_limit=1)
+    assert not plan.recipe.holds_output
+    assert planner.verify(case.model, plan, case.inputs).peak_bytes == plan.peak_bytes
+    assert planner.memory(case.model, case.inputs, plan=plan,
+                          hold_output="backward").peak_bytes == plan.peak_bytes
+    assert measured(plan.apply(case.model), case, "dropped") == (
+        plan.peak_bytes - plan.resident_bytes)
+
+
 def test_the_command_line_takes_it():
     peaks = [json.loads(run("plan", *TINY_GPT2, *options, "--json").stdout)["predicted"][
         "peak_bytes"] for options in ([], ["--output-dropped"])]
