@@ -135,6 +135,7 @@ def test_units_and_blocks_that_do_not_go_together(case):
     ({"param_dtype": "bf32"}, "param_dtype must be one of bf16"),
     ({"kind": "ddp", "param_dtype": "bf16"}, "settings of fsdp2"),
     ({"kind": "zero3", "offloads": True}, "settings of fsdp2"),
+    ({"kind": "zero1", "requires_gradient_sync": False}, "whole in every micro-step"),
 ])
 def test_settings_that_do_not_belong_together(settings, message):
     with pytest.raises(ValueError, match=message):
