@@ -143,8 +143,9 @@ class GraphPlanner:
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
         held_bytes = self._batches_ahead * self._input_bytes
-        if self._parallel is None:
-            held_bytes += _bucket_bytes(model)
+        if self._parallel is None and wrapping_data_parallel() is not None:
+            # Buckets beside the gradients.
+            held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._step = with_held(self._step, held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
@@ -305,14 +306,6 @@ def regions_under_wrappers(model: nn.Module) -> str | None:
     if wrapping_data_parallel() is None:
         return None
     return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
-
-
-def _bucket_bytes(model: nn.Module) -> int:
-    """What DistributedDataParallel, if its forward is running, holds beside the gradients."""
-    if wrapping_data_parallel() is None:
-        return 0
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()
-               if parameter.requires_grad)
 
 
 def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
