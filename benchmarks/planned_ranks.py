@@ -188,7 +188,7 @@ def compare(name: str, wrapper: str, arguments: argparse.Namespace, table: Table
     """Print the rows of a model in a wrapper; whether budgets hold and all is as without a plan."""
     parallel = planner.DataParallel(ranks=arguments.ranks, **WRAPPERS[wrapper])
     workload = STEPS[name]()
-    step = workload.prepare(parallel=parallel, optimizer="adamw")
+    step = workload.prepare(parallel=parallel, optimizer="adamw", regions=arguments.regions)
     plans, refused = {}, {}
     for budget in arguments.budget.split(","):
         try:
@@ -229,6 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
               separator=";")
     parser.add_argument("--budget", default="80%,60%,40%,least,layers")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--regions", nargs="+", help="modules that are compiled one by one; as "
+                        "for planner.plan if it is not given")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--time-limit", type=float, default=20.0)
     arguments = parse(parser, argv)

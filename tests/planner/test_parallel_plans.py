@@ -1,5 +1,7 @@
 """Plans of one rank: accounts that agree, units and blocks, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -149,6 +151,15 @@ def test_arguments_that_do_not_belong_together(case):
         plan_of(case, RANKS["ddp"], backend="inductor")
     with pytest.raises(ValueError, match="accumulation=2"):
         planner.memory(case.model, case.inputs, parallel=RANKS["fsdp2"], accumulation=2)
+
+
+@pytest.mark.parametrize("is_reduced", [True, False])
+def test_gradients_that_wait_for_the_last_micro_step(case, is_reduced):
+    parallel = replace(RANKS["fsdp2"], requires_gradient_sync=is_reduced)
+    step = capture(case.model, case.inputs, parallel=parallel, accumulation=2)
+    whole = sum(p.nbytes for p in case.model.parameters())
+    shards = step.budget.resident["parameters"]
+    assert step.budget.resident["gradients"] == (shards if is_reduced else whole) and shards < whole
 
 
 def test_a_plan_of_a_rank_is_not_verified_on_one_device(case):
