@@ -11,8 +11,8 @@ without a plan; `collectives` are those of one step, by the profiler, and `as pl
 there are as many of each kind, of as many elements in all.  `to overlap` is how many products of
 the plain backward, and of the planned one's own recomputations and backward, begin after the first
 reduction of gradients has.  `time` is that of a planned step in parts of the plain one, `to layers`
-in parts of that with every layer checkpointed, both the median of rounds in which all take turns;
-`planned` is what the plan estimates.
+in parts of that with every layer checkpointed, both the median [quartiles] of rounds in which all
+take turns; `planned` is what the plan estimates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import json
 import math
 import os
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -43,7 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 import planner
 from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.data_parallel import make_optimizer, measure_step
-from benchmarks.measure import MEGABYTE, plan_or_smallest, with_gradient_checkpointing
+from benchmarks.measure import MEGABYTE, Times, plan_or_smallest, with_gradient_checkpointing
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.table import Table
 from graph_capture.plain_step.loss import objective
@@ -166,9 +165,8 @@ def _rank(rank: int, port: int, ranks: int, name: str, wrapper: str, plan_paths:
         dist.destroy_process_group()
 
 
-def _ratio(seconds: Sequence[float], base: Sequence[float]) -> float | None:
-    return (statistics.median(a / b for a, b in zip(seconds, base, strict=True))
-            if seconds else None)
+def _ratio(seconds: Sequence[float], base: Sequence[float]) -> str | None:
+    return str(Times((tuple(seconds), tuple(base))).ratio(0, 1)) if len(seconds) > 1 else None
 
 
 def run(name: str, wrapper: str, ranks: int, plans: Mapping[str, planner.Plan], rounds: int = 0
@@ -190,7 +188,7 @@ def compare(name: str, wrapper: str, arguments: argparse.Namespace, table: Table
     """Print the rows of a model in a wrapper; whether budgets hold and all is as without a plan."""
     parallel = planner.DataParallel(ranks=arguments.ranks, **WRAPPERS[wrapper])
     workload = STEPS[name]()
-    step = workload.prepare(parallel=parallel, optimizer="adamw")
+    step = workload.prepare(parallel=parallel, optimizer="adamw", regions=arguments.regions)
     plans, refused = {}, {}
     for budget in arguments.budget.split(","):
         try:
@@ -218,7 +216,7 @@ def compare(name: str, wrapper: str, arguments: argparse.Namespace, table: Table
     layers = seen[0][LAYERS]
     print(f"{name}, {wrapper}, every layer checkpointed: "
           f"{max(each[LAYERS]['peak'] for each in seen) / MEGABYTE:.3f} MB, "
-          f"{layers['to plain'] or math.nan:.2f} of the plain time, "
+          f"{layers['to plain']} of the plain time, "
           f"{layers['collectives']} collectives")
     return held
 
@@ -231,13 +229,15 @@ def main(argv: Sequence[str] | None = None) -> int:
               separator=";")
     parser.add_argument("--budget", default="80%,60%,40%,least,layers")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--regions", nargs="+", help="modules that are compiled one by one; as "
+                        "for planner.plan if it is not given")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--time-limit", type=float, default=20.0)
     arguments = parse(parser, argv)
     torch.set_num_threads(1)
     table = Table("model:6", "wrapper:12", "budget:6", "MB:8.3f", "predicted:9.3f",
                   "measured:9.3f", "off %:6.2f", "plain:9.3f", "gradients:9.1e", "collectives:11d",
-                  "as plain", "to overlap:10", "time:5.2f", "to layers:9.2f", "planned:7.2f")
+                  "as plain", "to overlap:10", "time:19", "to layers:19", "planned:7.2f")
     held = [compare(name, wrapper, arguments, table)
             for name in arguments.model for wrapper in arguments.wrapper]
     return 0 if all(held) else 1

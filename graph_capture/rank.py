@@ -48,6 +48,10 @@ class RankLayout(Protocol):
         """What runs along with a step."""
 
     @property
+    def whole_gradient_bytes(self) -> int:
+        """Of gradients that no rank has reduced yet."""
+
+    @property
     def holds_optimizer(self) -> bool:
         """Whether the optimizer's state is in the memory of the device."""
 

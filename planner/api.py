@@ -11,7 +11,7 @@ from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
 from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
-from planner.errors import InfeasibleBudget
+from planner.errors import InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.agreement import agreed
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from graph_capture.op_costs.devices import Gpu
     from graph_capture.op_costs.room import ProbeRoom
     from graph_capture.plain_step.loss import LossFn
+    from planner.step.form import Form
+    from solvers.simulator import Timeline
 
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
@@ -147,6 +149,27 @@ def capture(model: nn.Module, inputs: object = None, *, progress: Progress | Non
     Arguments and errors are those of `plan`.
     """
     return prepare_step(model, inputs, Planning.of(capture, arguments), progress)
+
+
+def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
+                ) -> tuple[Form, Timeline]:
+    """The form of a step that `plan` is for, captured again, and the plan's course through it.
+
+    `arguments`: those of `capture` that the plan does not tell.  Raises `PlanMismatch` where the
+    plan was made for another step.
+    """
+    from planner.plans.decisions import build_recipe, schedule_of
+    from solvers.simulator import unroll
+
+    recipe = plan.recipe
+    prepared = capture(model, inputs, cost_model=plan.cost_model, regions=recipe.blocks or "model",
+                       output="held" if recipe.holds_output else "dropped", **arguments)
+    form = prepared.form_of(recipe)
+    timeline = unroll(form.problem, schedule_of(form, recipe))
+    if build_recipe(prepared, form, timeline).regions != recipe.regions:
+        raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode, "
+                           "autocast or blocks; plan this model with these inputs anew")
+    return form, timeline
 
 
 def prepare_step(model: nn.Module, inputs: object, planning: Planning,

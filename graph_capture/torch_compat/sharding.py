@@ -33,6 +33,9 @@ class ShardedModule:
     """Of the gradients that are reduced, where that is another than theirs."""
     is_offloaded: bool
     """Whether the shards lie in the host's memory."""
+    reduces: bool
+    """Whether this step reduces its gradients; else they stay whole for a later one to do so
+    (`set_requires_gradient_sync(False)`)."""
 
 
 def sharded_modules(model: nn.Module) -> Iterator[ShardedModule]:
@@ -49,7 +52,7 @@ def sharded_modules(model: nn.Module) -> Iterator[ShardedModule]:
         yield ShardedModule(
             name, group.mesh_info.shard_process_group, group.post_forward_mesh_info is not None,
             policy.param_dtype, policy.reduce_dtype,
-            type(group.offload_policy).__name__ == "CPUOffloadPolicy")
+            type(group.offload_policy).__name__ == "CPUOffloadPolicy", group.reduce_grads)
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:

@@ -4,13 +4,15 @@ The model of the world: `fully_shard` swaps the class of a module for one with h
 parameters for shards, whose global shape is that of the parameter; parameters that are gathered at
 the moment are what they were.  Everything else of a module is the user's.  So the view is a tree of
 modules of the former classes that shares all other attributes, and whose parameters have shapes
-only.
+only.  Methods that somebody put on a module (`register_fsdp_forward_method`, accelerate's autocast)
+are those of its view.
 
 Blind spots: parameters that were not contiguous; shards that are also split by tensor parallelism.
 """
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ class _View:
                 attributes[key] = type(value)(
                     (number, hook) for number, hook in value.items()
                     if not is_of_sharding("", getattr(hook, "hook", hook)))
+            elif isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+                attributes[key] = MethodType(value.__func__, self.module(value.__self__))
         attributes["_parameters"] = {
             key: None if parameter is None else self.parameter(parameter)
             for key, parameter in real._parameters.items()}

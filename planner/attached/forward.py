@@ -45,7 +45,7 @@ from planner.attached.known import GraphPlanner, Known
 from planner.attached.optimizers import observe
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
-from planner.step.wrapped import other_ranks
+from planner.step.wrapped import defers_reduction, other_ranks
 from planner.torch_compile_backend import with_least_memory
 
 log = logging.getLogger("planner")
@@ -115,6 +115,7 @@ class PlanningForward(CountingForward):
 
     def _begin(self) -> None:
         """Nothing is known, nothing planned."""
+        self._name = type(self.__self__).__name__
         given = self.settings.given
         self.graphs = [] if given is None else [PlannedGraph(self.__self__, given)]
         """In the order in which they were met."""
@@ -124,7 +125,7 @@ class PlanningForward(CountingForward):
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
         self._accumulates = self.settings.planning.accumulation > 1
-        self._backward_seen = False
+        self._defers_reduction = self._backward_seen = False
         observe(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,7 +179,8 @@ class PlanningForward(CountingForward):
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
         has_gradients = any(p.grad is not None for p in self.__self__.parameters())
-        self._accumulates |= has_gradients
+        self._defers_reduction |= defers_reduction(self.__self__)
+        self._accumulates |= has_gradients or self._defers_reduction
         graph, output = self._step(call, has_gradients, args, kwargs)
         self._served[call] = self.running = graph
         self.steps.count(graph.code.why_unplanned())
@@ -245,7 +247,8 @@ class PlanningForward(CountingForward):
                 plan = planner.plan(known)
             else:
                 plan = planner.provisional_plan(Known(
-                    self._stepping, self._accumulates, self._expected_loss(planner)))
+                    self._stepping, self._accumulates, self._expected_loss(planner),
+                    defers_reduction=self._defers_reduction))
         graph = PlannedGraph(module, plan, call, planner)
         graph.known = known
         self._say(graph, "" if known is not None else
@@ -291,7 +294,8 @@ class PlanningForward(CountingForward):
                 return None
             optimizers = ()  # gradients were made and are gone: what took them is none of torch's
         lets_go = not planner.loss_is_outside and lives and {*lives} != {Until.END}
-        return Known(optimizers, self._accumulates, loss, lives if lets_go else None)
+        return Known(optimizers, self._accumulates, loss, lives if lets_go else None,
+                     self._defers_reduction)
 
     def _expected_output(self, planner: GraphPlanner) -> tuple[Until, ...] | None:
         """What the caller did with the output of another graph like this one's."""
@@ -355,10 +359,6 @@ class PlanningForward(CountingForward):
             # Caught errors and the compiler's garbage refer to frames, which refer to the caller's
             # frame, and so would hold its variables beyond the step.
             gc.collect()
-
-    @property
-    def _name(self) -> str:
-        return type(self.__self__).__name__
 
     def _words(self, known: Known) -> str:
         if self.settings.planning.optimizer is not None:

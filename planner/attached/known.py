@@ -89,6 +89,8 @@ class Known:
     lives: tuple[Until, ...] | None = None
     """Where there is no such loss: how long each tensor of the output is there; `None`: it is taken
     to be held."""
+    defers_reduction: bool = False
+    """Whether the gradients there before are whole ones, which `fully_shard` has yet to reduce."""
 
     @property
     def lets_output_go(self) -> bool:
@@ -141,8 +143,9 @@ class GraphPlanner:
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
         held_bytes = self._batches_ahead * self._input_bytes
-        if self._parallel is None:
-            held_bytes += _bucket_bytes(model)
+        if self._parallel is None and wrapping_data_parallel() is not None:
+            # Buckets beside the gradients.
+            held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._step = with_held(self._step, held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
@@ -214,7 +217,7 @@ class GraphPlanner:
     def plan(self, known: Known) -> Plan:
         """The plan for a step of which all is known; raises `InfeasibleBudget`."""
         started = time.monotonic()
-        prepared = self._prepared(known.optimizers, known.accumulates, known.loss, known.lives)
+        prepared = self._prepared(known)
         left = self._planning.time_limit - (time.monotonic() - started)
         return self._within(prepared, max(left, self._planning.time_limit / 2))
 
@@ -225,7 +228,7 @@ class GraphPlanner:
         Raises `InfeasibleBudget` where the budget is too small whatever they are; where it is a
         percentage, that cannot be known, and the schedule that takes least is returned.
         """
-        as_known = self._prepared(known.optimizers, known.accumulates, known.loss)
+        as_known = self._prepared(known)
         limit_bytes = resolve(self._limit, as_known)
         effort = Effort(solver=self._planning.solver,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
@@ -236,14 +239,15 @@ class GraphPlanner:
                      effort: Effort) -> Plan:
         loss = known.loss or (self.assumed_loss if self.loss_is_outside else None)
         if known.optimizers is None and self._planning.optimizer is None:
-            prepared = self._prepared(_ASSUMED_OPTIMIZER, True, loss)
+            prepared = self._prepared(replace(known, accumulates=True, loss=loss),
+                                      _ASSUMED_OPTIMIZER)
             if limit_bytes is None or prepared.may_fit(limit_bytes):
                 with suppress(InfeasibleBudget):
                     return plan_within(prepared, limit_bytes, effort)
         for _ in range(_TRIES):
             if loss is None:
                 break
-            prepared = self._prepared(known.optimizers, known.accumulates, loss)
+            prepared = self._prepared(replace(known, loss=loss))
             try:
                 return plan_within(prepared, limit_bytes, effort)
             except InfeasibleBudget as refusal:
@@ -259,10 +263,9 @@ class GraphPlanner:
         return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
                       effort)
 
-    def _prepared(self, optimizers: tuple[ref[Optimizer], ...] | str | None, accumulates: bool,
-                  loss: SeenLoss | None, lives: tuple[Until, ...] | None = None
-                  ) -> PreparedStep:
-        planning, step = self._planning, self._step
+    def _prepared(self, known: Known, assumed_optimizer: str | None = None) -> PreparedStep:
+        planning, step, parallel = self._planning, self._step, self._parallel
+        loss, lives = known.loss, known.lives
         if loss is not None and self._captured_with is not None:
             step = with_held(step, loss.held_bytes)
         elif loss is not None:
@@ -276,17 +279,18 @@ class GraphPlanner:
                 max(until, each.until, key=[*Until].index)
                 for until, each in zip(lives, step.outputs, strict=True)])
         if planning.optimizer is None:
-            alive = optimizers if optimizers is None or isinstance(optimizers, str) else tuple(
-                found for each in optimizers if (found := each()) is not None)
-            step = with_optimizer(step, alive or None)
-        accumulates = accumulates or planning.accumulation > 1
+            alive = tuple(found for each in known.optimizers or () if (found := each()) is not None)
+            step = with_optimizer(step, assumed_optimizer or alive or None)
+        if known.defers_reduction and parallel is not None:
+            parallel = replace(parallel, requires_gradient_sync=False)
+        accumulates = known.accumulates or planning.accumulation > 1
         if accumulates:
             step = with_earlier_gradients(step)
         return prepare(step, tensors=self._tensors, inputs=self._inputs,
                        circumstances=self._circumstances,
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1,
-                       parallel=self._parallel, budget_of=planning.budget_of)
+                       parallel=parallel, budget_of=planning.budget_of)
 
 
 def _smaller(loss: SeenLoss, by_bytes: int) -> SeenLoss | None:
@@ -302,14 +306,6 @@ def regions_under_wrappers(model: nn.Module) -> str | None:
     if wrapping_data_parallel() is None:
         return None
     return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
-
-
-def _bucket_bytes(model: nn.Module) -> int:
-    """What DistributedDataParallel, if its forward is running, holds beside the gradients."""
-    if wrapping_data_parallel() is None:
-        return 0
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()
-               if parameter.requires_grad)
 
 
 def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:

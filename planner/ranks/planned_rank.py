@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import PlanMismatch
 from planner.ranks.rank_memory import RankCategories, RankMemory
 from planner.step.accounting import account
 
@@ -21,21 +20,12 @@ if TYPE_CHECKING:
 def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
                  **arguments: Any) -> RankMemory:
     """The report of a rank whose plain step is `plain`; `arguments`: further ones of `plan`."""
-    from planner.api import capture
-    from planner.plans.decisions import build_recipe, schedule_of
-    from solvers.simulator import unroll
+    from planner.api import capture_for
 
     if plan.backend != "eager":
         raise ValueError(f"plan: a plan for the backend {plan.backend!r} is one for one device; "
                          'plan with backend="eager" and parallel=')
-    prepared = capture(model, inputs, parallel=plain.parallel, cost_model=plan.cost_model,
-                       regions=plan.recipe.blocks or "model",
-                       output="held" if plan.recipe.holds_output else "dropped", **arguments)
-    form = prepared.form_of(plan.recipe)
-    timeline = unroll(form.problem, schedule_of(form, plan.recipe))
-    if build_recipe(prepared, form, timeline).regions != plan.recipe.regions:
-        raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
-                           "blocks; plan this model with these inputs and parallel= anew")
+    form, timeline = capture_for(plan, model, inputs, parallel=plain.parallel, **arguments)
     found = account(form, timeline)
     alive: Counter[str] = Counter(found.memory)
     budget = form.budget

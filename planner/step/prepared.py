@@ -124,13 +124,18 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
 
     Raises `ValueError` where a budget is of what is reserved and that is not known.
     """
-    base = _form(step, step.forms[0], accumulation)
-    others = [_compared(_form(step, form, accumulation), form, base) for form in step.forms[1:]]
+    earlier_bytes = None
+    if parallel is not None and not parallel.requires_gradient_sync and step.tracing.layout:
+        earlier_bytes = step.tracing.layout.whole_gradient_bytes
+    base = _form(step, step.forms[0], accumulation, earlier_bytes)
+    others = [_compared(_form(step, form, accumulation, earlier_bytes), form, base)
+              for form in step.forms[1:]]
     baseline_bytes, plain = step.baseline.peak_bytes, step.baseline
     if accumulation > 1:
         assert step.later is not None
         plain = step.later
-        baseline_bytes = max(baseline_bytes - base.graph.gradient_bytes, step.later.peak_bytes)
+        baseline_bytes = max(baseline_bytes - base.graph.resident.gradients_bytes,
+                             step.later.peak_bytes)
     surroundings = StepSurroundings.of(step, accumulation)
     reserved = None if surroundings is None else surroundings.plain_reserved_bytes()
     if budget_of == "reserved" and reserved is None:
@@ -149,9 +154,11 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         surroundings=surroundings, baseline_reserved_bytes=reserved)
 
 
-def _form(step: CapturedStep, form: StepForm, accumulation: int) -> Form:
+def _form(step: CapturedStep, form: StepForm, accumulation: int, earlier_bytes: int | None
+          ) -> Form:
     """One form of a step, for Inductor with the account of what is compiled."""
-    graph = form.graph if accumulation == 1 else _accumulating(form.graph, accumulation)
+    graph = form.graph if accumulation == 1 else _accumulating(form.graph, accumulation,
+                                                               earlier_bytes)
     problem, budget = lower(graph), StepBudget.of(graph, step.optimizer)
     if step.compiled is None:
         return Form(graph, problem, budget)
@@ -164,10 +171,14 @@ def _form(step: CapturedStep, form: StepForm, accumulation: int) -> Form:
                 CompiledAccount(step.compiled, form.saved_by_default, form.saving_costs))
 
 
-def _accumulating(graph: TrainingGraph, accumulation: int) -> TrainingGraph:
-    """A micro-step after the first: its graph, gradients of the one before being there."""
+def _accumulating(graph: TrainingGraph, accumulation: int, earlier_bytes: int | None
+                  ) -> TrainingGraph:
+    """A micro-step after the first: its graph, gradients of the one before being there;
+    `earlier_bytes`: of those, where they are others than its own."""
+    if earlier_bytes is None:
+        earlier_bytes = graph.gradient_bytes
     return replace(
-        graph, resident=replace(graph.resident, gradients_bytes=graph.gradient_bytes),
+        graph, resident=replace(graph.resident, gradients_bytes=earlier_bytes),
         notes=(*graph.notes, f"gradients of {accumulation} micro-steps add up: those of the "
                "steps before are counted as resident; the output is taken to be let go as "
                "each backward ends"))

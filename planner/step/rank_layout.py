@@ -56,6 +56,12 @@ class _Layout:
         self._model, self._twin, self._parallel = model, twin, parallel
 
     @property
+    def whole_gradient_bytes(self) -> int:
+        """See `graph_capture.rank.RankLayout`."""
+        return sum(allocated_bytes(p.nbytes, self._twin.device)
+                   for p in self._twin.model.parameters() if p.requires_grad)
+
+    @property
     def resident(self) -> ResidentMemory:
         """Held between steps; buckets count as buffers."""
         held = self._twin.resident
@@ -93,6 +99,13 @@ class Replicated(_Layout):
 
 class FullyShardedLayout(_Layout):
     """Each rank holds a shard of each parameter (`zero2`, `zero3`, `fsdp2`)."""
+
+    @property
+    def whole_gradient_bytes(self) -> int:
+        """See `graph_capture.rank.RankLayout`; they wait in the dtype in which they are reduced."""
+        dtype = self._precision.reduced
+        return sum(allocated_bytes(p.numel() * (dtype or p.dtype).itemsize, self._twin.device)
+                   for p in self._twin.model.parameters() if p.requires_grad)
 
     def __init__(self, model: nn.Module, twin: FakeTwin, parallel: DataParallel) -> None:
         super().__init__(model, twin, parallel)

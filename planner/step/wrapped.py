@@ -62,6 +62,15 @@ def group_of(model: nn.Module) -> list[int]:
             else dist.get_process_group_ranks(running.process_group))
 
 
+def defers_reduction(model: nn.Module) -> bool:
+    """Whether `fully_shard` leaves the gradients of this step whole, for a later one to reduce."""
+    if sharded_module(model) is None:
+        return False
+    from graph_capture.torch_compat.sharding import sharded_modules
+
+    return not all(each.reduces for each in sharded_modules(model))
+
+
 def with_wrappers(model: nn.Module, planning: Planning) -> Planning:
     """The arguments for a model as it is wrapped, where the user does not say how the run is
     spread.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
-from planner.errors import PlanMismatch
 from planner.progress import Progress, watched
 from planner.step.loop_trace import LoopTrace, MicroSteps, TrainingLoop, compose
 from planner.training_loop.account import account_of, floor_of
@@ -169,22 +168,12 @@ def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
 def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,
              parallel: DataParallel | None) -> MicroSteps:
     """The micro-steps of a plan; raises `PlanMismatch` where it was made for another step."""
-    from planner.api import capture
-    from planner.plans.decisions import build_recipe, schedule_of
+    from planner.api import capture_for
     from planner.step.planned_micro_step import planned_micro_step
-    from solvers.simulator import unroll
 
-    prepared = capture(model, inputs, loss_fn=loss_fn, backend=plan.backend,
-                       cost_model=plan.cost_model, device=plain.twin.device, gpu=plain.gpu,
-                       regions=plan.recipe.blocks or "model", autocast=plain.twin.autocast,
-                       output="held" if plan.recipe.holds_output else "dropped",
-                       parallel=parallel)
-    form = prepared.form_of(plan.recipe)
-    timeline = unroll(form.problem, schedule_of(form, plan.recipe))
-    made = build_recipe(prepared, form, timeline)
-    if made != plan.recipe:
-        raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode or "
-                           "autocast; plan this model with these inputs anew")
+    form, timeline = capture_for(plan, model, inputs, loss_fn=loss_fn, parallel=parallel,
+                                 device=plain.twin.device, gpu=plain.gpu,
+                                 autocast=plain.twin.autocast)
     names = plain.twin.parameters.keys()
     return lambda with_gradient: planned_micro_step(form.graph, timeline, names, with_gradient)
 

@@ -1,11 +1,14 @@
 """Plans of one rank: accounts that agree, units and blocks, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import planner
 from planner.api import capture
+from planner.plans.file import from_dict
 from tests.support.command_line import TINY_GPT2, run
 from tests.support.models import gpt2
 
@@ -135,6 +138,7 @@ def test_units_and_blocks_that_do_not_go_together(case):
     ({"param_dtype": "bf32"}, "param_dtype must be one of bf16"),
     ({"kind": "ddp", "param_dtype": "bf16"}, "settings of fsdp2"),
     ({"kind": "zero3", "offloads": True}, "settings of fsdp2"),
+    ({"kind": "zero1", "requires_gradient_sync": False}, "whole in every micro-step"),
 ])
 def test_settings_that_do_not_belong_together(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -150,6 +154,15 @@ def test_arguments_that_do_not_belong_together(case):
         planner.memory(case.model, case.inputs, parallel=RANKS["fsdp2"], accumulation=2)
 
 
+@pytest.mark.parametrize("is_reduced", [True, False])
+def test_gradients_that_wait_for_the_last_micro_step(case, is_reduced):
+    parallel = replace(RANKS["fsdp2"], requires_gradient_sync=is_reduced)
+    step = capture(case.model, case.inputs, parallel=parallel, accumulation=2)
+    whole = sum(p.nbytes for p in case.model.parameters())
+    shards = step.budget.resident["parameters"]
+    assert step.budget.resident["gradients"] == (shards if is_reduced else whole) and shards < whole
+
+
 def test_a_plan_of_a_rank_is_not_verified_on_one_device(case):
     with pytest.raises(ValueError, match=r"without parallel; in the run, planner\.steps_of"):
         planner.verify(case.model, plan_of(case, RANKS["fsdp2"]), case.inputs)
@@ -159,7 +172,11 @@ def test_from_the_command_line(tmp_path):
     ranks = ("--parallel", "fsdp2", "--ranks", "4", "--unit", "transformer.h.*")
     made = run("plan", *TINY_GPT2, "--budget", "90%", *ranks, "-o", tmp_path / "rank.json")
     assert "one of 4 ranks under fsdp2" in made.stdout
-    assert planner.load(tmp_path / "rank.json").parallel.units == ("transformer.h.*",)
+    plan = planner.load(tmp_path / "rank.json")
+    assert plan.parallel.units == ("transformer.h.*",)
+    earlier = plan.to_dict()
+    del earlier["parallel"]["requires_gradient_sync"]  # as files had it at first
+    assert from_dict(earlier) == plan
     assert "parameters" in run("memory", *TINY_GPT2, *ranks, "--optimizer", "adamw").stdout
     assert "--ranks 8" in run("plan", *TINY_GPT2, "--parallel", "fsdp2", code=2).stderr
     assert "--parallel" in run("plan", *TINY_GPT2, "--ranks", 4, code=2).stderr

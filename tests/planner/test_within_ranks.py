@@ -148,6 +148,24 @@ def test_a_rank_with_a_larger_batch():
     on_ranks(of_different_sizes)
 
 
+def of_refused_sizes(rank: int) -> None:
+    """One rank meets a larger batch than it may plan for; the others end with it."""
+    net = planner.within(wrap(model(), "ddp"), "80%", time_limit=1, on_new="refuse")
+    train(net, rank, "ddp", (4, 4))
+    if rank == 1:
+        with pytest.raises(planner.PlanMismatch, match='on_new="refuse" allows no other'):
+            train(net, rank, "ddp", (8,))
+    else:  # Nobody reduces gradients with it.
+        with pytest.raises(RuntimeError, match=r"(?i)closed|timed out|reset"):
+            train(net, rank, "ddp", (4,))
+    assert planner.steps_of(net).planned == 2 + (rank == 0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_refuses_a_larger_batch():
+    on_ranks(of_refused_sizes, time_out=datetime.timedelta(seconds=10))
+
+
 def saving(rank: int, folder: str) -> None:
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
