@@ -3,11 +3,15 @@ the same search on a slow machine are the oracles."""
 
 import itertools
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
+from benchmarks.models import llama
 from graph_capture.torch_compat import kernel_sketch
+from graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.plans.decisions import build_recipe
 from planner.search.cheap_to_recompute import saving_seconds
@@ -15,6 +19,7 @@ from planner.search.compiled import CUT_OFF, _Search
 from planner.search.effort import Effort
 from planner.search.fused_bound import least_cost
 from planner.search.planning import plan_within
+from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
 from solvers.simulator import unroll
 from tests.support.compiler import needs_compiler
@@ -131,3 +136,46 @@ def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_se
     step = search._foreseen(schedule, False, 1000).step
     assert step.peak_bytes == deep.base.net_peak_bytes(schedule) + 1000
     assert sum(step.by_category.values()) == step.peak_bytes
+
+
+def of_layers(graph):
+    """Results of the forward of the layers, by module, op and how often that came before in it."""
+    times, found = Counter(), {}
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and ".layers." in op.module:
+            for slot, buffer in enumerate(op.outputs):
+                found[op.module, op.target, times[op.module, op.target], slot] = buffer
+            times[op.module, op.target] += 1
+    return found
+
+
+@pytest.mark.slow
+def test_no_decision_of_plans_by_blocks_is_better_in_the_whole_model():
+    effort = Effort(time_limit=1000.0, work_limit=4.0)  # a search that is cut off may miss them
+    mask = torch.ones(128, 128, dtype=torch.bool).tril().expand(2, 1, -1, -1).contiguous()
+    workload = llama(layers=4, batch=2, sequence=128, width=64, vocabulary=128)
+    # Without a mask, blocks and the whole model are not the same ops.
+    workload = replace(workload, inputs={**workload.inputs, "attention_mask": mask})
+    prepared, blocks = (workload.prepare(regions=regions, backend="inductor")
+                        for regions in ("model", "blocks"))
+    form, account = prepared.base, prepared.base.compiled
+    names = {buffer: name for name, buffer in of_layers(blocks.base.graph).items()}
+    there, proposals = of_layers(form.graph), Proposals(form, effort)
+    outside = account.saved_by_default.difference(there.values())
+    default = plan_within(prepared, None, effort)
+    budget = budget_at(prepared, default, 0.8)
+    plan = plan_within(prepared, budget, effort)
+    assert plan.peak_bytes <= budget
+    by_blocks = _Search(blocks, blocks.base, effort).within(blocks.budget.net_bytes(budget))
+    assert by_blocks is not None
+    saved = saved_buffers(blocks.base, by_blocks.schedule)
+    mapped = {there[names[buffer]] for buffer in saved if names.get(buffer) in there}
+    assert mapped
+    for choice in (mapped, mapped | outside):
+        schedule = schedule_saving(form, choice)
+        extra = (proposals.cost(schedule) - proposals.cost(proposals.default)
+                 ) / form.problem.keep_all_cost
+        if extra < plan.overhead:  # then it takes more than there is, in either order
+            for strict in (False, True):
+                step = account.trace(recipe_saving(prepared, choice, strict))
+                assert prepared.budget.whole_bytes(step.peak_bytes) > budget
