@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from graph_capture.module_forward import in_place_of_forwards, own_forward
-from graph_capture.torch_compat import active_modes, compile_forward, no_active_modes
+from graph_capture.torch_compat import active_modes, compile_forward, no_active_modes, weakly
 
 DynamoBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -29,12 +28,13 @@ class BlockCalls:
         """Name of the block that is being called; empty outside of blocks."""
         self._backend = backend
         self._modes: list[Any] = []
+        self._compiled: list[Callable[..., Any]] = []
         shared: dict[type[nn.Module], Callable[..., Any]] = {}
         self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
         for name in names:
             block = model.get_submodule(name)
             if type(block) not in shared:
-                shared[type(block)] = compile_forward(type(block).__name__, self._compile)
+                shared[type(block)] = compile_forward(type(block).__name__, self)
             self._calls.append((block, self._call_of(name, block, shared[type(block)])))
 
     def installed(self) -> AbstractContextManager[None]:
@@ -56,7 +56,8 @@ class BlockCalls:
 
         return run
 
-    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """As a backend of Dynamo."""
         compiled = self._backend(module, inputs)
 
         def call(*args: Any) -> Any:
@@ -65,4 +66,5 @@ class BlockCalls:
                     stack.enter_context(mode)
                 return compiled(*args)
 
-        return torch.compiler.disable(call)
+        self._compiled.append(call)
+        return weakly(call)

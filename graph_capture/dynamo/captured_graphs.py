@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from graph_capture.dynamo.block_calls import BlockCalls, DynamoBackend
 from graph_capture.module_forward import in_place_of_forward
-from graph_capture.torch_compat import compile_module
+from graph_capture.torch_compat import compile_module, weakly
 from graph_capture.torch_compat.joint_replay import JointReplay
 
 
@@ -52,6 +51,7 @@ class CapturedGraphs:
         self._code_of: Callable[[str], GraphCode] = lambda block: first
         self._chosen: dict[tuple[int, str], Callable[..., Any]] = {}
         self._graphs: list[_Graph] = []
+        self._calls: list[Callable[..., Any]] = []
         self._fixed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._blocks = BlockCalls(model, blocks, self) if blocks else None
         self._whole = None if blocks else compile_module(model, self)
@@ -99,4 +99,5 @@ class CapturedGraphs:
                                           for mine, like in zip(args, graph.inputs, strict=True)]
             return self._chosen.get((number, block), first)(*args)
 
-        return torch.compiler.disable(call)
+        self._calls.append(call)
+        return weakly(call)

@@ -31,6 +31,7 @@ from graph_capture.rank import Wrapper
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     NoStaticShape,
+    TorchDispatchMode,
     TorchDynamoException,
     aot_backend,
     boxed,
@@ -41,6 +42,7 @@ from graph_capture.torch_compat import (
     primal_indices,
     pytree,
     split_joint_graph,
+    weakly,
 )
 from graph_capture.training_graph import BufferKind
 from graph_capture.twins.asked_values import value_asked
@@ -184,7 +186,7 @@ def _follow_uncaptured(
         found = found or tracker.made_any
         return output
 
-    recorder.tracker = tracker
+    recorder.again.tracker = tracker
     with tracker:
         held = run_step(model, tracker.start_of_backward)
     seen = tracker.finish({name: parameter.grad for name, parameter
@@ -208,6 +210,14 @@ def _failure(error: Exception) -> CaptureError:
                         f"{type(error).__name__}: {error}")
 
 
+@dataclass(eq=False)
+class _Again:
+    """Whether the step runs again."""
+
+    tracker: GapTracker | None = None
+    """What follows it then."""
+
+
 class _Recorder:
     """The Dynamo backend of `record_step`."""
 
@@ -216,12 +226,15 @@ class _Recorder:
         self.planned = twin.device
         self.recording = recording
         self.make_backend = make_backend
-        self.tracker: GapTracker | None = None
-        """Set while the step runs again."""
+        self.again = _Again()
         self.running_block: Callable[[], str] = lambda: ""
         """Name of the block that is running; empty where the whole model is compiled."""
+        self._calls: list[Callable[..., Any]] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # What the graphs' tensors hold by way of autograd knows nothing of the recorder, which
+        # holds them: torch hides such circles from the garbage collector.
+        mode, device, planned, again = self.mode, self.device, self.planned, self.again
         region: RecordedRegion | None = None
         primal_positions: list[int] = []
         open_calls: list[int] = []  # forwards, by number, whose backward is still to come
@@ -233,30 +246,30 @@ class _Recorder:
             nonlocal region
             primal_positions.extend(primal_indices(primals_of(joint)))
             region = RecordedRegion(
-                joint if self.planned == self.device else on_device(joint, self.planned),
+                joint if planned == device else on_device(joint, planned),
                 num_fwd_outputs)
             return split_joint_graph(joint, crossing(joint, num_fwd_outputs), num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return boxed(self._results_of(graph))
+            return boxed(_results_of(graph, mode, device))
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            make = self._results_of(graph)
+            make = _results_of(graph, mode, device)
             assert region is not None
             count = count_cotangents(region.joint)
 
             def run(args: list[Any]) -> list[Any]:
                 first = len(args) - count
-                if self.tracker is None:
+                if again.tracker is None:
                     region.cotangents.append(tuple(value is not None for value in args[first:]))
                     return make(args)
                 number = open_calls.pop()
-                self.tracker.begin_backward(number, args[first:])
+                again.tracker.begin_backward(number, args[first:])
                 try:
                     gradients = make(args)
                 finally:
-                    self.tracker.end_region()
-                self.tracker.watch_gradients(number, gradients)
+                    again.tracker.end_region()
+                again.tracker.watch_gradients(number, gradients)
                 return gradients
 
             return boxed(run)
@@ -264,12 +277,12 @@ class _Recorder:
         compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
-            if self.tracker is not None and region is not None:
-                return followed(self.tracker, args)
+            if self.again.tracker is not None and region is not None:
+                return followed(self.again.tracker, args)
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             if region is None:
-                self.recording.inference_graphs += self.tracker is None
+                self.recording.inference_graphs += self.again.tracker is None
             else:
                 self.recording.calls.append(RegionCall(
                     region, tuple(args[i] for i in primal_positions),
@@ -287,34 +300,36 @@ class _Recorder:
             tracker.watch_outputs(number, pytree.tree_leaves(outputs))
             return outputs
 
-        return torch.compiler.disable(call)
+        self._calls.append(call)
+        return weakly(call)
 
     def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
         """A buffer of the wrapper."""
-        if self.tracker is not None:
-            return self.tracker.make_buffer(size_bytes, kind)
+        if self.again.tracker is not None:
+            return self.again.tracker.make_buffer(size_bytes, kind)
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
-    def _results_of(self, graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
-        """A function that returns new fake tensors like the graph's outputs."""
-        returned = graph.graph.output_node().args[0]
-        values = [item.meta.get("val") if isinstance(item, fx.Node) else item
-                  for item in returned]
 
-        def make(args: list[Any]) -> list[Any]:
-            args.clear()
-            return [self._new_tensor(v) if isinstance(v, torch.Tensor) else v for v in values]
+def _results_of(graph: fx.GraphModule, mode: TorchDispatchMode, device: torch.device
+                ) -> Callable[[list[Any]], list[Any]]:
+    """A function that returns new tensors of the twin's kind, like the graph's outputs, with values
+    that are not known."""
+    returned = graph.graph.output_node().args[0]
+    values = [item.meta.get("val") if isinstance(item, fx.Node) else item for item in returned]
 
-        return make
-
-    def _new_tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of the twin's kind, with values that are not known."""
-        if isinstance(self.mode, DataLessMode):
+    def new_tensor(like: torch.Tensor) -> torch.Tensor:
+        if isinstance(mode, DataLessMode):
             with no_active_modes():
                 return data_less_tensor(like, data_less_storage(like.untyped_storage().nbytes()))
-        with self.mode:
+        with mode:
             return torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                like.shape, like.stride(), dtype=like.dtype, device=device)
+
+    def make(args: list[Any]) -> list[Any]:
+        args.clear()
+        return [new_tensor(v) if isinstance(v, torch.Tensor) else v for v in values]
+
+    return make
 
 
 def crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:

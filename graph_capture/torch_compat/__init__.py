@@ -40,6 +40,7 @@ from graph_capture.torch_compat.compilation import sharded_module as sharded_mod
 from graph_capture.torch_compat.compilation import sizes_as_they_are as sizes_as_they_are
 from graph_capture.torch_compat.compilation import split_joint_graph as split_joint_graph
 from graph_capture.torch_compat.compilation import uncompiled_operations as uncompiled_operations
+from graph_capture.torch_compat.compilation import weakly as weakly
 from graph_capture.torch_compat.compilation import wrapping_data_parallel as wrapping_data_parallel
 from graph_capture.torch_compat.memory import FakeTensor as FakeTensor
 from graph_capture.torch_compat.memory import FakeTensorMode as FakeTensorMode

@@ -194,6 +194,19 @@ def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:
     return compile_graph
 
 
+def weakly(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch calls in the place of `call`, which its maker holds: torch keeps what was compiled
+    for code of the user's, where a graph breaks in it, after the model has gone."""
+    reference = weakref.ref(call)
+
+    def run(*args: Any) -> Any:
+        found = reference()
+        assert found is not None
+        return found(*args)
+
+    return torch.compiler.disable(run)
+
+
 _SIZE_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices",
                "_dynamo_propagated_dynamic_indices", "_dynamo_unbacked_indices",
                "_dynamo_strict_unbacked_indices", "_dynamo_static_indices",
