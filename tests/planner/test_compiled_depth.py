@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.models import llama
 from graph_capture.torch_compat import kernel_sketch
 from graph_capture.training_graph import Phase
 from planner.api import capture
@@ -24,6 +23,7 @@ from planner.search.saving import saved_buffers, schedule_saving
 from solvers.simulator import unroll
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, batch, budget_at, loss_of, make_model
+from tests.support.models import llama
 
 pytestmark = needs_compiler
 
@@ -153,10 +153,10 @@ def of_layers(graph):
 def test_no_decision_of_plans_by_blocks_is_better_in_the_whole_model():
     effort = Effort(time_limit=1000.0, work_limit=4.0)  # a search that is cut off may miss them
     mask = torch.ones(128, 128, dtype=torch.bool).tril().expand(2, 1, -1, -1).contiguous()
-    workload = llama(layers=4, batch=2, sequence=128, width=64, vocabulary=128)
+    case = llama(layers=4, seq=128, vocab=128)
     # Without a mask, blocks and the whole model are not the same ops.
-    workload = replace(workload, inputs={**workload.inputs, "attention_mask": mask})
-    prepared, blocks = (workload.prepare(regions=regions, backend="inductor")
+    inputs = {**case.inputs, "attention_mask": mask}
+    prepared, blocks = (capture(case.model, inputs, regions=regions, backend="inductor")
                         for regions in ("model", "blocks"))
     form, account = prepared.base, prepared.base.compiled
     names = {buffer: name for name, buffer in of_layers(blocks.base.graph).items()}
