@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -104,10 +105,14 @@ class Trial:
             assert torch.equal(trained[name], value), name
 
     def check_near(self, make: Callable[[], nn.Module], train: Train) -> None:
-        """The trained model is no farther from the plain one than torch's own graph capture is."""
+        """Losses, step by step, and the trained model are no farther from the plain ones than those
+        of torch's own graph capture."""
         captured = MeasuredLoop(make())
         torch.compiler.reset()
         captured.model.compile(backend="aot_eager")
         train(captured, None)
         allowed = 2 * captured.distance_from(self.plain)
         assert self.budgeted.distance_from(self.plain) <= allowed
+        plain = self.plain.losses
+        off = max(abs(loss - exact) for loss, exact in zip(captured.losses, plain, strict=True))
+        assert self.budgeted.losses == pytest.approx(plain, rel=1e-6, abs=2 * off)
