@@ -255,12 +255,10 @@ def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
             self.graph_module = bare
 
         def take(self, args: tuple[Any, ...]) -> None:
-            for index, name in parameters.items():
-                self.register_parameter(name, args[index])
+            self._parameters.update({name: args[index] for index, name in parameters.items()})
 
         def release(self) -> None:
-            for name in parameters.values():
-                self.register_parameter(name, None)
+            self._parameters.update(dict.fromkeys(parameters.values()))
 
         def inputs_of(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(arg for index, arg in enumerate(args) if index not in parameters)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.torch_compile_backend import checkpoint_planner
 
 X = torch.randn(512, 64)
 
@@ -52,7 +53,7 @@ def test_a_model_deleted_under_the_one_line_backend_is_gone():
     for _ in range(2):  # the second model's parameters may be where the first one's were
         plain = make()
         model = copy.deepcopy(plain)
-        model.compile(backend="checkpoint_planner", options={"budget": "95%", "inductor": False})
+        model.compile(backend=checkpoint_planner, options={"budget": "95%", "inductor": False})
         model(X).sum().backward()
         with torch._dynamo.config.patch(error_on_recompile=True):
             for _ in range(2):
