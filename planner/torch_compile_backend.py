@@ -21,7 +21,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import fx, nn
@@ -123,7 +125,7 @@ class _PlannedGraph:
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
         self._module, self._options = module, options
         self._numbers = _arguments_read_as_numbers(module)
-        self._applied: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._applied: dict[tuple[object, ...], _Applied] = {}
         self._made: list[Plan] = []
         """Plans of this graph, with whatever parameters."""
 
@@ -157,7 +159,10 @@ class _PlannedGraph:
             self._made.append(made)
             call = made.apply(region)
             outputs = call(*inputs)
-        self._applied[key] = lambda *args: call(*region.inputs_of(args))
+        region.release()
+        self._applied[key] = _Applied(call, region, tuple(
+            ref(arg, partial(_forget, self._applied, key)) for arg in args
+            if isinstance(arg, nn.Parameter)))
         return outputs
 
     def _plan(self, region: Any, inputs: tuple[Any, ...], earlier: Sequence[Plan]) -> Plan:
@@ -180,6 +185,29 @@ class _PlannedGraph:
             made = plan(region, inputs, budget=refusal.minimum_bytes, **arguments)
         log.info("%s", summarize(made))
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """A planned region, which has parameters only while it runs: Dynamo keeps what it compiled,
+    though the model be deleted."""
+
+    call: Callable[..., Any]
+    region: Any
+    parameters: tuple[ref[nn.Parameter], ...]
+    """With the first that is deleted this is forgotten, before another takes its `id`."""
+
+    def __call__(self, *args: Any) -> Any:
+        self.region.take(args)
+        try:
+            return self.call(*self.region.inputs_of(args))
+        finally:
+            self.region.release()
+
+
+def _forget(applied: dict[tuple[object, ...], _Applied], key: tuple[object, ...],
+            _: object) -> None:
+    applied.pop(key, None)
 
 
 _PLANS = WeakIdKeyDictionary()
@@ -225,8 +253,12 @@ def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.graph_module = bare
-            for index, name in parameters.items():
-                self.register_parameter(name, args[index])
+
+        def take(self, args: tuple[Any, ...]) -> None:
+            self._parameters.update({name: args[index] for index, name in parameters.items()})
+
+        def release(self) -> None:
+            self._parameters.update(dict.fromkeys(parameters.values()))
 
         def inputs_of(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(arg for index, arg in enumerate(args) if index not in parameters)
@@ -237,7 +269,9 @@ def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
                 getattr(self, parameters[index]) if index in parameters else next(given)
                 for index in range(len(names))])
 
-    return CapturedGraph()
+    region = CapturedGraph()
+    region.take(args)
+    return region
 
 
 def _is_number_of_argument(node: fx.Node) -> bool:
