@@ -208,6 +208,7 @@ def capture_step(
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
             by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
+            by_blocks[2].check_any()
             if not _sharing_code(by_blocks[2]):
                 traced, traced_loss, recording, output = by_blocks
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))

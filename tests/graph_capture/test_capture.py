@@ -191,6 +191,36 @@ def test_regions_are_captured_in_order_and_applied_together(skip):
         assert measured_peak(planned, case) <= timeline.peak_bytes
 
 
+class PartsOfBlocks(nn.Module):
+    """It calls what its blocks are made of, never the blocks, in code that breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(16, 0.1) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.through(block, x)
+        return x
+
+    def through(self, block, x):
+        x = block.norm2(x)
+        torch._dynamo.graph_break()
+        return block.drop(block.down(torch.tanh(block.up(x))))
+
+
+def test_where_a_capture_by_blocks_fails_the_whole_one_serves():
+    torch.manual_seed(0)
+    case = Case(PartsOfBlocks(), (torch.randn(2, 8, 16),), lambda out: out.square().mean())
+    torch._dynamo.reset()  # what torch does depends on what it has compiled
+    step = captured(case)
+    assert any("regions share code" in note for note in step.base.graph.notes)
+    planned, _ = apply_schedule(case, step, random_schedule(step.base.problem, 0, 0.8))
+    assert train(planned, case).differences(reference(case)) == []
+    with pytest.raises(CaptureError, match="captured nothing"):
+        capture(case, regions="blocks")
+
+
 BREAK_IN_LOOP = """
 from tests.support.models import BUILDERS
 from tests.support.training import captured
