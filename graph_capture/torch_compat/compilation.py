@@ -23,9 +23,11 @@ import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._dynamo import lookup_backend as lookup_backend
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import reset_code
+from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.utils import guard_failures
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -173,13 +175,24 @@ def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any
     that differ in nothing but their tensors share the compiled code: torch takes parameters for
     inputs of the code.  What was compiled goes with the function, and torch, which never lets go of
     a backend, is given a reference to `backend`, which the caller holds, where it is an object.
+    Code of the user's that the function runs, and in which the graph breaks, is compiled however
+    often others had it compiled before.
     """
+    _compile_again()
     code = call_forward.__code__.replace(co_name=f"_call_{name}")
     function = types.FunctionType(code, call_forward.__globals__)
     weakref.finalize(function, reset_code, code).atexit = False
     is_object = not isinstance(backend, str | types.FunctionType | types.MethodType)
     return torch.compile(
         function, backend=_referred_to(backend) if is_object else backend, dynamic=False)
+
+
+def _compile_again() -> None:
+    """Let torch compile code again that it compiled as often as its settings allow: from then on it
+    only runs what it has, or else the code as it is written, whatever the settings become.
+    """
+    for code in list(guard_failures):  # all that was ever compiled a second time
+        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -255,9 +255,6 @@ def test_control_flow_on_data_is_refused_and_its_place_named():
         capture(Case(Branch(), (torch.randn(4, 8),), torch.sum))
 
 
-# --- Refusals -------------------------------------------------------------------------------------
-
-
 COMPILED_TOO_OFTEN = """
 import torch, planner
 from tests.support.models import BUILDERS
@@ -265,25 +262,21 @@ case = BUILDERS["graph_break"]()
 for size in range(1, 4):
     with torch._dynamo.config.patch(recompile_limit=1):
         torch.compile(case.model, backend="eager", dynamic=False)(case.args[0][:, :8 * size])
-for _ in range(2):
-    try:
-        plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn)
-        print(len(plan.recipe.regions), "regions")
-    except planner.CaptureError as refusal:
-        print(refusal)
-    torch._dynamo.reset()
+plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn)
+print(len(plan.recipe.regions), "regions")
 """
 
 
 @pytest.mark.slow
-def test_what_torch_gave_up_on_is_told_and_so_is_the_remedy():
+def test_code_that_torch_has_compiled_as_often_as_it_may_is_captured():
     """In a process of its own: what torch gave up on it remembers."""
     done = subprocess.run([sys.executable, "-c", COMPILED_TOO_OFTEN], capture_output=True,
                           text=True, check=True, env={**os.environ, "PYTHONPATH": "."})
-    refusal, planned = done.stdout.splitlines()
-    assert "captured nothing" in refusal
-    assert "torch._dynamo.reset()" in refusal
-    assert planned == "2 regions"
+    assert "recompile_limit" in done.stderr
+    assert done.stdout == "2 regions\n"
+
+
+# --- Refusals -------------------------------------------------------------------------------------
 
 
 def test_nothing_to_train():
