@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -54,6 +53,11 @@ class MeasuredLoop:
         mine, theirs = (torch.cat([p.detach().double().flatten() for p in loop.model.parameters()])
                         for loop in (self, other))
         return float((mine - theirs).norm() / theirs.norm())
+
+    def loss_distances_from(self, other: MeasuredLoop) -> list[float]:
+        """Between the losses of each step, in parts of the other's."""
+        return [abs(mine - theirs) / abs(theirs)
+                for mine, theirs in zip(self.losses, other.losses, strict=True)]
 
 
 class MeasuredTraining:
@@ -105,14 +109,19 @@ class Trial:
             assert torch.equal(trained[name], value), name
 
     def check_near(self, make: Callable[[], nn.Module], train: Train) -> None:
-        """Losses, step by step, and the trained model are no farther from the plain ones than those
-        of torch's own graph capture."""
+        """Losses, step by step, and the trained model are near the plain run's.
+
+        Near is twice the distance that torch's own graph capture shows; for losses that of its
+        farthest step (in bfloat16 the distance of one step is chance), or one rounding of float32
+        where it shows none.
+        """
         captured = MeasuredLoop(make())
         torch.compiler.reset()
         captured.model.compile(backend="aot_eager")
         train(captured, None)
         allowed = 2 * captured.distance_from(self.plain)
         assert self.budgeted.distance_from(self.plain) <= allowed
-        plain = self.plain.losses
-        off = max(abs(loss - exact) for loss, exact in zip(captured.losses, plain, strict=True))
-        assert self.budgeted.losses == pytest.approx(plain, rel=1e-6, abs=2 * off)
+        rounding = torch.finfo(torch.float32).eps
+        allowed_loss = max(2 * max(captured.loss_distances_from(self.plain)), rounding)
+        distances = self.budgeted.loss_distances_from(self.plain)
+        assert max(distances) <= allowed_loss, (distances, allowed_loss)
