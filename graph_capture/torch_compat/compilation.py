@@ -23,11 +23,11 @@ import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._dynamo import lookup_backend as lookup_backend
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch._dynamo.utils import guard_failures
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -175,8 +175,8 @@ def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any
     that differ in nothing but their tensors share the compiled code: torch takes parameters for
     inputs of the code.  What was compiled goes with the function, and torch, which never lets go of
     a backend, is given a reference to `backend`, which the caller holds, where it is an object.
-    Code of the user's that the function runs, and in which the graph breaks, is compiled however
-    often others had it compiled before.
+    Code of the user's that the function runs, and in which the graph breaks, is compiled whatever
+    torch made of it for others before.
     """
     _compile_again()
     code = call_forward.__code__.replace(co_name=f"_call_{name}")
@@ -188,11 +188,14 @@ def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any
 
 
 def _compile_again() -> None:
-    """Let torch compile code again that it compiled as often as its settings allow: from then on it
-    only runs what it has, or else the code as it is written, whatever the settings become.
+    """Let torch compile code again that it has given up on for good, whoever ran it: because it was
+    compiled as often as the settings allow, or because a graph broke in a loop of it.  That of
+    `nn.Sequential` is such a loop, and one for every model.
     """
-    for code in list(guard_failures):  # all that was ever compiled a second time
-        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+    for reference in list(input_codes.seen):  # all that torch ever looked at
+        if (code := reference()) is not None:
+            set_code_exec_strategy(
+                code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:

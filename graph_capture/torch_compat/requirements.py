@@ -29,6 +29,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "compilation": (
         "torch._dynamo.backends.common.aot_autograd("
         "fw_compiler=, bw_compiler=, inference_compiler=, partition_fn=)",
+        "torch._dynamo.convert_frame.input_codes.seen",
         *_of("torch._dynamo.config", "accumulated_recompile_limit", "allow_empty_graphs",
              "allow_rnn", "automatic_dynamic_shapes", "ignore_logging_functions", "optimize_ddp",
              "patch", "recompile_limit", "suppress_errors"),
@@ -37,7 +38,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.lookup_backend(name)",
         *_of("torch._dynamo.types", "FrameAction.DEFAULT", "FrameExecStrategy"),
-        "torch._dynamo.utils.guard_failures",
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
              "InputMutationAOTOutput(mutated_input=)", "PlainAOTInput(idx=)"),
         "torch._functorch.compile_utils.fx_graph_cse(graph)",

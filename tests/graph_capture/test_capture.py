@@ -276,6 +276,39 @@ def test_code_that_torch_has_compiled_as_often_as_it_may_is_captured():
     assert done.stdout == "2 regions\n"
 
 
+BROKEN_IN_A_LOOP = """
+import torch, planner
+from torch import nn
+
+
+class Logged(nn.Module):
+    def __init__(self, breaks_inside):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        (self.layers[1] if breaks_inside else self.layers).register_forward_hook(self.log)
+
+    def log(self, module, inputs, output):
+        print(end="", flush=True)
+
+    def forward(self, x):
+        return self.layers(x).exp()
+
+
+x = torch.randn(4, 8)
+torch.compile(Logged(True), backend="eager")(x)
+plan = planner.plan(Logged(False), (x,))
+print(len(plan.recipe.regions), "regions")
+"""
+
+
+@pytest.mark.slow
+def test_code_in_a_loop_of_which_a_graph_broke_for_another_model_is_captured():
+    """In a process of its own.  The code is that of `nn.Sequential`."""
+    done = subprocess.run([sys.executable, "-c", BROKEN_IN_A_LOOP], capture_output=True,
+                          text=True, check=True, env={**os.environ, "PYTHONPATH": "."})
+    assert done.stdout == "2 regions\n"
+
+
 # --- Refusals -------------------------------------------------------------------------------------
 
 
