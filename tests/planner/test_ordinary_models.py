@@ -131,6 +131,8 @@ class Hooked(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 never captures the code of "
+                    "nn.Sequential by itself, where a hook has broken the graph before it")
 def test_hooks_that_log_values():
     check(Hooked, (torch.randn(64, 32),), 0.85)
 
