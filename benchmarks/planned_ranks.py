@@ -53,6 +53,7 @@ from planner.step.prepared import PreparedStep
 STEPS: dict[str, Callable[[], Workload]] = {
     **{name: partial(WORKLOADS[name], batch=8, sequence=128, width=128)
        for name in ("gpt2", "bert", "llama")},
+    "gpt2_deep": partial(WORKLOADS["gpt2"], batch=8, sequence=128, width=128, layers=12),
     "vit": partial(WORKLOADS["vit"], batch=8, width=128),
 }
 WRAPPERS: dict[str, Mapping[str, Any]] = {
