@@ -209,6 +209,63 @@ def test_a_saved_plan_on_ranks(tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def verified(rank: int, how: str) -> None:
+    """Before there is a plan in the model, under another one, and applied before it was wrapped."""
+    torch.manual_seed(rank)
+    ids = torch.randint(VOCAB, (8, 32))
+    batch = {"input_ids": ids, "labels": ids}
+    settings: dict[str, Any] = {"mixed": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+                                "bucket views": {"gradient_as_bucket_view": True}}.get(how, {})
+    kind = "ddp" if how == "bucket views" else "fsdp2"
+    plan = planner.plan(model(), batch, budget="70%", optimizer="adamw", output="dropped",
+                        time_limit=1, parallel=planner.DataParallel(kind, 2, **settings))
+    assert plan.recompute_flops > 0
+    net = wrap(model(), how)
+    for before in ("nothing",) if how == "mixed" else ("nothing", "another plan", "applied"):
+        if before == "another plan":
+            planner.within(net, "95%", time_limit=1)
+        elif before == "applied":
+            net = wrap(plan.apply(model()), how)
+        net(**batch).loss.backward()
+        gradients = [local(p.grad).clone() for p in net.parameters()]
+        state = torch.get_rng_state()
+        found = planner.verify(net, plan, batch)
+        assert found.ok, (before, str(found))
+        assert found.max_gradient_error == 0 or how == "mixed", found
+        assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-3), found
+        assert torch.equal(torch.get_rng_state(), state)
+        for gradient, parameter in zip(gradients, net.parameters(), strict=True):
+            assert torch.equal(gradient, local(parameter.grad))
+    if how == "fsdp2":
+        refused(net, plan, batch)
+
+
+def refused(net: nn.Module, plan: planner.Plan, batch: dict[str, torch.Tensor]) -> None:
+    def other(**ranks: Any) -> planner.Plan:
+        return planner.plan(model(), batch, time_limit=1, **ranks)
+
+    broken = model()
+    for module in broken.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    with pytest.raises(planner.PlanMismatch):
+        planner.verify(wrap(broken, "fsdp2"), plan, batch)
+    with pytest.raises(ValueError, match="one of 2 ranks, and the plan is for one device"):
+        planner.verify(net, other(), batch)
+    with pytest.raises(ValueError, match="2 ranks under fsdp2, and this model is on one device"):
+        planner.verify(model(), plan, batch)
+    for ranks, words in ((planner.DataParallel("ddp", 2), "for ddp, and this model is wrapped by"),
+                         (planner.DataParallel("fsdp2", 4), "for one of 4 ranks under fsdp2")):
+        with pytest.raises(planner.PlanMismatch, match=words):
+            planner.verify(net, other(parallel=ranks), batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["bucket views", "fsdp2", "mixed"])
+def test_a_plan_of_a_rank_is_verified_in_its_run(how):
+    on_ranks(verified, how)
+
+
 def of_two_models(rank: int) -> None:
     """In one group, and one of them is trained less later."""
     torch.manual_seed(0)

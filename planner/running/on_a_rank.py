@@ -1,0 +1,73 @@
+"""The two steps that `verify` compares, of a model as it is wrapped for many ranks.
+
+Nothing is copied, for wrappers hold on to the model: the plan's forward stands in the model itself
+while a planned step runs its forward, and the model's own while a plain one does, whatever plan the
+model may have already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import PlanMismatch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from planner.plans.plan import Plan
+
+Step = Callable[..., Any]
+"""The forward of a model's training step, of its arguments."""
+
+
+def steps_on_this_rank(model: nn.Module, plan: Plan) -> tuple[Step, Step, Callable[[], str | None]]:
+    """The forward without the plan, that with it, and why the last one did not run under it.
+
+    Raises `ValueError` where one of model and plan is for one device, and `PlanMismatch` where the
+    plan is for another run.
+    """
+    from apply.blocks import code_of
+    from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+    from graph_capture.module_forward import (
+        StandIn,
+        in_place_of_forward,
+        own_forward,
+        standing_in,
+    )
+    from planner.step.wrapped import other_ranks, parallel_of, unwrapped
+
+    found, planned_for = parallel_of(model), plan.parallel
+    if planned_for is None or found is None:
+        where = (f"this model is on one of {found.ranks} ranks, and the plan is for one device"
+                 if found is not None else
+                 f"the plan is for one of {planned_for.ranks} ranks under {planned_for.kind}, and "
+                 "this model is on one device" if planned_for is not None else "")
+        raise ValueError(
+            f"{where}, where a step takes another memory: verify the plan of a rank in its run, on "
+            "every rank, with the model as it is wrapped or sharded; or, before that, one that is "
+            'made by regions="blocks" and without parallel')
+    refusal = other_ranks(planned_for, model)
+    if not refusal and planned_for.is_replicated != found.is_replicated:
+        refusal = f"the plan is for {planned_for.kind}, and this model is wrapped by {found.kind}"
+    if refusal:
+        raise PlanMismatch(refusal)
+    target = unwrapped(model)
+    own, code = own_forward(target), code_of(target, plan.recipe)
+    if standing_in(target) is not None and not isinstance(vars(target).get("forward"), StandIn):
+        raise ValueError("something was wrapped around the planned forward of this model (as "
+                         "accelerate does for mixed precision): verify before that")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_distinct_tensors(args, {**dict(plan.recipe.overrides), **kwargs})
+        return code(target, own, *args, **kwargs)
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with in_place_of_forward(target, own):
+            return model(*args, **kwargs)
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        with in_place_of_forward(target, forward):
+            return model(*args, **kwargs)
+
+    return plain, planned, code.why_unplanned
