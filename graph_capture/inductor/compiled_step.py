@@ -47,6 +47,11 @@ class CompiledStep:
     backward_begins: int
     """How many of these there are before the backward."""
 
+    @property
+    def bytes_of(self) -> dict[str, int]:
+        """`by_category`, by the name of the kind."""
+        return {kind.value: size for kind, size in self.by_category.items()}
+
 
 @dataclass(frozen=True)
 class CompiledTracer:

@@ -94,6 +94,8 @@ class _Search:
         self.proposals = Proposals(form, effort)
         self.was_cut_off = False
         """Whether the time limit kept anything from being tried."""
+        self._beside: dict[bool, int] = {}
+        """What a whole step that did not fit took beside the account, by the order of kernels."""
         self.overstated_bytes = 0
         """By how much, at most, the problem's account was above that of the code; what Inductor
         does by itself, which is fullest elsewhere, left aside."""
@@ -165,6 +167,8 @@ class _Search:
             if whole.step.peak_bytes <= net_bytes:
                 return whole
             target_bytes -= whole.step.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
+            self._beside[found.recipe.strict_order] = (
+                whole.step.peak_bytes - self.form.net_peak_bytes(found.schedule))
         return None
 
     def confirmed(self, found: _Candidate) -> _Candidate:
@@ -233,7 +237,8 @@ class _Search:
         low, high = 0, self.form.net_peak_bytes(self.proposals.default)
         # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
         best: _Candidate | None = None
-        off_bytes: int | None = None  # what the code takes beside the problem's account
+        # What the code takes beside the problem's account.
+        off_bytes = self._beside.get(strict_order) if self._beside and self.is_late() else None
         margin, rounds, foreseen = int(_MARGIN * net_bytes), 0, 0
         while rounds < _ROUNDS:
             if best is not None and self.is_late():
@@ -370,7 +375,7 @@ def _make_plan(searches: Sequence[_Search], search: _Search, budget_bytes: int |
     return assemble_plan(
         prepared, form, budget_bytes, schedule=found.schedule,
         recipe=search.account.with_code(found.recipe),
-        account=form.budget.account(found.step.peak_bytes, _made(found.step)),
+        account=form.budget.account(found.step.peak_bytes, found.step.bytes_of),
         overhead=extra, overhead_bound=min(bound, extra),
         status="optimal" if is_proven else "feasible",
         solver=search.effort.solver, seconds=time.monotonic() - base.started,
@@ -386,13 +391,9 @@ def _least_cost(searches: Sequence[_Search], net_bytes: int) -> float:
     return min(search.proposals.least_cost_within(net_bytes + overstated) for search in searches)
 
 
-def _made(step: CompiledStep) -> dict[str, int]:
-    return {kind.value: size for kind, size in step.by_category.items()}
-
-
 def _describe(prepared: PreparedStep, step: CompiledStep) -> str:
     """What holds the memory of the smallest step that was found."""
-    memory = prepared.budget.with_resident(_made(step))
+    memory = prepared.budget.with_resident(step.bytes_of)
     parts = ", ".join(f"{category} {format_bytes(size)}"
                       for category, size in memory.items() if size)
     return f"At that minimum the compiled step holds {parts}."

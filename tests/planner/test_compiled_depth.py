@@ -130,6 +130,30 @@ def test_a_plan_says_that_the_time_limit_cut_the_search_off(deep):
     assert hasty.status == "feasible"
 
 
+def test_a_search_that_is_late_follows_no_further_try_where_the_whole_step_does_not_fit(
+    deep, monkeypatch
+):
+    default = plan_within(deep, None, EFFORT)
+    net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
+    search = _Search(deep, deep.base, EFFORT)
+    search.proposals.deadline = time.monotonic()
+    judge, confirmed, tries, wholes = search.judge, search.confirmed, [], []
+
+    def first_is_too_large(found):
+        whole = confirmed(found)
+        wholes.append(whole)
+        if len(wholes) > 1:
+            return whole
+        return replace(whole, step=replace(whole.step, peak_bytes=net + net // 50))
+
+    monkeypatch.setattr(search, "judge", lambda *args, **kwargs: (
+        tries.append(args) or judge(*args, **kwargs)))
+    monkeypatch.setattr(search, "confirmed", first_is_too_large)
+    found = search.within(net)
+    assert len(tries) == 1 and len(wholes) == 2 and search.was_cut_off
+    assert found.step.peak_bytes <= min(net, 0.99 * wholes[0].step.peak_bytes)
+
+
 def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_seen_beside(deep):
     search = _Search(deep, deep.base, EFFORT)
     schedule = search.proposals.default
