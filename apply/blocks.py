@@ -24,6 +24,7 @@ from apply.errors import PlanMismatch
 from apply.plan_backend import Fallback
 from apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
 from apply.recipe import OpKey, Recipe, RegionRecipe
+from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.model_state import remembered_state
 from graph_capture.module_forward import Forward, call_forward, in_place_of_forwards, own_forward
 
@@ -127,6 +128,15 @@ def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, *
         raise
     finally:
         code.is_trial = False
+
+
+def run_step(code: Code, recipe: Recipe, module: nn.Module, own: Forward | None,
+             args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
+    """The call `code(module, own, ...)` with the arguments as the recipe takes them; `is_trial`: as
+    `attempt` makes it."""
+    run = partial(attempt, code) if is_trial else code
+    args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
+    return run(module, own, *args, **kwargs)
 
 
 def check_blocks(model: nn.Module, recipe: Recipe) -> None:

@@ -17,18 +17,16 @@ import copyreg
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from apply.blocks import Code, attempt, code_of
+from apply.blocks import Code, code_of, run_step
 from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
 from apply.recipe import Recipe
 from apply.step_counts import StepCounts, reason_of_mode
-from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
@@ -146,9 +144,7 @@ class PlannedForward(CountingForward):
         if number not in self._codes:
             self._codes[number] = code_of(module, recipe)
         code = self._codes[number]
-        args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
-        run = partial(attempt, code) if is_trial else code
-        result = run(module, self.inner, *args, **kwargs)
+        result = run_step(code, recipe, module, self.inner, args, kwargs, is_trial=is_trial)
         self.steps.count(code.why_unplanned())
         return result
 

@@ -30,11 +30,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apply.blocks import attempt, code_of
+from apply.blocks import code_of, run_step
 from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
 from apply.planned_forward import CountingForward, can_be_pickled
-from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import Until
 from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss, UnmeasuredLoss, watch_output
@@ -218,12 +217,10 @@ class PlanningForward(CountingForward):
 
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *,
              is_trial: bool = False) -> Any:
-        run = partial(attempt, graph.code) if is_trial else graph.code
-        args, kwargs = with_distinct_tensors(
-            args, {**dict(graph.plan.recipe.overrides), **kwargs})
         before = graph.code.compilations
         try:
-            return run(self.__self__, self.inner, *args, **kwargs)
+            return run_step(graph.code, graph.plan.recipe, self.__self__, self.inner, args, kwargs,
+                            is_trial=is_trial)
         finally:
             if graph.code.compilations != before:
                 gc.collect()  # as after planning

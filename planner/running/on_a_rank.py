@@ -15,38 +15,44 @@ from planner.errors import PlanMismatch
 if TYPE_CHECKING:
     from torch import nn
 
+    from planner.arguments.parallel import DataParallel
     from planner.plans.plan import Plan
 
 Step = Callable[..., Any]
 """The forward of a model's training step, of its arguments."""
 
+Steps = tuple[Step, Step, Callable[[], str | None]]
+"""A step without the plan, one with it, and why the last one did not run under it."""
 
-def steps_on_this_rank(model: nn.Module, plan: Plan) -> tuple[Step, Step, Callable[[], str | None]]:
-    """The forward without the plan, that with it, and why the last one did not run under it.
+_REMEDY = (", where a step takes another memory: verify the plan of a rank in its run, on every "
+           "rank, with the model as it is wrapped or sharded; or, before that, one that is made "
+           'by regions="blocks" and without parallel')
+
+
+def steps_on_this_rank(model: nn.Module, found: DataParallel | None, plan: Plan) -> Steps:
+    """The steps of a model whose run is spread like `found` (`None`: over one device); plan
+    or model, or both, are of a run of many ranks.
 
     Raises `ValueError` where one of model and plan is for one device, and `PlanMismatch` where the
     plan is for another run.
     """
-    from apply.blocks import code_of
-    from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+    from apply.blocks import code_of, run_step
     from graph_capture.module_forward import (
         StandIn,
         in_place_of_forward,
         own_forward,
         standing_in,
     )
-    from planner.step.wrapped import other_ranks, parallel_of, unwrapped
+    from planner.step.wrapped import other_ranks, unwrapped
 
-    found, planned_for = parallel_of(model), plan.parallel
-    if planned_for is None or found is None:
-        where = (f"this model is on one of {found.ranks} ranks, and the plan is for one device"
-                 if found is not None else
-                 f"the plan is for one of {planned_for.ranks} ranks under {planned_for.kind}, and "
-                 "this model is on one device" if planned_for is not None else "")
-        raise ValueError(
-            f"{where}, where a step takes another memory: verify the plan of a rank in its run, on "
-            "every rank, with the model as it is wrapped or sharded; or, before that, one that is "
-            'made by regions="blocks" and without parallel')
+    planned_for = plan.parallel
+    if planned_for is None:
+        assert found is not None
+        raise ValueError(f"this model is on one of {found.ranks} ranks, and the plan is for one "
+                         f"device{_REMEDY}")
+    if found is None:
+        raise ValueError(f"the plan is for one of {planned_for.ranks} ranks under "
+                         f"{planned_for.kind}, and this model is on one device{_REMEDY}")
     refusal = other_ranks(planned_for, model)
     if not refusal and planned_for.is_replicated != found.is_replicated:
         refusal = f"the plan is for {planned_for.kind}, and this model is wrapped by {found.kind}"
@@ -59,15 +65,13 @@ def steps_on_this_rank(model: nn.Module, plan: Plan) -> tuple[Step, Step, Callab
                          "accelerate does for mixed precision): verify before that")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = with_distinct_tensors(args, {**dict(plan.recipe.overrides), **kwargs})
-        return code(target, own, *args, **kwargs)
+        return run_step(code, plan.recipe, target, own, args, kwargs)
 
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        with in_place_of_forward(target, own):
-            return model(*args, **kwargs)
+    def model_with(forward: Step | None) -> Step:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with in_place_of_forward(target, forward):
+                return model(*args, **kwargs)
 
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        with in_place_of_forward(target, forward):
-            return model(*args, **kwargs)
+        return step
 
-    return plain, planned, code.why_unplanned
+    return model_with(own), model_with(forward), code.why_unplanned

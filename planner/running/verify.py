@@ -27,7 +27,7 @@ from graph_capture.torch_compat import pytree
 from planner.arguments.inputs import split_inputs
 from planner.errors import PlanMismatch
 from planner.running.applying import apply, steps_of
-from planner.running.on_a_rank import Step, steps_on_this_rank
+from planner.running.on_a_rank import Step, Steps, steps_on_this_rank
 
 if TYPE_CHECKING:
     import torch
@@ -165,17 +165,8 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     ranks = parallel_of(model)
     on_a_rank = ranks is not None or plan.parallel is not None
     reuses_gradients = ranks is not None and ranks.gradient_as_bucket_view
-    unplanned: Step
-    planned: Step
-    if on_a_rank:
-        unplanned, planned, why_unplanned = steps_on_this_rank(model, plan)
-    else:
-        applied = planned = apply(model, plan)
-        unplanned = model if plan.backend == "eager" else _compiled(model, "inductor")
-
-        def why_unplanned() -> str | None:
-            return steps_of(applied).last_reason
-
+    unplanned, planned, why_unplanned = (
+        steps_on_this_rank(model, ranks, plan) if on_a_rank else _steps_on_one_device(model, plan))
     if model.training != plan.recipe.training:
         mode, now = ("train", "eval") if plan.recipe.training else ("eval", "train")
         raise PlanMismatch(f"the plan was made in {mode} mode and the model is in {now} mode: "
@@ -229,6 +220,12 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
         captured=captured,
         why_unplanned=why_unplanned(),
     )
+
+
+def _steps_on_one_device(model: nn.Module, plan: Plan) -> Steps:
+    planned = apply(model, plan)
+    unplanned = model if plan.backend == "eager" else _compiled(model, "inductor")
+    return unplanned, planned, lambda: steps_of(planned).last_reason
 
 
 def _compiled(model: nn.Module, backend: str, **options: Any) -> nn.Module:
