@@ -31,6 +31,8 @@ _ROW_WISE = frozenset({
     _aten._log_softmax_backward_data.default,
 })
 """Not pointwise, but each row of the gradient is reduced before any of it is overwritten."""
+_ADDING = {_aten.addmm.default: _aten.addmm_.default, _aten.baddbmm.default: _aten.baddbmm_.default}
+"""Matrix products added to their first operand."""
 
 
 def inplace_candidates(
@@ -140,8 +142,8 @@ class _Writer:
 
 @cache
 def _writer(target: OpOverload) -> _Writer | None:
-    if target is _aten.addmm.default:
-        return _Writer(_aten.addmm_.default, None, "")
+    if target in _ADDING:
+        return _Writer(_ADDING[target], None, "")
     if torch.Tag.pointwise not in target.tags and target not in _ROW_WISE:
         return None
     if torch.Tag.nondeterministic_seeded in target.tags or target is _aten.clone.default:

@@ -38,6 +38,8 @@ from graph_capture.joint_graph.replay import RUNS_ONCE
 from graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
+_ADDING = {_aten.mm.default: _aten.addmm.default, _aten.bmm.default: _aten.baddbmm.default}
+"""Matrix products, and those that add to something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,7 @@ class _Unrolling:
             begin, end = self._ranges[number]
             args[action.shape_argument] = layout.piece(node.meta["val"].shape, end - begin)
         made_of = (emit(node.target, *args, like=node, **fx.node.map_arg(node.kwargs, operand))
-                   if total is None else emit(_aten.addmm.default, total, *args, like=node))
+                   if total is None else emit(_ADDING[node.target], total, *args, like=node))
         made_of.meta[RUNS_ONCE] = self._scale is not None
         return made_of
 
@@ -284,7 +286,7 @@ class _Unrolling:
 
 def _is_added_by_product(node: fx.Node) -> bool:
     """Whether the op is a matrix product that can add to what is there without loss."""
-    return node.target is _aten.mm.default and node.meta["val"].itemsize >= 4
+    return node.target in _ADDING and node.meta["val"].itemsize >= 4
 
 
 def _added(emit: Emitter, total: fx.Node | None, piece: fx.Node, node: fx.Node) -> fx.Node:

@@ -19,46 +19,50 @@ from torch import fx
 
 from graph_capture.joint_graph.joint import JointGraph
 from graph_capture.joint_graph.pieces.part import Part, followed, is_possible, reads, unviewed
-from graph_capture.joint_graph.pieces.rows import Layout, Rows
+from graph_capture.joint_graph.pieces.rows import Layout, Rows, factors
 from graph_capture.joint_graph.walks import Choice, ancestors, descendants
 
 _aten = torch.ops.aten
+_PRODUCTS = ((_aten.mm.default, _aten.addmm.default), (_aten.bmm.default, _aten.baddbmm.default))
+"""Those of matrices, whose rows are the batch and the sequence, apart from those of batches of
+matrices, whose rows are the sequence alone."""
 _WIDENS = 2
 """How many times as wide as its operand's the rows of a product must be."""
 
 
 def find_inner_parts(joint: JointGraph, returned: Set[fx.Node], taken: Set[fx.Node]) -> list[Part]:
     """Parts between frontiers at most half as wide, without the nodes that are `taken`."""
-    entries = [node for node in joint.graph.nodes if node not in taken and _widens(node)]
-    layouts, actions = followed(joint, entries)
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
     early = ancestors(node for node in joint.forward_outputs if node is not None)
     whole = {unviewed(node) for node in returned}
     found: list[Part] = []
     gone = set(taken)
-    for wide in _connected(entries, layouts):
-        chosen = _with_readers(wide, lambda node: node in layouts and node in early)
-        chosen |= _with_readers(wide, lambda node: node in layouts and node not in early)
-        if chosen & gone or any(unviewed(node) in whole for node in wide) or any(
-                user not in chosen for node in wide for user in node.users):
-            continue
-        ours = sorted(chosen, key=order.__getitem__)
-        rows = next(layout.count(node.meta["val"].shape) for node in ours
-                    if isinstance(layout := layouts[node], Rows))
-        part = Part(rows, tuple(node for node in ours if node in early),
-                    tuple(node for node in ours if node not in early), layouts, actions)
-        if part.forward and is_possible(part, wide):
-            found.append(part)
-            gone |= chosen
+    for products in _PRODUCTS:
+        entries = [node for target in products
+                   for node in joint.graph.find_nodes(op="call_function", target=target)
+                   if node not in gone and _widens(node)]
+        layouts, actions = followed(joint, entries) if entries else ({}, {})
+        for wide in _connected(sorted(entries, key=order.__getitem__), layouts):
+            chosen = _with_readers(wide, lambda node: node in layouts and node in early)
+            chosen |= _with_readers(wide, lambda node: node in layouts and node not in early)
+            if chosen & gone or any(unviewed(node) in whole for node in wide) or any(
+                    user not in chosen for node in wide for user in node.users):
+                continue
+            ours = sorted(chosen, key=order.__getitem__)
+            rows = next(layout.count(node.meta["val"].shape) for node in ours
+                        if isinstance(layout := layouts[node], Rows))
+            part = Part(rows, tuple(node for node in ours if node in early),
+                        tuple(node for node in ours if node not in early), layouts, actions)
+            if part.forward and is_possible(part, wide):
+                found.append(part)
+                gone |= chosen
     return found
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether an op is a matrix product that makes rows wider."""
-    if node.target not in (_aten.mm.default, _aten.addmm.default):
-        return False
-    left = node.args[0] if node.target is _aten.mm.default else node.args[1]
-    (rows, width), inside = node.meta["val"].shape, left.meta["val"].shape[1]
+    """Whether a matrix product makes rows wider."""
+    left, _ = factors(node)
+    (rows, width), inside = node.meta["val"].shape[-2:], left.meta["val"].shape[-1]
     return rows > 1 and width >= _WIDENS * inside
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
-from graph_capture.joint_graph.pieces.rows import Action, Kind, Layout, Rows, action_of
+from graph_capture.joint_graph.pieces.rows import Action, Kind, Layout, Rows, action_of, by_rows
 from graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
@@ -104,10 +104,7 @@ def followed(joint: JointGraph, entries: Collection[fx.Node]
         if any(operand in layouts for operand in node.all_input_nodes):
             action = action_of(node, partial(known_to, node))
         elif node in entries:
-            left = node.args[0] if node.target is _aten.mm.default else node.args[1]
-            action = Action({left: Rows(0, 1), **dict.fromkeys(
-                (each for each in node.all_input_nodes if each is not left), Kind.WHOLE)},
-                (Rows(0, 1),))
+            action = by_rows(node)
         if action is not None and _can_be_cut(action, layouts):
             actions[node] = action
             layouts[node] = action.results[0] if len(action.results) == 1 else Kind.WHOLE

@@ -129,19 +129,24 @@ def _pointwise(node: fx.Node, known: Known) -> Action | None:
         return None
     operands: dict[fx.Node, Layout] = {}
     for operand in node.all_input_nodes:
-        value = operand.meta["val"]
-        if not isinstance(value, torch.Tensor):
+        layout = _broadcast(operand, found, result)
+        if layout is None or (layout is Kind.WHOLE and known(operand) is not None):
             return None
-        offset = len(result) - value.ndim
-        there = Rows(max(found.start - offset, 0), max(found.stop - offset, 0))
-        count = there.count(value.shape)
-        if count == found.count(result):
-            operands[operand] = there
-        elif count == 1 and known(operand) is None:
-            operands[operand] = Kind.WHOLE
-        else:
-            return None
+        operands[operand] = layout
     return Action(operands, (found,))
+
+
+def _broadcast(operand: fx.Node, rows: Rows, result: Sequence[int]) -> Layout | None:
+    """The layout of an operand that is broadcast to a result with these rows."""
+    value = operand.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return None
+    offset = len(result) - value.ndim
+    there = Rows(max(rows.start - offset, 0), max(rows.stop - offset, 0))
+    count = there.count(value.shape)
+    if count == rows.count(result):
+        return there
+    return Kind.WHOLE if count == 1 else None
 
 
 def _on_rows(rule: Callable[[fx.Node, fx.Node, Rows], Action | None]) -> Rule:
@@ -160,6 +165,8 @@ def _view(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     shape, result = _shape(source), _shape(node)
     before, count = math.prod(shape[:rows.start]), rows.count(shape)
     for start in range(len(result)):
+        if rows.start and result[start] == 1:
+            continue  # as in front of the rows as it was before
         for stop in range(start + 1, len(result) + 1):
             if math.prod(result[:start]) == before and math.prod(result[start:stop]) == count:
                 return Action({source: rows}, (Rows(start, stop),), shape_argument=1)
@@ -258,8 +265,21 @@ def _total(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     return Action({source: rows}, (Kind.SUM,))
 
 
+def factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The two matrices, or batches of them, that a product multiplies."""
+    left, right = node.args[:2] if node.target in _PRODUCTS_ALONE else node.args[1:3]
+    return left, right
+
+
+def by_rows(node: fx.Node) -> Action | None:
+    """How a matrix product acts on the rows of its left operand."""
+    left = factors(node)[0]
+    dimension = len(_shape(node)) - 2
+    return action_of(node, {left: Rows(dimension, dimension + 1)}.get)
+
+
 def _mm(node: fx.Node, known: Known) -> Action | None:
-    left, right = node.args[-2:] if node.target is _aten.mm.default else node.args[1:3]
+    left, right = factors(node)
     mine, theirs = known(left), known(right)
     bias = () if node.target is _aten.mm.default else (node.args[0],)
     if any(known(b) is not None or len(_shape(b)) != 1 for b in bias):
@@ -274,6 +294,25 @@ def _mm(node: fx.Node, known: Known) -> Action | None:
     if (mine == Rows(1, 2) and theirs in (None, Rows(0, 1))) or (
             mine is None and theirs == Rows(0, 1)):
         return Action({left: Rows(1, 2), right: Rows(0, 1)}, (Kind.SUM,))
+    return None
+
+
+def _bmm(node: fx.Node, known: Known) -> Action | None:
+    """By matrices, by the rows of the left ones or the columns of the right ones, or as a sum over
+    what is multiplied."""
+    left, right = factors(node)
+    if known(left) is known(right) is None:
+        return None
+    for of_left, of_right, of_result in _BATCHED:
+        if known(left) not in (None, of_left) or known(right) not in (None, of_right):
+            continue
+        operands: dict[fx.Node, Layout] = {left: of_left, right: of_right}
+        if node.target in _PRODUCTS_ALONE:
+            return Action(operands, (of_result,))
+        added = (_broadcast(node.args[0], of_result, _shape(node))
+                 if isinstance(of_result, Rows) else None)
+        if added is not None and known(node.args[0]) in (None, added):
+            return Action({**operands, node.args[0]: added}, (of_result,))
     return None
 
 
@@ -300,6 +339,12 @@ def _nll_loss(node: fx.Node, known: Known) -> Action | None:
     return Action(operands, (Rows(0, 1),))
 
 
+_PRODUCTS_ALONE = frozenset({_aten.mm.default, _aten.bmm.default})
+"""To which nothing is added."""
+_BATCHED: tuple[tuple[Layout, Layout, Layout], ...] = (
+    (Rows(0, 1), Rows(0, 1), Rows(0, 1)), (Rows(1, 2), Kind.WHOLE, Rows(1, 2)),
+    (Kind.WHOLE, Rows(2, 3), Rows(2, 3)), (Rows(2, 3), Rows(1, 2), Kind.SUM))
+"""The layouts of the left and the right operand and of the result of batched products."""
 _SUMS = frozenset({_aten.sum.dim_IntList})
 _OF_SUMS = frozenset({_aten._to_copy.default, _aten.t.default, _aten.permute.default,
                       _aten.transpose.int, _aten.view.default, _aten._unsafe_view.default})
@@ -313,7 +358,8 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_aten.clone.default, _aten._to_copy.default, _aten.detach.default,
                      _aten.alias.default, _aten.zeros_like.default, _aten.ones_like.default,
                      _aten.full_like.default, _aten.empty_like.default), _pointwise),
-    **dict.fromkeys((_aten._log_softmax.default, _aten._softmax.default), _along(1)),
+    **dict.fromkeys((_aten._log_softmax.default, _aten._softmax.default,
+                     _aten._safe_softmax.default), _along(1)),
     **dict.fromkeys((_aten._log_softmax_backward_data.default,
                      _aten._softmax_backward_data.default), _along(2, tensors=(0, 1))),
     _aten.gather.default: _along(1, tensors=(0, 2)),
@@ -323,5 +369,6 @@ _RULES: dict[Any, Rule] = {
                      _aten.amin.default, _aten.logsumexp.default), _reduction),
     _aten.sum.default: _total,
     **dict.fromkeys((_aten.mm.default, _aten.addmm.default), _mm),
+    **dict.fromkeys((_aten.bmm.default, _aten.baddbmm.default), _bmm),
     **dict.fromkeys((_aten.nll_loss_forward.default, _aten.nll_loss_backward.default), _nll_loss),
 }
