@@ -164,6 +164,17 @@ def test_softmax_gradients_are_written_over_either_operand(target, shape, dim, d
     assert check_every_candidate(target, (gradient, output, dim, dtype)) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "inside", "columns"), [(7, 3, 9), (128, 200, 64), (33, 40, 1)])
+def test_products_are_added_to_their_first_operand(rows, inside, columns, dtype):
+    torch.manual_seed(0)
+    total, left, right = (torch.randn(4, *shape).to(dtype) for shape in (
+        (rows, columns), (rows, inside), (inside, columns)))
+    assert check_every_candidate(aten.baddbmm.default, (total, left, right)) == 1
+    matrices = tuple(batch[0].clone() for batch in (total, left, right))
+    assert check_every_candidate(aten.addmm.default, matrices) == 1
+
+
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 1000, 40_000])
 def test_sizes_around_the_vector_width(size):
     values = torch.linspace(-3, 3, size)

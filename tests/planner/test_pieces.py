@@ -1,4 +1,4 @@
-"""`allow=("recompute", "chunk")`: a loss head that runs in pieces."""
+"""`allow=("recompute", "chunk")`: a loss head, and the wide insides of layers, run in pieces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
+from apply.errors import PlanMismatch
 from apply.unmade_output import OutputNotMade
 from graph_capture.memory.allocator import record_peak
 from planner.api import capture
 from planner.plans.file import load
-from tests.support.models import bert, gpt2, t5
+from tests.support.models import bert, gpt2, llama, t5
 from tests.support.training import apply_schedule, random_schedule
 
 ALLOW = ("recompute", "chunk")
@@ -241,6 +242,102 @@ def test_what_only_the_backward_needs_of_a_layer_is_made_there():
     assert [op.phase.value for op in cubes].count("backward") == 4 * layers == len(cubes) / 2
     with pytest.raises(planner.InfeasibleBudget):
         planner.plan(case.model, case.inputs, budget="1kB")
+
+
+class Attention(nn.Module):
+    """Attention of two layers, each op by itself, with something added to the scores, of which
+    gradients may be wanted."""
+
+    def __init__(self, added: torch.Tensor, learned: bool, heads: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = heads
+        self.added = nn.Parameter(added, requires_grad=learned)
+        self.ins = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.outs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        for into, out in zip(self.ins, self.outs, strict=True):
+            queries, keys, values = (each.unflatten(2, (self.heads, -1)).transpose(1, 2)
+                                     for each in into(hidden).chunk(3, 2))
+            scores = queries @ keys.transpose(2, 3) / 3 + self.added
+            found = scores.softmax(3) @ values
+            hidden = hidden + out(found.transpose(1, 2).flatten(2))
+        return {"loss": hidden.pow(2).mean()}
+
+
+@pytest.mark.parametrize(("batch", "heads", "shape", "learned"), [
+    (3, 4, (1, 1), False), (3, 4, (3, 1), False), (3, 4, (1, 4), True), (1, 4, (1, 1), False),
+    (1, 1, (1, 1), False)])
+def test_attention_in_pieces(batch, heads, shape, learned):
+    """With masks of each sequence or of all, and with a learned bias of each head."""
+    torch.manual_seed(1)
+    length = 10 * WIDTH
+    added = torch.randn(*shape, length, length)
+    if not learned:
+        added = added.masked_fill(torch.ones(length, length).triu(1).bool(), -1e9)
+    model = Attention(added, learned, heads)
+    inputs = {"hidden": torch.randn(batch, length, WIDTH)}
+    step = capture(model, inputs, allow=ALLOW, output="dropped")
+    whole, form = step.forms
+    assert form.inner_pieces == 4
+    products = [op.phase.value for op in form.graph.ops if "bmm" in op.target]
+    assert products.count("forward") == 2 * 2 * 4 and products.count("backward") == 2 * 4 * 4
+    plain = copy.deepcopy(model)
+    for schedule in (form.problem.keep_all_schedule, random_schedule(form.problem, 0, 0.5)):
+        planned, timeline = apply_schedule(
+            type("Of", (), {"model": model, "inputs": inputs}), step, schedule, form)
+        assert distance(gradients(planned, inputs), gradients(plain, inputs)) < 1e-6
+        assert peak_of(planned, inputs, held=False) == timeline.peak_bytes
+    of_scores = 4 * batch * heads * length * length
+    assert whole.floor_bytes - form.floor_bytes > of_scores
+
+
+@pytest.mark.parametrize(("length", "dropout"), [(10 * WIDTH, 0.1), (8, 0.0)])
+def test_attention_that_stays_whole(length, dropout):
+    """Where random numbers are drawn inside of it, and where nothing is wide."""
+    model = nn.MultiheadAttention(WIDTH, 4, dropout, batch_first=True)
+    hidden = torch.randn(2, length, WIDTH)
+    inputs = {"query": hidden, "key": hidden, "value": hidden}
+    step = capture(model, inputs, loss_fn=lambda output: output[0].pow(2).mean(), allow=ALLOW)
+    assert len(step.forms) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gpt2, llama, t5])
+def test_attention_of_transformers_takes_less(make):
+    """Where it is not fused, and the scores outweigh all else."""
+    options = {} if make is llama else {"dropout": 0.0}
+    case = make(batch=4, seq=256, width=32, vocab=100, **options)
+    case.model.set_attn_implementation("eager")
+    found = {}
+    for allow in (("recompute",), ALLOW):
+        with pytest.raises(planner.InfeasibleBudget) as refused:
+            planner.plan(case.model, case.inputs, budget=1, output="dropped", allow=allow)
+        found[allow] = refused.value.minimum_bytes
+    assert found[ALLOW] < 0.6 * found["recompute",]
+    plan = planner.plan(case.model, case.inputs, budget=found[ALLOW], output="dropped",
+                        allow=ALLOW, time_limit=5)
+    planned = plan.apply(copy.deepcopy(case.model))
+    assert distance(gradients(planned, case.inputs), gradients(case.model, case.inputs)) < 1e-6
+    assert planner.verify(case.model, plan, case.inputs).ok
+
+
+def test_a_plan_with_attention_in_pieces_serves_shorter_sequences():
+    """As long as attention is wide in them; where it is not, its ops are others."""
+    case = gpt2(layers=1, batch=3, seq=256, width=32, vocab=100, dropout=0.0)
+    case.model.set_attn_implementation("eager")
+    with pytest.raises(planner.InfeasibleBudget) as refused:
+        planner.plan(case.model, case.inputs, budget=1, allow=ALLOW)
+    plan = planner.plan(case.model, case.inputs, budget=refused.value.minimum_bytes, allow=ALLOW,
+                        time_limit=1)
+    assert plan.recipe.inner_pieces > 1
+    planned = plan.apply(copy.deepcopy(case.model))
+    for rows, length in ((3, 256), (2, 256), (3, 101)):
+        inputs = {name: value[:rows, :length] for name, value in case.inputs.items()}
+        assert distance(gradients(planned, inputs), gradients(case.model, inputs)) < 1e-6
+    with pytest.raises(PlanMismatch):
+        planned(**{name: value[:, :9] for name, value in case.inputs.items()})
 
 
 @pytest.mark.slow

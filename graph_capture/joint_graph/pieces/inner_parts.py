@@ -1,4 +1,4 @@
-"""The wide insides of layers that can run in pieces: an MLP between two narrow frontiers.
+"""The wide insides of layers that can run in pieces: MLPs and attention, between narrow frontiers.
 
 Each begins at the matrix products that make rows wider, in the forward and in the backward, and
 holds what is as wide and connected with them, with the ops that read it: from the residual stream
@@ -6,8 +6,15 @@ before an MLP to the one behind, and the same way back.  The gradient comes from
 and backward cannot run together, as they do for a loss (`part`): each runs in pieces of its own,
 and the schedule decides what of a piece is kept for the backward and what is computed again.
 
+Attention outside of fused kernels is such a part: its scores, a row for each query, are made by a
+product of batches of matrices, and so wide where there are many keys.  Its rows are the queries, of
+all sequences and heads at once, so that a mask or a bias may be shared by either; gradients of keys
+and values are sums over them.
+
 Blind spots: where something as wide is read outside, or a random op stands between, as dropout
-inside of an MLP, nothing is gained and there is no part.
+inside of an MLP, nothing is gained and there is no part.  So it is with the gradient of a bias with
+as many elements as the scores (that of one sequence alone, or of each).  Scores with the keys
+first, one row for each, have no rule behind them: their softmax is over rows.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from torch import fx
 from graph_capture.joint_graph.joint import JointGraph
 from graph_capture.joint_graph.pieces.part import Part, followed, is_possible, reads, unviewed
 from graph_capture.joint_graph.pieces.rows import Layout, Rows, factors
-from graph_capture.joint_graph.walks import Choice, ancestors, descendants
+from graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
 _PRODUCTS = ((_aten.mm.default, _aten.addmm.default), (_aten.bmm.default, _aten.baddbmm.default))
@@ -38,13 +45,12 @@ def find_inner_parts(joint: JointGraph, returned: Set[fx.Node], taken: Set[fx.No
     found: list[Part] = []
     gone = set(taken)
     for products in _PRODUCTS:
-        entries = [node for target in products
-                   for node in joint.graph.find_nodes(op="call_function", target=target)
-                   if node not in gone and _widens(node)]
+        entries = [node for node in order if node.target in products and node not in gone
+                   and _widens(node)]
         layouts, actions = followed(joint, entries) if entries else ({}, {})
-        for wide in _connected(sorted(entries, key=order.__getitem__), layouts):
-            chosen = _with_readers(wide, lambda node: node in layouts and node in early)
-            chosen |= _with_readers(wide, lambda node: node in layouts and node not in early)
+        forward, backward = layouts.keys() & early, layouts.keys() - early
+        for wide in _connected(entries, layouts):
+            chosen = _with_readers(wide, forward) | _with_readers(wide, backward)
             if chosen & gone or any(unviewed(node) in whole for node in wide) or any(
                     user not in chosen for node in wide for user in node.users):
                 continue
@@ -92,9 +98,9 @@ def _connected(entries: list[fx.Node], layouts: dict[fx.Node, Layout]
         yield wide
 
 
-def _with_readers(wide: set[fx.Node], inside: Choice) -> set[fx.Node]:
+def _with_readers(wide: set[fx.Node], half: Set[fx.Node]) -> set[fx.Node]:
     """Of one half of the step, what is wide, what lies between, and what reads it."""
-    mine = set(filter(inside, wide.union(*(node.users for node in wide))))
-    before = ancestors(wide, inside)
-    return {node for node in descendants(mine, inside)
+    mine = wide.union(*(node.users for node in wide)) & half
+    before = ancestors(wide, half.__contains__)
+    return {node for node in descendants(mine, half.__contains__)
             if node in before or reads(node, wide)}
