@@ -90,15 +90,16 @@ def llama(*, batch: int = 8, sequence: int = 192, layers: int = LAYERS, width: i
     return Workload("llama", model.train(), {"input_ids": ids, "labels": ids})
 
 
-def t5(*, batch: int = 8, sequence: int = 128, dropout: float = 0.1) -> Workload:
+def t5(*, batch: int = 8, sequence: int = 128, dropout: float = 0.1, width: int = WIDTH,
+       vocabulary: int = VOCABULARY) -> Workload:
     """T5: as many layers in the encoder as in the decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(T5Config(
-        num_layers=LAYERS // 2, d_model=WIDTH, d_kv=WIDTH // 8, d_ff=4 * WIDTH, num_heads=8,
-        vocab_size=VOCABULARY, dropout_rate=dropout, use_cache=False, decoder_start_token_id=0))
-    ids = torch.randint(0, VOCABULARY, (batch, sequence))
+        num_layers=LAYERS // 2, d_model=width, d_kv=width // 8, d_ff=4 * width, num_heads=8,
+        vocab_size=vocabulary, dropout_rate=dropout, use_cache=False, decoder_start_token_id=0))
+    ids = torch.randint(0, vocabulary, (batch, sequence))
     return Workload("t5", model.train(), {"input_ids": ids, "labels": ids})
 
 

@@ -1,4 +1,4 @@
-"""Parts of a step run in pieces: the loss head of a language model, a number of rows at a time.
+"""Parts of a step run in pieces: loss heads and insides of layers, a number of rows at a time.
 
 The smallest peak of a language model is its logits, with their log-softmax and its gradient: no
 placement of checkpoints lowers it.  Run a piece of the rows at a time, as fused and chunked losses
