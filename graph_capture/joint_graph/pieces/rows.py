@@ -1,9 +1,10 @@
 """How an op acts on rows: which of its operands are cut into pieces if its result is.
 
 The model of the world: *rows* are some adjacent dimensions of a tensor, taken together (batch and
-sequence; in attention the queries, of which each sequence and head has as many).  An op acts on rows if a piece of its result needs no more than the same piece of some
-operands and all of the others; or if its result is a sum over rows, to which each piece adds.  A
-piece of a tensor keeps its number of dimensions: all dimensions of the rows but the last become 1.
+sequence; in attention the queries, of which each sequence and head has as many).  An op acts on
+rows if a piece of its result needs no more than the same piece of some operands and all of the
+others; or if its result is a sum over rows, to which each piece adds.  A piece of a tensor keeps
+its number of dimensions: all dimensions of the rows but the last become 1.
 
 Blind spots: an op without a rule here ends the part; random ops have none, since in pieces they
 would draw other numbers.
