@@ -267,8 +267,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(("batch", "heads", "shape", "learned"), [
-    (3, 4, (1, 1), False), (3, 4, (3, 1), False), (3, 4, (1, 4), True), (1, 4, (1, 1), False),
-    (1, 1, (1, 1), False)])
+    (3, 4, (1, 1), False), (3, 4, (3, 1), False), (3, 4, (1, 4), True), (1, 1, (1, 1), False)])
 def test_attention_in_pieces(batch, heads, shape, learned):
     """With masks of each sequence or of all, and with a learned bias of each head."""
     torch.manual_seed(1)
