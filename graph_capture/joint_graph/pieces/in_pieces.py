@@ -35,7 +35,7 @@ from graph_capture.joint_graph.pieces.inner_parts import find_inner_parts
 from graph_capture.joint_graph.pieces.means import means_to_sums
 from graph_capture.joint_graph.pieces.part import Part, find_part, unviewed
 from graph_capture.joint_graph.pieces.rows import Kind, Rows
-from graph_capture.joint_graph.pieces.totals import added, added_product, rounded
+from graph_capture.joint_graph.pieces.totals import added, added_product, ops_behind_sum, whole_of
 from graph_capture.joint_graph.replay import RUNS_ONCE
 from graph_capture.joint_graph.walks import ancestors, descendants
 
@@ -202,26 +202,32 @@ class _Unrolling:
         handed_on = [node for node in nodes if any(
             user not in every or (user not in ours and self._part.layouts[node] is Kind.SUM)
             for user in node.users)]
+        summed = {node: ops_behind_sum(node, ours) for node in handed_on
+                  if self._part.layouts[node] is Kind.SUM}
+        sources = {ops[0] for ops in summed.values()}
+        of_totals = {op for ops in summed.values() for op in ops[1:]}
         totals: dict[fx.Node, fx.Node] = {}
         for number in range(len(self._ranges)):
             for node in nodes:
-                is_sum = node in handed_on and self._part.layouts[node] is Kind.SUM
-                if is_sum and node.target is _aten.mm.default and ours.isdisjoint(node.users):
+                if node in of_totals:
+                    continue
+                if (node in sources and node.target is _aten.mm.default
+                        and of_totals.issuperset(ours.intersection(node.users))):
                     totals[node] = self._product(emit, node, number, ours, totals.get(node))
                     continue
                 self._made[number][node] = self._piece(emit, node, number, ours)
-                if is_sum:
+                if node in sources:
                     totals[node] = added(emit, totals.get(node), self._made[number][node], node)
         late = descendants((self._scale,)) if self._scale is not None else set()
         for node in handed_on:
-            whole = (rounded(emit, totals[node], node) if node in totals
+            whole = (whole_of(emit, totals[summed[node][0]], summed[node]) if node in summed
                      else self._together(emit, node))
             self._whole[node] = whole
             users = [user for user in node.users if user not in every]
             if node in late and users:
                 assert self._scale is not None
-                place = min(users, key=list(self._graph.nodes).index)
-                whole = Emitter(self._graph, place)(
+                # Where it stood: at the end, the gradients of all layers are there besides.
+                whole = Emitter(self._graph, node)(
                     _aten.mul.Tensor, whole, self._scale, like=node)
             self._stands_for[whole] = node
             for user in users:

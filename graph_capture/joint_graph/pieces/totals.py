@@ -2,15 +2,15 @@
 
 Sums of less than 32 bits are added up in float32, and rounded once.  Where the sum is of matrix
 products, as gradients of weights are, a product adds itself to the total, which takes no memory of
-its own.  One of bfloat16 or float16 is made in float32 for that on a CPU, where what it reads is less
-than what it makes: there the piece would be made, and in front of the addition converted, each time
-as large as the weight, which takes longer than a product of few rows in float32.  On a GPU that is
-the slow one, and an addition converts as it reads.
+its own.  One of bfloat16 or float16 is made in float32 for that on a CPU, where what it reads is
+less than what it makes: there the piece would be made, and in front of the addition converted, each
+time as large as the weight, which takes longer than a product of few rows in float32.  On a GPU
+that is the slow one, and an addition converts as it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +30,7 @@ def added(emit: Emitter, total: fx.Node | None, piece: fx.Node, like: fx.Node) -
     return emit(_aten.add.Tensor, total, piece, like=like)
 
 
-def rounded(emit: Emitter, total: fx.Node, node: fx.Node) -> fx.Node:
-    """The sum as `node` would have made it."""
-    dtype = node.meta["val"].dtype
-    return total if total.meta["val"].dtype is dtype else emit(
-        _aten._to_copy.default, total, like=node, dtype=dtype)
-
-
-def added_product(emit: Emitter, total: fx.Node | None, operands: Collection[fx.Node],
+def added_product(emit: Emitter, total: fx.Node | None, operands: Sequence[fx.Node],
                   made: Collection[fx.Node], like: fx.Node) -> tuple[fx.Node, fx.Node]:
     """A piece of a matrix product, and the sum of it and those before it; one op where it adds
     itself.  `made`: what the piece has made before."""
@@ -51,6 +44,28 @@ def added_product(emit: Emitter, total: fx.Node | None, operands: Collection[fx.
     product = (emit(like.target, *operands, like=like) if total is None
                else emit(_aten.addmm.default, total, *operands, like=like))
     return product, product
+
+
+def ops_behind_sum(node: fx.Node, ours: Collection[fx.Node]) -> tuple[fx.Node, ...]:
+    """What is added up for `node`, a sum that these ops make, and what then makes it of the total:
+    where it is cast to float32, as autocast casts gradients of weights, what is cast, views of it
+    and the cast; else nothing but itself."""
+    ops = [node]
+    while (ops[0] is node or is_view(ops[0])) and len(ops[0].all_input_nodes) == 1 and (
+            (source := ops[0].all_input_nodes[0]) in ours and len(source.users) == 1):
+        ops.insert(0, source)
+    is_cast = (node.target is _aten._to_copy.default and _is_short(ops[0])
+               and node.meta["val"].dtype is torch.float32)
+    return tuple(ops) if is_cast and not any(user in ours for user in node.users) else (node,)
+
+
+def whole_of(emit: Emitter, total: fx.Node, ops: Sequence[fx.Node]) -> fx.Node:
+    """What the ops behind a sum make of the total, rounded as they round it."""
+    for view in ops[1:-1]:
+        total = emit(view.target, total, *view.args[1:], like=view, **view.kwargs)
+    dtype = ops[-1].meta["val"].dtype
+    return total if total.meta["val"].dtype is dtype else emit(
+        _aten._to_copy.default, total, like=ops[-1], dtype=dtype)
 
 
 def _is_short(node: fx.Node) -> bool:
