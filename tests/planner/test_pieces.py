@@ -14,7 +14,9 @@ import planner
 from apply.unmade_output import OutputNotMade
 from graph_capture.memory.allocator import record_peak
 from planner.api import capture
+from planner.arguments.planning import Planning
 from planner.plans.file import load
+from planner.sizes.sized_steps import SizedSteps
 from tests.support.models import bert, gpt2, t5
 from tests.support.training import apply_schedule, random_schedule
 
@@ -268,3 +270,18 @@ def test_choices_are_checked():
         planner.plan(model, inputs, allow=("chunk",))
     with pytest.raises(ValueError, match='is for backend="eager"'):
         planner.plan(model, inputs, allow=ALLOW, backend="inductor")
+
+
+def test_the_plain_step_of_a_size_is_captured_without_pieces():
+    """For the largest batch, pieces are made only where a plan is looked for."""
+    def made(count: int) -> dict[str, torch.Tensor]:
+        return {"ids": torch.zeros(count, LENGTH, dtype=torch.long),
+                "labels": torch.zeros(count, LENGTH, dtype=torch.long)}
+
+    steps = SizedSteps(Head(), made, Planning(allow=ALLOW, output="dropped"), what="batch")
+    plain = steps.plain_at(2)
+    assert max(form.pieces for form in plain.forms) == 1
+    whole = steps.at(2)
+    assert max(form.pieces for form in whole.forms) > 1
+    assert steps.plain_at(2) is whole is steps.at(2) and list(steps.captured) == [2]
+    assert plain.baseline_peak_bytes == whole.baseline_peak_bytes
