@@ -201,7 +201,7 @@ class _Counsel:
                       tuple(sorted(self.steps.skipped.items())))
 
     def _fits_plainly(self, micro_batch: int) -> bool | None:
-        step = self.steps.at(micro_batch)
+        step = self.steps.plain_at(micro_batch)
         return None if step is None else step.plain_bytes <= self.budget_bytes
 
     def _guess(self, divisors: Sequence[int]) -> float | None:
@@ -211,7 +211,7 @@ class _Counsel:
         return None if reached is None else bisect.bisect_right(divisors, reached)
 
     def _plain(self, micro_batch: int) -> Choice | None:
-        step = self.steps.at(micro_batch)
+        step = self.steps.plain_at(micro_batch)
         if step is None or not self._fits_plainly(micro_batch):
             return None
         return Choice(micro_batch, self._accumulation(micro_batch), step.baseline_peak_bytes, 0.0,

@@ -237,7 +237,7 @@ class _Search:
         return self._result(plain, planned, plan)
 
     def _plain_fits(self, number: int) -> bool | None:
-        step = self.steps.at(number * self.wishes.multiple_of)
+        step = self.steps.plain_at(number * self.wishes.multiple_of)
         if step is None:
             return None
         fits = step.plain_bytes <= self.budget_bytes
@@ -276,7 +276,7 @@ class _Search:
                 f"{format_fraction(self.wishes.overhead or 0.0)} extra time: the best plan found "
                 f"for {size} takes {format_fraction(least)}; allow more overhead, or a larger "
                 f"budget (without extra time {enough:,} bytes)")
-        found = refusal(step, self.budget_bytes, self.effort)
+        found = refusal(self.steps.at(size) or step, self.budget_bytes, self.effort)
         return InfeasibleBudget(
             self.budget_bytes, found.minimum_bytes, found.bottleneck,
             f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes, with a plan or "

@@ -2,8 +2,9 @@
 
 The model of the world: a trial is dear (a capture, a plan), what is tried holds up to some number
 and not beyond, and the caller can guess where that is from the trials so far.  So guesses are
-followed while they close in, and the interval is halved where they do not.  A trial may have no
-answer (a shape that cannot be captured): then neighbours are tried in its place.
+followed while they close in, and the interval is halved where they do not, or where a trial has
+refuted them.  A trial may have no answer (a shape that cannot be captured): then neighbours are
+tried in its place.
 
 Blind spot: where what is tried holds again beyond a number at which it does not, the answer is one
 of the boundaries: it holds there, and not at the next number.
@@ -84,7 +85,7 @@ class _Search:
         if halve:
             return (low + ceiling) // 2
         target = self._guess()
-        if target is None:
+        if target is None or (high is not None and target >= high):  # no idea, or refuted
             target = 2 * low if high is None else (low + high) / 2
         farthest = ceiling - 1 if high is not None else min(ceiling - 1, _FARTHEST * low)
         return max(low + 1, min(int(min(target, 2.0 ** 62)), farthest))

@@ -1,4 +1,4 @@
-"""Steps of one model at several sizes (batch, sequence), each captured once.
+"""Steps of one model at several sizes (batch, sequence), each captured as few times as can be.
 
 The user gives a function from a size to the inputs of a step of that size.  A size at which the
 step cannot be captured is passed over, and the reason kept; a function that makes no inputs, or the
@@ -57,6 +57,7 @@ class SizedSteps:
         self._accumulation_of = accumulation_of
         self.planning = planning
         self._steps: dict[int, PreparedStep | None] = {}
+        self._plain: set[int] = set()  # sizes whose step was captured without pieces
         self.skipped: dict[int, str] = {}
         """Sizes at which the step cannot be captured, with the reason."""
 
@@ -71,13 +72,25 @@ class SizedSteps:
         Raises `TypeError` where `make_inputs` returns no inputs, and `ValueError` where it returns
         the same for two sizes.
         """
-        if size not in self._steps:
-            if self._progress is not None:
-                self._progress(f"capturing a {self._what} of {size}")
-            self._steps[size] = self._capture(size)
+        if size not in self._steps or size in self._plain:
+            self._plain.discard(size)
+            self._steps[size] = self._capture(size, self.planning)
         return self._steps[size]
 
-    def _capture(self, size: int) -> PreparedStep | None:
+    def plain_at(self, size: int) -> PreparedStep | None:
+        """As `at`, for what is said of the plain step: forms in pieces, which take as long to make
+        as the rest, may be left out."""
+        if size in self._steps or not self.planning.pieces:
+            return self.at(size)
+        allow = tuple(choice for choice in self.planning.allow if choice != "chunk")
+        step = self._steps[size] = self._capture(size, replace(self.planning, allow=allow))
+        if step is not None:
+            self._plain.add(size)
+        return step
+
+    def _capture(self, size: int, planning: Planning) -> PreparedStep | None:
+        if self._progress is not None:
+            self._progress(f"capturing a {self._what} of {size}")
         loss_fn = self.planning.loss_fn
         try:
             inputs = self._make_inputs(size)
@@ -87,7 +100,7 @@ class SizedSteps:
             self.skipped[size] = f"make_inputs({size}) failed: {type(error).__name__}: {error}"
             return None
         self._check(size, inputs)
-        planning = replace(self.planning, loss_fn=loss_fn)
+        planning = replace(planning, loss_fn=loss_fn)
         if self._accumulation_of is not None:
             planning = replace(planning, accumulation=self._accumulation_of(size))
         try:
@@ -96,7 +109,7 @@ class SizedSteps:
             self.skipped[size] = str(error)
             return None
         for other, known in self.captured.items():
-            if known.inputs == step.inputs:
+            if other != size and known.inputs == step.inputs:
                 raise ValueError(
                     f"make_inputs({other}) and make_inputs({size}) return inputs of the same "
                     f"shapes; expected inputs of the {self._what} size that it is called with")

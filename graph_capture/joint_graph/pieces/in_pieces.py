@@ -24,6 +24,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
@@ -34,12 +35,17 @@ from graph_capture.joint_graph.pieces.inner_parts import find_inner_parts
 from graph_capture.joint_graph.pieces.means import means_to_sums
 from graph_capture.joint_graph.pieces.part import Part, find_part, unviewed
 from graph_capture.joint_graph.pieces.rows import Kind, Rows
+from graph_capture.joint_graph.pieces.totals import (
+    ADDING,
+    added,
+    added_product,
+    ops_behind_sum,
+    whole_of,
+)
 from graph_capture.joint_graph.replay import RUNS_ONCE
 from graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
-_ADDING = {_aten.mm.default: _aten.addmm.default, _aten.bmm.default: _aten.baddbmm.default}
-"""Matrix products, and those that add to something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,59 +208,76 @@ class _Unrolling:
         handed_on = [node for node in nodes if any(
             user not in every or (user not in ours and self._part.layouts[node] is Kind.SUM)
             for user in node.users)]
+        summed = {node: ops_behind_sum(node, ours) for node in handed_on
+                  if self._part.layouts[node] is Kind.SUM}
+        sources = {ops[0] for ops in summed.values()}
+        of_totals = {op for ops in summed.values() for op in ops[1:]}
         totals: dict[fx.Node, fx.Node] = {}
         for number in range(len(self._ranges)):
             for node in nodes:
-                total = totals.get(node)
-                if total is not None and _is_added_by_product(node):
-                    totals[node] = self._piece(emit, node, number, ours, total)
+                if node in of_totals:
+                    continue
+                if (node in sources and node.target in ADDING
+                        and of_totals.issuperset(ours.intersection(node.users))):
+                    totals[node] = self._product(emit, node, number, ours, totals.get(node))
                     continue
                 self._made[number][node] = self._piece(emit, node, number, ours)
-                if node in handed_on and self._part.layouts[node] is Kind.SUM:
-                    totals[node] = _added(emit, total, self._made[number][node], node)
+                if node in sources:
+                    totals[node] = added(emit, totals.get(node), self._made[number][node], node)
         late = descendants((self._scale,)) if self._scale is not None else set()
         for node in handed_on:
-            whole = (_rounded(emit, totals[node], node) if node in totals
+            whole = (whole_of(emit, totals[summed[node][0]], summed[node]) if node in summed
                      else self._together(emit, node))
             self._whole[node] = whole
             users = [user for user in node.users if user not in every]
             if node in late and users:
                 assert self._scale is not None
-                place = min(users, key=list(self._graph.nodes).index)
-                whole = Emitter(self._graph, place)(
+                # Where it stood: at the end, the gradients of all layers are there besides.
+                whole = Emitter(self._graph, node)(
                     _aten.mul.Tensor, whole, self._scale, like=node)
             self._stands_for[whole] = node
             for user in users:
                 user.replace_input_with(node, whole)
 
-    def _piece(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
-               total: fx.Node | None = None) -> fx.Node:
-        """One piece of what `node` makes, added to a total where one is given."""
-        made = self._made[number]
+    def _piece(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node]) -> fx.Node:
+        """One piece of what `node` makes."""
         if is_tuple_element(node):
-            return emit(node.target, made[node.args[0]], node.args[1], like=node)
-        action = self._part.actions[node]
-
-        def operand(source: fx.Node) -> fx.Node:
-            if (source in self._whole and source not in ours
-                    and self._part.layouts[source] is Kind.SUM):
-                return self._whole[source]  # of the forward, complete
-            if source in made:
-                return made[source]
-            layout = action.operands.get(self._stands_for.get(source, source), Kind.WHOLE)
-            source = self._replaced.get(source, source)
-            return self._slice(emit, source, layout, number) if isinstance(layout, Rows) else source
-
+            return emit(node.target, self._made[number][node.args[0]], node.args[1], like=node)
+        operand = partial(self._operand, emit, node, number, ours)
         args = list(fx.node.map_arg(node.args, operand))
+        action = self._part.actions[node]
         if action.shape_argument is not None:
             layout = action.results[0]
             assert isinstance(layout, Rows)
             begin, end = self._ranges[number]
             args[action.shape_argument] = layout.piece(node.meta["val"].shape, end - begin)
-        made_of = (emit(node.target, *args, like=node, **fx.node.map_arg(node.kwargs, operand))
-                   if total is None else emit(_ADDING[node.target], total, *args, like=node))
-        made_of.meta[RUNS_ONCE] = self._scale is not None
-        return made_of
+        return self._once(emit(
+            node.target, *args, like=node, **fx.node.map_arg(node.kwargs, operand)))
+
+    def _operand(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
+                 source: fx.Node) -> fx.Node:
+        """What a piece of `node` reads in the place of `source`."""
+        if (source in self._whole and source not in ours
+                and self._part.layouts[source] is Kind.SUM):
+            return self._whole[source]  # of the forward, complete
+        if source in self._made[number]:
+            return self._made[number][source]
+        layout = self._part.actions[node].operands.get(
+            self._stands_for.get(source, source), Kind.WHOLE)
+        source = self._replaced.get(source, source)
+        return self._slice(emit, source, layout, number) if isinstance(layout, Rows) else source
+
+    def _product(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
+                 total: fx.Node | None) -> fx.Node:
+        """One piece of a matrix product, and the total before it, added up."""
+        operands = [self._operand(emit, node, number, ours, source) for source in node.args]
+        piece, total = added_product(emit, total, operands, self._made[number].values(), node)
+        self._once(piece)
+        return total
+
+    def _once(self, node: fx.Node) -> fx.Node:
+        node.meta[RUNS_ONCE] = self._scale is not None
+        return node
 
     def _slice(self, emit: Emitter, source: fx.Node, layout: Rows, number: int) -> fx.Node:
         """A piece of what comes from outside of the part: a view of it."""
@@ -282,26 +305,6 @@ class _Unrolling:
         if layout.stop - layout.start > 1:
             whole = emit(_aten.view.default, whole, list(value.shape), like=node)
         return whole
-
-
-def _is_added_by_product(node: fx.Node) -> bool:
-    """Whether the op is a matrix product that can add to what is there without loss."""
-    return node.target in _ADDING and node.meta["val"].itemsize >= 4
-
-
-def _added(emit: Emitter, total: fx.Node | None, piece: fx.Node, node: fx.Node) -> fx.Node:
-    value = piece.meta["val"]
-    if total is None:
-        is_short = value.is_floating_point() and value.itemsize < 4
-        return emit(_aten._to_copy.default, piece, like=node,
-                    dtype=torch.float32) if is_short else piece
-    return emit(_aten.add.Tensor, total, piece, like=node)
-
-
-def _rounded(emit: Emitter, total: fx.Node, node: fx.Node) -> fx.Node:
-    dtype = node.meta["val"].dtype
-    return total if total.meta["val"].dtype is dtype else emit(
-        _aten._to_copy.default, total, like=node, dtype=dtype)
 
 
 def _sort(graph: fx.Graph) -> None:
