@@ -84,6 +84,7 @@ class CompiledAccount:
         """The memory of the step under a recipe, above what is resident."""
         if recipe not in self._known:
             of_block: dict[str, GraphCode] = {}
+            begun = time.monotonic()
             for shared in _shared_code(recipe):
                 key = _Decided(shared.decisions, recipe.strict_order)
                 if key not in self._generated:
@@ -91,6 +92,8 @@ class CompiledAccount:
                     self._generated[key].backend.keep_code()
                 of_block.update(dict.fromkeys(shared.blocks, self._generated[key].code))
             self._known[recipe] = self.tracer.trace(of_block.__getitem__)
+            if len(recipe.regions) == 1:
+                self.whole_seconds = max(self.whole_seconds, time.monotonic() - begun)
         return self._known[recipe]
 
     def seconds(self, recipe: Recipe) -> float:

@@ -14,7 +14,8 @@ from graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.plans.decisions import build_recipe
 from planner.search.cheap_to_recompute import saving_seconds
-from planner.search.compiled import CUT_OFF, _Search
+from planner.search.compiled import CUT_OFF
+from planner.search.compiled_search import CompiledSearch
 from planner.search.effort import Effort
 from planner.search.fused_bound import least_cost
 from planner.search.planning import plan_within
@@ -135,7 +136,7 @@ def test_a_search_that_is_late_follows_no_further_try_where_the_whole_step_does_
 ):
     default = plan_within(deep, None, EFFORT)
     net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
-    search = _Search(deep, deep.base, EFFORT)
+    search = CompiledSearch(deep, deep.base, EFFORT)
     search.proposals.deadline = time.monotonic()
     judge, confirmed, tries, wholes = search.judge, search.confirmed, [], []
 
@@ -155,7 +156,7 @@ def test_a_search_that_is_late_follows_no_further_try_where_the_whole_step_does_
 
 
 def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_seen_beside(deep):
-    search = _Search(deep, deep.base, EFFORT)
+    search = CompiledSearch(deep, deep.base, EFFORT)
     schedule = search.proposals.default
     step = search._foreseen(schedule, False, 1000).step
     assert step.peak_bytes == deep.base.net_peak_bytes(schedule) + 1000
@@ -190,7 +191,7 @@ def test_no_decision_of_plans_by_blocks_is_better_in_the_whole_model():
     budget = budget_at(prepared, default, 0.8)
     plan = plan_within(prepared, budget, effort)
     assert plan.peak_bytes <= budget
-    by_blocks = _Search(blocks, blocks.base, effort).within(blocks.budget.net_bytes(budget))
+    by_blocks = CompiledSearch(blocks, blocks.base, effort).within(blocks.budget.net_bytes(budget))
     assert by_blocks is not None
     saved = saved_buffers(blocks.base, by_blocks.schedule)
     mapped = {there[names[buffer]] for buffer in saved if names.get(buffer) in there}

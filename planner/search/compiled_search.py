@@ -1,0 +1,390 @@
+"""The search of one form of a step that Inductor compiles: the solver proposes, the generated code
+decides.
+
+The model of the world: the scheduling problem sees ops, and Inductor makes kernels of them; so what
+a schedule takes in the problem and in the compiled step differ, by less than the budget matters but
+not by nothing.  Each schedule is therefore judged by the code that Inductor generates for it
+(`graph_capture.inductor.compiled_step`), and the budget that the solver is given moves until the
+compiled step fills the user's budget as far as can be had.  The code of the whole step is made for
+what is likely to be the plan; for other tries, that of a step which lacks most of the layers that
+are alike.
+
+Work is counted, not timed: the same step and budget give the same plan on a busy machine, unless
+the time limit strikes; then the best plan so far is taken, which says so.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from apply.recipe import Recipe
+from graph_capture.training_graph import BufferKind, Phase
+from planner.plans.decisions import build_recipe
+from planner.search.effort import Effort
+from planner.search.proposals import Proposals
+from planner.search.saving import saved_buffers, schedule_saving
+from planner.search.unified_blocks import unify_blocks
+from planner.step.accounting import memory_over
+from planner.step.form import Form
+from planner.step.prepared import PreparedStep
+from solvers.errors import InfeasibleBudget as Refusal
+from solvers.problem import Schedule
+from solvers.repetition import runs_of
+from solvers.simulator import unroll
+
+if TYPE_CHECKING:
+    from graph_capture.inductor.compiled_step import CompiledStep
+
+_ROUNDS = 4
+"""Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
+_CLOSE_ENOUGH = 0.02
+"""Part of the budget that may be left unused."""
+_MARGIN = 0.004
+"""Part of the budget by which the next proposal is to stay below it: code that decides otherwise
+takes a little more or less beside the account (Swin 0.4%)."""
+_USUALLY_BESIDE = 0.015
+"""Part of the budget that code is taken to need beside the problem's account, until some was
+followed (Llama of 12 layers 0.5 to 1.2%, Swin 0.7 to 0.9%)."""
+_DEEP = 16
+"""Where more layers than this are alike, the code of all takes much longer than that of a few."""
+_CONSIDERABLE = 0.1
+"""Part of the step's ops."""
+_WORTH = 1e-3
+"""Part of the step's time that must be gained for another step's code to be generated."""
+_WORKSPACE = 0.05
+"""Part of the budget from which on the workspace of one op may decide what fits."""
+_SPREAD = 0.02
+"""Part by which the smallest peak of one search may be missed by another: it stops by the clock."""
+_STRICTNESS = 0.03
+"""Part of the step's time that the strict order of kernels takes (Llama at 60%)."""
+_GRACE = 0.5
+"""Part of the time limit by which it may be overrun for what has been begun."""
+_CONFIRMATIONS = 3
+"""Whole steps that are compiled for one form, at most, because what was expected does not fit."""
+_SIMPLICITY = 0.005
+"""Part of the step's time that may be given for blocks that are treated alike."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and what its compiled step takes."""
+
+    schedule: Schedule
+    recipe: Recipe
+    step: CompiledStep
+    cost: float
+
+
+class CompiledSearch:
+    """The schedules tried for one form of a step.
+
+    A library's convolution may take much workspace for operands in one layout and hardly any in
+    another, and Inductor, which decides on layouts, decides otherwise under another schedule.  So
+    there is a second account of such steps, without workspace: what it lets pass, the code judges.
+    """
+
+    def __init__(self, prepared: PreparedStep, form: Form, effort: Effort, *,
+                 has_workspace: bool = True) -> None:
+        """`has_workspace`: whether the problem that is solved counts what ops take for themselves.
+        """
+        assert form.compiled is not None
+        self.prepared, self.form, self.effort = prepared, form, effort
+        self.account, self.has_workspace = form.compiled, has_workspace
+        self.started = self._try_ended = time.monotonic()
+        self._latest = self.started + (1 + _GRACE) * effort.time_limit
+        """When all is to be done."""
+        self._try_seconds = 0.0
+        """What a try took, with its proposal, at most."""
+        self.proposals = Proposals(form if has_workspace else _without_workspace(form), effort)
+        self.net_peak_bytes = self.proposals.form.net_peak_bytes
+        self.was_cut_off = False
+        """Whether the time limit kept anything from being tried."""
+        self._beside: dict[bool, int] = {}
+        """What a whole step that did not fit took beside the account, by the order of kernels."""
+        self._beside_by_default = 0
+        """The same of what Inductor does by itself, if that was followed."""
+        self.followed: list[tuple[Schedule, int]] = []
+        """Schedules whose code was followed, and what it took; without what Inductor does by
+        itself, which is fullest elsewhere."""
+
+    @classmethod
+    def beside(cls, other: CompiledSearch) -> CompiledSearch:
+        """A search of the same form by an account without workspace."""
+        search = cls(other.prepared, other.form, other.effort, has_workspace=False)
+        search.followed = other.followed
+        return search
+
+    def depends_on_workspace(self, net_bytes: int) -> bool:
+        """Whether some op takes so much for itself that it may decide what fits."""
+        return any(op.workspace_bytes > _WORKSPACE * net_bytes for op in self.form.problem.ops)
+
+    def is_worth(self, net_bytes: int, best: Candidate) -> bool:
+        """Whether this search may find something that is cheaper than what another one found."""
+        if self.has_workspace:  # another form; copies of gradients are for budgets near the least
+            return best.recipe.strict_order and self.proposals.cost_within(net_bytes) < best.cost
+        return not self.is_late() and (
+            self.proposals.cost_within(net_bytes - _usually_beside(net_bytes))
+            < best.cost - _WORTH * self.form.problem.keep_all_cost)
+
+    @property
+    def overstated_bytes(self) -> int:
+        """By how much, at most, the problem's account was above that of the code."""
+        return max((self.net_peak_bytes(schedule) - peak_bytes
+                    for schedule, peak_bytes in self.followed), default=0)
+
+    def is_late(self) -> bool:
+        """Whether there is no time for another try, which is then left out: the limit has struck,
+        or a try would leave none to generate the code of the whole step."""
+        now = time.monotonic()
+        self.was_cut_off |= (now > self.proposals.deadline
+                             or now + self._try_seconds + self.account.whole_seconds > self._latest)
+        return self.was_cut_off
+
+    def default(self) -> Candidate:
+        """What Inductor does by itself."""
+        found = self.judge(self.proposals.default)
+        self._beside_by_default = found.step.peak_bytes - self.net_peak_bytes(found.schedule)
+        return found
+
+    @cached_property
+    def default_cost(self) -> float:
+        """What that costs."""
+        return self.proposals.cost(self.proposals.default)
+
+    def judge(self, schedule: Schedule, strict_order: bool = False, as_whole: bool = False
+              ) -> Candidate:
+        """Compile a step with this schedule and follow its memory; `as_whole`: the whole step, if
+        the time allows."""
+        recipe = self.recipe(schedule, strict_order)
+        if self.effort.progress is not None:
+            self.effort.progress("generating the compiled step")
+        step = (self.account.trace(recipe) if as_whole and self._has_time_for_whole(recipe)
+                else self.account.estimate(recipe))
+        now = time.monotonic()
+        self._try_seconds = max(self._try_seconds, now - self._try_ended)
+        self._try_ended = now
+        if schedule != self.proposals.default:
+            self.followed.append((schedule, step.peak_bytes))
+        return Candidate(schedule, recipe, step, self.proposals.cost(schedule))
+
+    def _foreseen(self, schedule: Schedule, strict_order: bool, off_bytes: int) -> Candidate:
+        """A candidate as the problem accounts for it, and `off_bytes` beside that: for a search
+        that is out of time."""
+        from graph_capture.inductor.compiled_step import CompiledStep
+
+        timeline = unroll(self.form.problem, schedule)
+        course = memory_over(self.form.graph, timeline)
+        course[BufferKind.TEMPORARY] = [
+            size + max(0, off_bytes) for size in course[BufferKind.TEMPORARY]]
+        at_peak = {kind: row[timeline.peak_position] for kind, row in course.items()}
+        begins = next(position for position, index in timeline.runs
+                      if self.form.graph.ops[index].phase is Phase.BACKWARD)
+        step = CompiledStep(sum(at_peak.values()), at_peak, course, begins)
+        return Candidate(schedule, self.recipe(schedule, strict_order), step,
+                          self.proposals.cost(schedule))
+
+    def recipe(self, schedule: Schedule, strict_order: bool) -> Recipe:
+        recipe = build_recipe(self.prepared, self.form, unroll(self.form.problem, schedule))
+        return replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
+            replace(region, inplace_reuses=()) for region in recipe.regions))
+
+    def within(self, net_bytes: int) -> Candidate | None:
+        """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
+        what Inductor does by itself takes more."""
+        target_bytes = net_bytes
+        for _ in range(_CONFIRMATIONS):
+            found = self._judged_within(target_bytes)
+            if found is None:
+                return None
+            whole = self.confirmed(found)
+            if whole.step.peak_bytes <= net_bytes:
+                return whole
+            target_bytes -= whole.step.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
+            self._beside[found.recipe.strict_order] = (
+                whole.step.peak_bytes - self.net_peak_bytes(found.schedule))
+        return None
+
+    def confirmed(self, found: Candidate) -> Candidate:
+        """A candidate with the account of the whole step, whatever the time: a plan's peak is never
+        that of a part."""
+        if self.effort.progress is not None:
+            self.effort.progress("generating the whole compiled step")
+        return replace(found, step=self.account.trace(found.recipe))
+
+    def _has_time_for_whole(self, recipe: Recipe) -> bool:
+        """Whether the time limit leaves time to generate the code of the whole step."""
+        return self.account.is_known(recipe) or (
+            time.monotonic() + self.account.whole_seconds <= self._latest)
+
+    def _judged_within(self, net_bytes: int) -> Candidate | None:
+        """The same, as layers that are alike are accounted for together."""
+        found = None if self.form.low_peak else self._narrow(net_bytes, strict_order=False)
+        price = _STRICTNESS * self.form.problem.keep_all_cost
+        # It is worth a try where it may gain as much as it takes.
+        if found is None or (found.cost > 2 * price + self.proposals.cost_within(
+                net_bytes - _usually_beside(net_bytes)) and not self.is_late()):
+            strict = self._narrow(net_bytes, strict_order=True)
+            if strict is not None and (found is None or strict.cost + price < found.cost):
+                found = strict
+        for improve in (self._filled, self._simplified):
+            if found is not None:
+                found = improve(found, net_bytes)
+        return found
+
+    def _filled(self, found: Candidate, net_bytes: int) -> Candidate:
+        """A candidate that puts what is left of the budget to use: it saves in addition what
+        Inductor would save by itself, the smallest first."""
+        left = net_bytes - int(_MARGIN * net_bytes) - found.step.peak_bytes
+        limit = self.net_peak_bytes(found.schedule) + left
+        saved = saved_buffers(self.form, found.schedule)
+        missing = sorted(self.proposals.costly - saved, key=lambda buffer: (
+            self.form.graph.buffers[buffer].size_bytes, buffer))
+
+        def saving_more(count: int) -> Schedule:
+            return schedule_saving(self.form, saved.union(missing[:count]))
+
+        count = bisect(range(1, len(missing) + 1), limit, key=lambda count: (
+            self.net_peak_bytes(saving_more(count))))
+        worth = _WORTH * self.form.problem.keep_all_cost
+        if (not count or self.proposals.cost(saving_more(count)) > found.cost - worth
+                or self.is_late()):
+            return found
+        fuller = self.judge(saving_more(count), found.recipe.strict_order)
+        is_better = fuller.step.peak_bytes <= net_bytes and fuller.cost < found.cost
+        return fuller if is_better else found
+
+    def _simplified(self, found: Candidate, net_bytes: int) -> Candidate:
+        """A candidate that treats more blocks alike, where these are compiled one by one and it
+        fits as well."""
+        if not found.recipe.blocks:
+            return found
+        left = net_bytes - found.step.peak_bytes
+        schedule = unify_blocks(
+            self.proposals.form, found.schedule,
+            net_peak_bytes=self.net_peak_bytes(found.schedule) + left,
+            cost=self.form.cost(found.schedule) + _SIMPLICITY * self.form.problem.keep_all_cost)
+        if schedule == found.schedule or self.is_late():
+            return found
+        simpler = self.judge(schedule, found.recipe.strict_order)
+        return simpler if simpler.step.peak_bytes <= net_bytes else found
+
+    def _narrow(self, net_bytes: int, strict_order: bool) -> Candidate | None:
+        """The cheapest candidate found with one order of kernels."""
+        # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
+        low, high = 0, self.net_peak_bytes(self.proposals.default)
+        best: Candidate | None = None
+        seen_bytes = self._beside.get(strict_order) if self._beside and self.is_late() else None
+        # What the code takes beside the problem's account.
+        off_bytes, spread = (seen_bytes, 0) if seen_bytes is not None else (
+            self._expected_beside(net_bytes, strict_order))
+        as_whole = seen_bytes is not None or self._begins_with_whole(strict_order)
+        internal = min(high, net_bytes - off_bytes)
+        margin, rounds, foreseen = int(_MARGIN * net_bytes), 0, 0
+        while rounds < _ROUNDS:
+            if best is not None and self.is_late():
+                break
+            try:
+                schedules = self.proposals.within(internal)
+            except Refusal as refusal:
+                low = max(low, internal)
+                internal, rounds = refusal.minimum_bytes, rounds + 1
+                if internal >= high:
+                    break
+                continue
+            left = net_bytes - off_bytes - min(map(self.net_peak_bytes, schedules))
+            if left < -spread and foreseen < _ROUNDS and internal + left - margin > low:
+                internal += left - (0 if spread else margin)
+                foreseen += 1
+                continue
+            if left >= 0 and seen_bytes is not None and self.is_late():
+                return self._foreseen(min(schedules, key=self.net_peak_bytes),
+                                      strict_order, seen_bytes)
+            rounds += 1
+            candidate = self._best_of(schedules, net_bytes, strict_order, as_whole)
+            off_bytes = candidate.step.peak_bytes - self.net_peak_bytes(candidate.schedule)
+            as_whole, spread, foreseen = True, 0, 0
+            left = net_bytes - candidate.step.peak_bytes
+            if left >= 0:
+                if best is None or candidate.cost < best.cost:
+                    best = candidate
+                low = max(low, internal)
+            else:
+                high = min(high, internal)
+            if (0 <= left <= _CLOSE_ENOUGH * net_bytes
+                    or high - low <= _CLOSE_ENOUGH * net_bytes
+                    or (left < -_WORKSPACE * net_bytes and not self.has_workspace)):
+                break
+            # The next proposal is taken to be as far from its own account as this one.
+            internal += left - margin
+            if not low < internal < high:
+                internal = (low + high) // 2
+        return best
+
+    def _expected_beside(self, net_bytes: int, strict_order: bool) -> tuple[int, int]:
+        """What code is taken to need beside the problem's account before any was followed, and how
+        far that may be off for a proposal to be tried."""
+        if strict_order or self.form.low_peak:  # near the least, where either may be more
+            return 0, net_bytes
+        usual = _usually_beside(net_bytes)
+        return max(usual, self._beside_by_default), usual // 2
+
+    def _begins_with_whole(self, strict_order: bool) -> bool:
+        """Whether the first try with this order of kernels is likely to be the plan, and its whole
+        code hardly more than that of few layers."""
+        return not strict_order and not self.form.low_peak and self._layers <= _DEEP
+
+    @cached_property
+    def _layers(self) -> int:
+        """How many layers are alike, of those that are a considerable part of the step."""
+        problem = self.form.problem
+        return max(((run.stop - run.start) // run.period for run in runs_of(problem)
+                    if run.stop - run.start > _CONSIDERABLE * len(problem)), default=1)
+
+    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, strict_order: bool,
+                 as_whole: bool = False) -> Candidate:
+        """The first that fits, else the smallest."""
+        tried: list[Candidate] = []
+        for schedule in schedules:
+            tried.append(self.judge(schedule, strict_order, as_whole))
+            if tried[-1].step.peak_bytes <= net_bytes:
+                return tried[-1]
+        return min(tried, key=_peak_bytes)
+
+    def smallest(self, net_bytes: int = 0) -> tuple[Candidate, int]:
+        """A candidate whose compiled step takes at most `net_bytes`, or else the least memory among
+        those tried; and the bytes that a later search will find a candidate for."""
+        least_bytes, schedule = self.proposals.least
+        try:
+            cheap = self.proposals.within(least_bytes)
+        except Refusal as refusal:
+            if not schedule:
+                raise
+            cheap = (refusal.schedule,) if refusal.schedule else ()
+        bare = (schedule,) if schedule else cheap
+        found = self._best_of((*cheap, *bare), net_bytes, strict_order=True)
+        # How well the cheap ones do depends on the time that the solver had.
+        leanest = min((self.judge(schedule, strict) for schedule in bare
+                       for strict in (True, False)), key=_peak_bytes)
+        if _peak_bytes(found) > max(net_bytes, _peak_bytes(leanest)):
+            found = leanest
+        return found, int((1 + _SPREAD) * max(_peak_bytes(leanest), _peak_bytes(found)))
+
+
+def _peak_bytes(candidate: Candidate) -> int:
+    return candidate.step.peak_bytes
+
+
+def _usually_beside(net_bytes: int) -> int:
+    """What code is taken to need beside the problem's account, until some was followed."""
+    return int(_USUALLY_BESIDE * net_bytes)
+
+
+def _without_workspace(form: Form) -> Form:
+    """The form with a problem whose ops take nothing for themselves."""
+    return replace(form, problem=replace(form.problem, ops=tuple(
+        replace(op, workspace_bytes=0) for op in form.problem.ops)))
