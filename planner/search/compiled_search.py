@@ -34,7 +34,6 @@ from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.problem import Schedule
-from solvers.repetition import runs_of
 from solvers.simulator import unroll
 
 if TYPE_CHECKING:
@@ -50,10 +49,6 @@ takes a little more or less beside the account (Swin 0.4%)."""
 _USUALLY_BESIDE = 0.015
 """Part of the budget that code is taken to need beside the problem's account, until some was
 followed (Llama of 12 layers 0.5 to 1.2%, Swin 0.7 to 0.9%)."""
-_DEEP = 16
-"""Where more layers than this are alike, the code of all takes much longer than that of a few."""
-_CONSIDERABLE = 0.1
-"""Part of the step's ops."""
 _WORTH = 1e-3
 """Part of the step's time that must be gained for another step's code to be generated."""
 _WORKSPACE = 0.05
@@ -231,10 +226,9 @@ class CompiledSearch:
             strict = self._narrow(net_bytes, strict_order=True)
             if strict is not None and (found is None or strict.cost + price < found.cost):
                 found = strict
-        for improve in (self._filled, self._simplified):
-            if found is not None:
-                found = improve(found, net_bytes)
-        return found
+        if found is not None and found.cost > self.default_cost:
+            found = self._filled(found, net_bytes)
+        return None if found is None else self._simplified(found, net_bytes)
 
     def _filled(self, found: Candidate, net_bytes: int) -> Candidate:
         """A candidate that puts what is left of the budget to use: it saves in addition what
@@ -282,7 +276,8 @@ class CompiledSearch:
         # What the code takes beside the problem's account.
         off_bytes, spread = (seen_bytes, 0) if seen_bytes is not None else (
             self._expected_beside(net_bytes, strict_order))
-        as_whole = seen_bytes is not None or self._begins_with_whole(strict_order)
+        # The first try is likely to be the plan, if it is of the order that costs least.
+        as_whole = seen_bytes is not None or not (strict_order or self.form.low_peak)
         internal = min(high, net_bytes - off_bytes)
         margin, rounds, foreseen = int(_MARGIN * net_bytes), 0, 0
         while rounds < _ROUNDS:
@@ -316,6 +311,7 @@ class CompiledSearch:
             else:
                 high = min(high, internal)
             if (0 <= left <= _CLOSE_ENOUGH * net_bytes
+                    or (best is not None and best.cost <= self.default_cost)
                     or high - low <= _CLOSE_ENOUGH * net_bytes
                     or (left < -_WORKSPACE * net_bytes and not self.has_workspace)):
                 break
@@ -332,18 +328,6 @@ class CompiledSearch:
             return 0, net_bytes
         usual = _usually_beside(net_bytes)
         return max(usual, self._beside_by_default), usual // 2
-
-    def _begins_with_whole(self, strict_order: bool) -> bool:
-        """Whether the first try with this order of kernels is likely to be the plan, and its whole
-        code hardly more than that of few layers."""
-        return not strict_order and not self.form.low_peak and self._layers <= _DEEP
-
-    @cached_property
-    def _layers(self) -> int:
-        """How many layers are alike, of those that are a considerable part of the step."""
-        problem = self.form.problem
-        return max(((run.stop - run.start) // run.period for run in runs_of(problem)
-                    if run.stop - run.start > _CONSIDERABLE * len(problem)), default=1)
 
     def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, strict_order: bool,
                  as_whole: bool = False) -> Candidate:
