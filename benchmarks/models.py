@@ -58,16 +58,16 @@ def gpt2(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1, layers: i
 
 
 def bert(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1,
-         layers: int = LAYERS, width: int = WIDTH) -> Workload:
+         layers: int = LAYERS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> Workload:
     """BERT as a masked language model; half of the last row is padding."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(
         num_hidden_layers=layers, hidden_size=width, intermediate_size=4 * width,
-        num_attention_heads=8, vocab_size=VOCABULARY, max_position_embeddings=sequence,
+        num_attention_heads=8, vocab_size=vocabulary, max_position_embeddings=sequence,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
-    ids = torch.randint(0, VOCABULARY, (batch, sequence))
+    ids = torch.randint(0, vocabulary, (batch, sequence))
     mask = torch.ones(batch, sequence, dtype=torch.long)
     mask[-1, sequence // 2:] = 0
     return Workload("bert", model.train(),

@@ -8,7 +8,7 @@ chunked loss written by hand at its own peak.
 All steps of one row of models run in turns in one process; times are medians of their ratios to the
 plain step.  Peaks are allocator events above resident memory.  The models return nothing but their
 loss.  The hand-written loss is the usual one: the head and the cross-entropy of a number of rows at
-a time, each checkpointed, so that its backward computes the logits again.  T5 has none.
+a time, each checkpointed, so that its backward computes the logits again.  BERT and T5 have none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ CHUNKS = 16
 """Of the loss that is written by hand."""
 WITHOUT, WITH = ("recompute",), ("recompute", "chunk")
 MODELS = ("gpt2", "llama")
-ENCODER_DECODERS = ("t5",)
+NOT_BY_HAND = ("bert", "t5")
+"""Models that are no causal language models."""
 
 
 class ChunkedLoss(nn.Module):
@@ -77,7 +78,7 @@ def steps(workload: Workload, time_limit: float) -> Iterator[tuple[str, nn.Modul
     for name, allow in (("smallest", WITHOUT), ("smallest, in pieces", WITH)):
         plan = smallest(returning, allow, time_limit)
         yield name, plan.apply(returning.model), _words(plan)
-    if workload.name in ENCODER_DECODERS:
+    if workload.name in NOT_BY_HAND:
         return
     by_hand = ChunkedLoss(copy.deepcopy(workload.model))
     yield f"chunked by hand ({CHUNKS})", by_hand, ""
@@ -102,7 +103,7 @@ def _words(plan: planner.Plan) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = benchmark_parser("pieces", __doc__, models=MODELS, known=MODELS + ENCODER_DECODERS,
+    parser = benchmark_parser("pieces", __doc__, models=MODELS, known=MODELS + NOT_BY_HAND,
                               rounds=7, threads=1, time_limit=20.0)
     add_numbers(parser, "--vocabulary", (32000,), "sizes of the vocabulary")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
