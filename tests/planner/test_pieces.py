@@ -244,7 +244,7 @@ def test_attention_that_stays_whole(length, dropout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt2, llama, t5])
+@pytest.mark.parametrize("make", [gpt2, llama])
 def test_attention_of_transformers_takes_less(make):
     """Where it is not fused, and the scores outweigh all else."""
     options = {} if make is llama else {"dropout": 0.0}
