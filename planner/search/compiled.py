@@ -51,7 +51,7 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
             if default.step.peak_bytes <= net:
                 return _make_plan(searches, base, budget_bytes, default)
         if base.depends_on_workspace(net):
-            searches.insert(1, CompiledSearch.beside(base))
+            searches.insert(1, base.without_workspace())
         cheapest = choose(searches, lambda search: search.within(net),
                           lambda search, best: search.is_worth(net, best))
         if cheapest is not None:

@@ -107,11 +107,10 @@ class CompiledSearch:
         """Schedules whose code was followed, and what it took; without what Inductor does by
         itself, which is fullest elsewhere."""
 
-    @classmethod
-    def beside(cls, other: CompiledSearch) -> CompiledSearch:
+    def without_workspace(self) -> CompiledSearch:
         """A search of the same form by an account without workspace."""
-        search = cls(other.prepared, other.form, other.effort, has_workspace=False)
-        search.followed = other.followed
+        search = CompiledSearch(self.prepared, self.form, self.effort, has_workspace=False)
+        search.followed = self.followed
         return search
 
     def depends_on_workspace(self, net_bytes: int) -> bool:
@@ -244,13 +243,12 @@ class CompiledSearch:
 
         count = bisect(range(1, len(missing) + 1), limit, key=lambda count: (
             self.net_peak_bytes(saving_more(count))))
+        schedule = saving_more(count)
         worth = _WORTH * self.form.problem.keep_all_cost
-        if (not count or self.proposals.cost(saving_more(count)) > found.cost - worth
-                or self.is_late()):
+        if (not count or self.proposals.cost(schedule) >= found.cost - worth or self.is_late()):
             return found
-        fuller = self.judge(saving_more(count), found.recipe.strict_order)
-        is_better = fuller.step.peak_bytes <= net_bytes and fuller.cost < found.cost
-        return fuller if is_better else found
+        fuller = self.judge(schedule, found.recipe.strict_order)
+        return fuller if fuller.step.peak_bytes <= net_bytes else found
 
     def _simplified(self, found: Candidate, net_bytes: int) -> Candidate:
         """A candidate that treats more blocks alike, where these are compiled one by one and it

@@ -243,6 +243,18 @@ def test_attention_that_stays_whole(length, dropout):
     assert len(step.forms) == 1
 
 
+def plan_that_takes_less(case):
+    """The smallest plan in pieces, held to take much less than the smallest without."""
+    found = {}
+    for allow in (("recompute",), ALLOW):
+        with pytest.raises(planner.InfeasibleBudget) as refused:
+            planner.plan(case.model, case.inputs, budget=1, output="dropped", allow=allow)
+        found[allow] = refused.value.minimum_bytes
+    assert found[ALLOW] < 0.6 * found["recompute",]
+    return planner.plan(case.model, case.inputs, budget=found[ALLOW], output="dropped",
+                        allow=ALLOW, time_limit=5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_attention_of_transformers_takes_less(make):
@@ -250,14 +262,7 @@ def test_attention_of_transformers_takes_less(make):
     options = {} if make is llama else {"dropout": 0.0}
     case = make(batch=4, seq=256, width=32, vocab=100, **options)
     case.model.set_attn_implementation("eager")
-    found = {}
-    for allow in (("recompute",), ALLOW):
-        with pytest.raises(planner.InfeasibleBudget) as refused:
-            planner.plan(case.model, case.inputs, budget=1, output="dropped", allow=allow)
-        found[allow] = refused.value.minimum_bytes
-    assert found[ALLOW] < 0.6 * found["recompute",]
-    plan = planner.plan(case.model, case.inputs, budget=found[ALLOW], output="dropped",
-                        allow=ALLOW, time_limit=5)
+    plan = plan_that_takes_less(case)
     planned = plan.apply(copy.deepcopy(case.model))
     assert distance(gradients(planned, case.inputs), gradients(case.model, case.inputs)) < 1e-6
     assert planner.verify(case.model, plan, case.inputs).ok
@@ -284,14 +289,7 @@ def test_a_plan_with_attention_in_pieces_serves_shorter_sequences():
 @pytest.mark.parametrize("make", [gpt2, bert, t5])
 def test_models_of_transformers_take_less(make):
     case = make(batch=4, seq=128, vocab=4096)
-    found = {}
-    for allow in (("recompute",), ALLOW):
-        with pytest.raises(planner.InfeasibleBudget) as refused:
-            planner.plan(case.model, case.inputs, budget=1, output="dropped", allow=allow)
-        found[allow] = refused.value.minimum_bytes
-    assert found[ALLOW] < 0.6 * found["recompute",]
-    plan = planner.plan(case.model, case.inputs, budget=found[ALLOW], output="dropped",
-                        allow=ALLOW, time_limit=5)
+    plan = plan_that_takes_less(case)
     assert planner.verify(case.model, plan, case.inputs).ok
 
 

@@ -34,9 +34,8 @@ from graph_capture.joint_graph.pieces.emit import Emitter
 from graph_capture.joint_graph.pieces.inner_parts import find_inner_parts
 from graph_capture.joint_graph.pieces.means import means_to_sums
 from graph_capture.joint_graph.pieces.part import Part, find_part, unviewed
-from graph_capture.joint_graph.pieces.rows import Kind, Rows
+from graph_capture.joint_graph.pieces.rows import ADDING, Kind, Rows
 from graph_capture.joint_graph.pieces.totals import (
-    ADDING,
     added,
     added_product,
     ops_behind_sum,

@@ -26,13 +26,9 @@ from torch import fx
 
 from graph_capture.joint_graph.joint import JointGraph
 from graph_capture.joint_graph.pieces.part import Part, followed, is_possible, reads, unviewed
-from graph_capture.joint_graph.pieces.rows import Layout, Rows, factors
+from graph_capture.joint_graph.pieces.rows import ADDING, Layout, Rows, factors
 from graph_capture.joint_graph.walks import ancestors, descendants
 
-_aten = torch.ops.aten
-_PRODUCTS = ((_aten.mm.default, _aten.addmm.default), (_aten.bmm.default, _aten.baddbmm.default))
-"""Those of matrices, whose rows are the batch and the sequence, apart from those of batches of
-matrices, whose rows are the sequence alone."""
 _WIDENS = 2
 """How many times as wide as its operand's the rows of a product must be."""
 
@@ -44,7 +40,8 @@ def find_inner_parts(joint: JointGraph, returned: Set[fx.Node], taken: Set[fx.No
     whole = {unviewed(node) for node in returned}
     found: list[Part] = []
     gone = set(taken)
-    for products in _PRODUCTS:
+    # The rows of matrices are the batch and the sequence, those of batches of them the sequence.
+    for products in ADDING.items():
         entries = [node for node in order if node.target in products and node not in gone
                    and _widens(node)]
         layouts, actions = followed(joint, entries) if entries else ({}, {})

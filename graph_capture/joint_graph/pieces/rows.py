@@ -27,6 +27,10 @@ from graph_capture.torch_compat import OpOverload
 
 _aten = torch.ops.aten
 
+ADDING = {_aten.mm.default: _aten.addmm.default, _aten.bmm.default: _aten.baddbmm.default}
+"""Products of matrices, and of batches of them: those to which nothing is added, and the same that
+add to something."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -268,7 +272,7 @@ def _total(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
 
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The two matrices, or batches of them, that a product multiplies."""
-    left, right = node.args[:2] if node.target in _PRODUCTS_ALONE else node.args[1:3]
+    left, right = node.args[:2] if node.target in ADDING else node.args[1:3]
     return left, right
 
 
@@ -308,7 +312,7 @@ def _bmm(node: fx.Node, known: Known) -> Action | None:
         if known(left) not in (None, of_left) or known(right) not in (None, of_right):
             continue
         operands: dict[fx.Node, Layout] = {left: of_left, right: of_right}
-        if node.target in _PRODUCTS_ALONE:
+        if node.target in ADDING:
             return Action(operands, (of_result,))
         added = (_broadcast(node.args[0], of_result, _shape(node))
                  if isinstance(of_result, Rows) else None)
@@ -340,8 +344,6 @@ def _nll_loss(node: fx.Node, known: Known) -> Action | None:
     return Action(operands, (Rows(0, 1),))
 
 
-_PRODUCTS_ALONE = frozenset({_aten.mm.default, _aten.bmm.default})
-"""To which nothing is added."""
 _BATCHED: tuple[tuple[Layout, Layout, Layout], ...] = (
     (Rows(0, 1), Rows(0, 1), Rows(0, 1)), (Rows(1, 2), Kind.WHOLE, Rows(1, 2)),
     (Kind.WHOLE, Rows(2, 3), Rows(2, 3)), (Rows(2, 3), Rows(1, 2), Kind.SUM))

@@ -18,11 +18,9 @@ from torch import fx
 
 from graph_capture.joint_graph.joint import is_view
 from graph_capture.joint_graph.pieces.emit import Emitter
+from graph_capture.joint_graph.pieces.rows import ADDING
 
 _aten = torch.ops.aten
-
-ADDING = {_aten.mm.default: _aten.addmm.default, _aten.bmm.default: _aten.baddbmm.default}
-"""Matrix products, and those that add to something."""
 
 
 def added(emit: Emitter, total: fx.Node | None, piece: fx.Node, like: fx.Node) -> fx.Node:
