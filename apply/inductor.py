@@ -35,7 +35,7 @@ from graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
 """A graph of which more ops would be left than this part is compiled whole."""
-_FORMAT = "checkpoint-planner 7"
+_FORMAT = "checkpoint-planner 8"
 """To be changed whenever one recipe makes other graphs than before."""
 
 
@@ -91,9 +91,8 @@ class InductorBackend(PlanBackend):
             inputs_as_they_are=self._recipe.strict_order,
             settings={
                 "_pre_fusion_custom_pass": KernelOrder(self._recipe.strict_order),
-                # Inductor keeps a buffer that is done with for a later one of the same size, and
-                # is held to its own estimate of the peak in that, which is higher than the peak.
-                "allow_buffer_reuse": False,
+                # Without layers the peak may lie elsewhere, and with it what may be kept.
+                "allow_buffer_reuse": self._find_runs is None,
             })(module, inputs)
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int

@@ -24,6 +24,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from graph_capture.torch_compat.buffer_reuse import buffers_kept_below_peak
 from graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
 from graph_capture.torch_compat.kernel_sketch import sketched_kernels
 
@@ -82,7 +83,8 @@ def inductor_backend(
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
         partitioned = _placeholder_values(gm)
-        with _own_layouts_of_inputs() if inputs_as_they_are else contextlib.nullcontext():
+        with (_own_layouts_of_inputs() if inputs_as_they_are else contextlib.nullcontext(),
+              buffers_kept_below_peak()):
             compiled = compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 

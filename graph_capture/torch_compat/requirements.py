@@ -26,6 +26,17 @@ def _of(owner: str, *names: str) -> tuple[str, ...]:
 
 
 REQUIRED: dict[str, tuple[str, ...]] = {
+    "buffer_reuse": (
+        *_of("torch._inductor.codegen.wrapper", "AllocateLine.plan(self, state)",
+             "EfficientPeakEstimate()",
+             "EfficientPeakEstimate.peak_between(self, freed, allocated)",
+             "EfficientPeakEstimate.update_peak_between(self, freed, allocated)",
+             "ExternKernelAllocLine", "FreeIfNotReusedLine", "FreeLine", "MultiOutputLine",
+             "ReuseLine"),
+        "torch._inductor.ir.IRNode.has_tensor_output(node)",
+        "torch._inductor.utils.get_dtype_size(dtype)",
+        "torch._inductor.virtualized.V",
+    ),
     "compilation": (
         "torch._dynamo.backends.common.aot_autograd("
         "fw_compiler=, bw_compiler=, inference_compiler=, partition_fn=)",

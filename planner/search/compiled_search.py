@@ -57,6 +57,10 @@ _SPREAD = 0.02
 """Part by which the smallest peak of one search may be missed by another: it stops by the clock."""
 _STRICTNESS = 0.03
 """Part of the step's time that the strict order of kernels takes (Llama at 60%)."""
+_TIGHT, _MAYBE_TIGHT = 1.25, 1.6
+"""Budgets of less than so many times the least memory, by the problem's account, are met in strict
+order if at all; the least is looked for where a budget is less than so many times what bounds it.
+"""
 _GRACE = 0.5
 """Part of the time limit by which it may be overrun for what has been begun."""
 _CONFIRMATIONS = 3
@@ -217,7 +221,8 @@ class CompiledSearch:
 
     def _judged_within(self, net_bytes: int) -> Candidate | None:
         """The same, as layers that are alike are accounted for together."""
-        found = None if self.form.low_peak else self._narrow(net_bytes, strict_order=False)
+        only_strict = self.form.low_peak or self._is_tight(net_bytes)
+        found = None if only_strict else self._narrow(net_bytes, strict_order=False)
         price = _STRICTNESS * self.form.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
         if found is None or (found.cost > 2 * price + self.proposals.cost_within(
@@ -228,6 +233,10 @@ class CompiledSearch:
         if found is not None and found.cost > self.default_cost:
             found = self._filled(found, net_bytes)
         return None if found is None else self._simplified(found, net_bytes)
+
+    def _is_tight(self, net_bytes: int) -> bool:
+        return (net_bytes < _MAYBE_TIGHT * self.form.floor_bytes
+                and net_bytes < _TIGHT * self.proposals.least[0])
 
     def _filled(self, found: Candidate, net_bytes: int) -> Candidate:
         """A candidate that puts what is left of the budget to use: it saves in addition what
@@ -268,7 +277,8 @@ class CompiledSearch:
     def _narrow(self, net_bytes: int, strict_order: bool) -> Candidate | None:
         """The cheapest candidate found with one order of kernels."""
         # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
-        low, high = 0, self.net_peak_bytes(self.proposals.default)
+        low = self.proposals.least[0] - 1 if self._is_tight(net_bytes) else 0
+        high = self.net_peak_bytes(self.proposals.default)
         best: Candidate | None = None
         seen_bytes = self._beside.get(strict_order) if self._beside and self.is_late() else None
         # What the code takes beside the problem's account.
@@ -279,8 +289,8 @@ class CompiledSearch:
         internal = min(high, net_bytes - off_bytes)
         margin, rounds, foreseen = int(_MARGIN * net_bytes), 0, 0
         while rounds < _ROUNDS:
-            if best is not None and self.is_late():
-                break
+            if self._has_one_try_left() or (best is not None and self.is_late()):
+                break  # that one is the smallest
             try:
                 schedules = self.proposals.within(internal)
             except Refusal as refusal:
@@ -341,20 +351,35 @@ class CompiledSearch:
         """A candidate whose compiled step takes at most `net_bytes`, or else the least memory among
         those tried; and the bytes that a later search will find a candidate for."""
         least_bytes, schedule = self.proposals.least
+        bare = (schedule,) if schedule else ()
+        if bare and self._has_one_try_left():
+            found = self._best_of(bare, net_bytes, strict_order=True)
+        else:
+            found = self._best_of((*self._cheap_within(least_bytes), *bare), net_bytes,
+                                  strict_order=True)
+        if _peak_bytes(found) > net_bytes and not self._has_one_try_left():
+            # How well the cheap ones do depends on the time that the solver had.
+            leanest = min((self.judge(schedule, strict)
+                           for schedule in bare or (found.schedule,) for strict in (True, False)),
+                          key=_peak_bytes)
+            if _peak_bytes(found) > max(net_bytes, _peak_bytes(leanest)):
+                return leanest, int((1 + _SPREAD) * _peak_bytes(leanest))
+            return found, int((1 + _SPREAD) * max(map(_peak_bytes, (leanest, found))))
+        return found, int((1 + _SPREAD) * _peak_bytes(found))
+
+    def _cheap_within(self, least_bytes: int) -> tuple[Schedule, ...]:
+        """What the solver proposes within the least memory, or for a little more."""
         try:
-            cheap = self.proposals.within(least_bytes)
+            return self.proposals.within(least_bytes)
         except Refusal as refusal:
-            if not schedule:
+            if not (refusal.schedule or self.proposals.least[1]):
                 raise
-            cheap = (refusal.schedule,) if refusal.schedule else ()
-        bare = (schedule,) if schedule else cheap
-        found = self._best_of((*cheap, *bare), net_bytes, strict_order=True)
-        # How well the cheap ones do depends on the time that the solver had.
-        leanest = min((self.judge(schedule, strict) for schedule in bare
-                       for strict in (True, False)), key=_peak_bytes)
-        if _peak_bytes(found) > max(net_bytes, _peak_bytes(leanest)):
-            found = leanest
-        return found, int((1 + _SPREAD) * max(_peak_bytes(leanest), _peak_bytes(found)))
+            return (refusal.schedule,) if refusal.schedule else ()
+
+    def _has_one_try_left(self) -> bool:
+        """Whether there is time for one more try alone, since each takes as long as the code of the
+        whole step."""
+        return bool(self.followed) and self.account.leaves_out_layers is False and self.is_late()
 
 
 def _peak_bytes(candidate: Candidate) -> int:

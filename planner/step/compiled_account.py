@@ -46,6 +46,8 @@ class CompiledAccount:
     """What Inductor's kernels take to save results for the backward."""
     whole_seconds: float = 0.0
     """What it takes, about, to generate the code of a whole step."""
+    leaves_out_layers: bool | None = None
+    """Whether some estimate took less than the code of the whole step; `None` before any."""
     compiled_ops: int = 0
     """Ops of the graphs that the last estimate had compiled."""
     _known: dict[Recipe, CompiledStep] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class CompiledAccount:
             self.whole_seconds = cut - begun + (time.monotonic() - cut) * (
                 short.backend.planned_ops / self.compiled_ops)
             self._estimated[recipe] = step
+            self.leaves_out_layers = bool(self.leaves_out_layers or short.backend.left_out)
             if not short.backend.left_out:  # it was the whole step
                 self._known[recipe] = step
                 self._generated[_Decided(shared.decisions, recipe.strict_order)] = short

@@ -155,6 +155,23 @@ def test_a_search_that_is_late_follows_no_further_try_where_the_whole_step_does_
     assert found.step.peak_bytes <= min(net, 0.99 * wholes[0].step.peak_bytes)
 
 
+def test_a_search_with_time_for_one_try_makes_that_of_the_least_memory(deep, monkeypatch):
+    """As for a model without layers that are alike, of which each try takes as long as a step."""
+    default = plan_within(deep, None, EFFORT)
+    net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
+    search = CompiledSearch(deep, deep.base, EFFORT)
+    search.proposals.deadline = time.monotonic()
+    judge, tries = search.judge, []
+    monkeypatch.setattr(search, "judge", lambda *args, **kwargs: (
+        tries.append(args) or judge(*args, **kwargs)))
+    monkeypatch.setattr(CompiledSearch, "_has_one_try_left", lambda search: search.is_late())
+    assert search.within(net) is None and search.was_cut_off
+    found, least = search.smallest(net)
+    assert len(tries) == 1 and found.recipe.strict_order
+    assert found.step.peak_bytes <= least
+    assert found.step.peak_bytes <= net < default.peak_bytes
+
+
 def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_seen_beside(deep):
     search = CompiledSearch(deep, deep.base, EFFORT)
     schedule = search.proposals.default

@@ -1,0 +1,129 @@
+"""Inductor's generated code: which buffers it keeps for later ones of their size.
+
+Imported only where a step is planned for or run by Inductor, as `inductor`.
+
+A buffer that is kept spares the operating system to take its pages back and to hand out others,
+page by page, which a U-Net with feature maps of 33 MB spends a tenth of its step on.  But it takes
+memory from its last use to the next one.  Inductor keeps it where its own estimate of the peak
+allows that, which is above what the code takes: under a plan by a tenth, which the kept buffers
+then take.
+
+The model of the world: the lines of the generated code, each with what it allocates and lets go,
+say how much is alive after each.  A buffer is kept where that, with the buffer itself, is at no
+line between more than the most without any that is kept.  Where a library's kernel runs between,
+it may take as much for itself as its operands hold.
+
+Blind spots: a library's kernel that takes more; where graphs lie within graphs (loops, conditions)
+a buffer is kept from one kernel to the next alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
+from torch._inductor import ir
+from torch._inductor.codegen import wrapper
+from torch._inductor.utils import get_dtype_size
+from torch._inductor.virtualized import V
+
+_OF_CALLER = "primals"
+"""What the names of a backward's inputs begin with that its caller holds anyway."""
+
+
+@contextlib.contextmanager
+def buffers_kept_below_peak() -> Iterator[None]:
+    """Inside, the code that Inductor generates keeps a buffer only where it takes no more memory at
+    its peak for that."""
+    with mock.patch.object(wrapper, "EfficientPeakEstimate", _PeakOfLines):
+        yield
+
+
+class _PeakOfLines:
+    """In the place of Inductor's estimate: lines instead of kernels."""
+
+    def __init__(self) -> None:
+        self._lines = tuple(V.graph.wrapper_code.lines)  # planning replaces them one by one
+        self._place_of = {id(line): place for place, line in enumerate(self._lines)}
+        alive = _alive_after(self._lines)
+        self.overall_peak_memory = max(alive, default=0)
+        self._taken = [size + _workspace_bytes(line)
+                       for size, line in zip(alive, self._lines, strict=True)]
+
+    def peak_between(self, freed: Any, allocated: Any) -> float:
+        """The most that is taken from one line to another; infinite where that is not known."""
+        return max(self._taken[self._between(freed, allocated)], default=math.inf)
+
+    def update_peak_between(self, freed: Any, allocated: Any) -> None:
+        """Count the buffer that the first line would free, and that the second one takes over."""
+        between = self._between(freed, allocated)
+        size = _size_bytes(allocated.node)
+        self._taken[between] = [taken + size for taken in self._taken[between]]
+
+    def _between(self, freed: Any, allocated: Any) -> slice:
+        first, last = (self._place_of.get(id(line)) for line in (freed, allocated))
+        return slice(0, 0) if first is None or last is None else slice(first, last)
+
+
+def _alive_after(lines: Sequence[Any]) -> list[int]:
+    """Bytes alive after each line, beside what the caller holds."""
+    sizes = {name: _size_bytes(node) for name, node in _handed_over().items()}
+    total, alive = sum(sizes.values()), []
+    for line in lines:
+        if isinstance(line, wrapper.ReuseLine):  # one buffer goes on under another name
+            sizes[line.reused_as.get_name()] = sizes.pop(line.node.get_name(), 0)
+        elif isinstance(line, wrapper.FreeIfNotReusedLine | wrapper.FreeLine):
+            total -= sizes.pop(line.node.get_name(), 0)
+        elif (made := _made_by(line)) is not None:
+            sizes[made.get_name()] = _size_bytes(made)
+            total += sizes[made.get_name()]
+        alive.append(total)
+    return alive
+
+
+def _handed_over() -> dict[str, Any]:
+    """What the code is given that is gone when it lets go of it: what the forward saved, and the
+    gradients that come in."""
+    if not V.graph.is_backward:
+        return {}
+    return {name: node for name, node in V.graph.graph_inputs_original.items()
+            if not name.startswith(_OF_CALLER) and _is_tensor(node)}
+
+
+def _made_by(line: Any) -> Any:
+    """The buffer with memory of its own that a line makes; `None` if it makes none."""
+    made: Any
+    if isinstance(line, wrapper.AllocateLine | wrapper.ExternKernelAllocLine):
+        made = line.node
+    elif isinstance(line, wrapper.MultiOutputLine):
+        made = V.graph.try_get_buffer(line.result_name)
+    else:
+        return None
+    is_its_own = (made is not None and made.get_name() not in V.graph.removed_buffers
+                  and _is_tensor(made) and not made.get_inputs_that_alias_output())
+    return made if is_its_own else None
+
+
+def _workspace_bytes(line: Any) -> int:
+    """What a library's kernel may take for itself: copies of its operands."""
+    if not isinstance(line, wrapper.ExternKernelAllocLine):
+        return 0
+    return sum(_size_bytes(operand) for operand in line.node.inputs if _is_tensor(operand))
+
+
+def _is_tensor(node: Any) -> bool:
+    """Whether a node is one tensor, not several, none or a number."""
+    return isinstance(node, ir.IRNode) and bool(node.has_tensor_output())
+
+
+def _size_bytes(node: Any) -> int:
+    elements = V.graph.sizevars.optimization_hint(
+        V.graph.get_allocation_storage_size(node), fallback=0)
+    return int(elements) * get_dtype_size(node.get_dtype())
