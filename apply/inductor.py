@@ -89,11 +89,9 @@ class InductorBackend(PlanBackend):
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
             inputs_as_they_are=self._recipe.strict_order,
-            settings={
-                "_pre_fusion_custom_pass": KernelOrder(self._recipe.strict_order),
-                # Without layers the peak may lie elsewhere, and with it what may be kept.
-                "allow_buffer_reuse": self._find_runs is None,
-            })(module, inputs)
+            is_whole=lambda: not self.left_out,
+            settings={"_pre_fusion_custom_pass": KernelOrder(self._recipe.strict_order)},
+        )(module, inputs)
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
                   ) -> RewrittenRegion:

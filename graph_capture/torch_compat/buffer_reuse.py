@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -29,6 +29,7 @@ from graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
+import torch
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper
 from torch._inductor.utils import get_dtype_size
@@ -39,18 +40,20 @@ _OF_CALLER = "primals"
 
 
 @contextlib.contextmanager
-def buffers_kept_below_peak() -> Iterator[None]:
+def buffers_kept_below_peak(is_whole: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Inside, the code that Inductor generates keeps a buffer only where it takes no more memory at
-    its peak for that."""
-    with mock.patch.object(wrapper, "EfficientPeakEstimate", _PeakOfLines):
+    its peak for that.  Where `is_whole` says that a graph lacks some layers, its peak may lie
+    elsewhere, and buffers are kept from one kernel to the next alone."""
+    with mock.patch.object(wrapper, "EfficientPeakEstimate",
+                           lambda: _PeakOfLines(V.graph.wrapper_code.lines if is_whole() else ())):
         yield
 
 
 class _PeakOfLines:
     """In the place of Inductor's estimate: lines instead of kernels."""
 
-    def __init__(self) -> None:
-        self._lines = tuple(V.graph.wrapper_code.lines)  # planning replaces them one by one
+    def __init__(self, lines: Sequence[Any]) -> None:
+        self._lines = tuple(lines)  # planning replaces them one by one
         self._place_of = {id(line): place for place, line in enumerate(self._lines)}
         alive = _alive_after(self._lines)
         self.overall_peak_memory = max(alive, default=0)
@@ -111,11 +114,17 @@ def _made_by(line: Any) -> Any:
     return made if is_its_own else None
 
 
-def _workspace_bytes(line: Any) -> int:
-    """What a library's kernel may take for itself: copies of its operands."""
+def _workspace_bytes(line: Any) -> float:
+    """What a library's kernel may take for itself: copies of its operands; for the gradients of a
+    convolution by groups, whose channels are padded to blocks, no limit is known."""
     if not isinstance(line, wrapper.ExternKernelAllocLine):
         return 0
-    return sum(_size_bytes(operand) for operand in line.node.inputs if _is_tensor(operand))
+    operands: list[Any] = [operand for operand in line.node.inputs if _is_tensor(operand)]
+    if line.node.op_overload is torch.ops.aten.convolution_backward.default:
+        _, image, weight = (operand.get_size() for operand in operands[:3])
+        if image[1] != weight[1]:
+            return math.inf
+    return sum(map(_size_bytes, operands))
 
 
 def _is_tensor(node: Any) -> bool:

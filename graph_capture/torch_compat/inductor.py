@@ -64,7 +64,7 @@ class JointPartitioner(CustomPartitionerFn):
 def inductor_backend(
     partition: PartitionFunction, uuid: str, *, compile_graph: CompileGraph | None = None,
     finish: FinishGraph | None = None, settings: Mapping[str, Any] | None = None,
-    inputs_as_they_are: bool = False,
+    inputs_as_they_are: bool = False, is_whole: Callable[[], bool] = lambda: True,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend: Inductor with another partitioner.
 
@@ -72,7 +72,8 @@ def inductor_backend(
     is otherwise cached by Inductor; `finish` is shown what was compiled, and may wrap it;
     `settings` are entries of `torch._inductor.config`.  `inputs_as_they_are`: what a graph only
     hands on, weights and images, it does not return in the layout that its convolutions prefer; a
-    copy of each would be held beside it from the forward to the backward.
+    copy of each would be held beside it from the forward to the backward.  `is_whole`: see
+    `buffer_reuse.buffers_kept_below_peak`.
     """
     patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
 
@@ -84,7 +85,7 @@ def inductor_backend(
             return boxed(compile_graph(gm, example_inputs, is_backward))
         partitioned = _placeholder_values(gm)
         with (_own_layouts_of_inputs() if inputs_as_they_are else contextlib.nullcontext(),
-              buffers_kept_below_peak()):
+              buffers_kept_below_peak(is_whole)):
             compiled = compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 

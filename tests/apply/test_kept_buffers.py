@@ -46,8 +46,8 @@ def test_levels_of_lines_are_those_of_the_allocator(monkeypatch):
     estimates = []
     of_lines = buffer_reuse._PeakOfLines.__init__
 
-    def noted(self):
-        of_lines(self)
+    def noted(self, lines):
+        of_lines(self, lines)
         estimates.append(self.overall_peak_memory)
 
     monkeypatch.setattr(buffer_reuse._PeakOfLines, "__init__", noted)
