@@ -42,21 +42,17 @@ def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:
     )
 
 
-def within_kernels(problem: Problem, buffers: Set[int]) -> Problem:
-    """The problem in which these storages never leave a kernel: they take no memory, and who reads
-    one computes it, so that what it is made of is alive until then."""
-    sources: dict[int, tuple[int, ...]] = {}
+def without_buffers(problem: Problem, buffers: Set[int]) -> Problem:
+    """The problem in which these storages take no memory."""
     storages = tuple(replace(storage, size_bytes=0) if index in buffers else storage
                      for index, storage in enumerate(problem.storages))
-    ops = []
-    for op in problem.ops:
-        read = tuple(dict.fromkeys(
-            source for storage in op.inputs for source in (storage, *sources.get(storage, ()))))
-        sources.update({storage: read for storage in op.outputs if storage in buffers})
-        ops.append(replace(op, inputs=read, inplace=tuple(
-            storage for storage in op.inplace
-            if storages[storage].size_bytes == storages[op.outputs[0]].size_bytes)))
-    return replace(problem, storages=storages, ops=tuple(ops))
+
+    def size(storage: int) -> int:
+        return storages[storage].size_bytes
+
+    return replace(problem, storages=storages, ops=tuple(
+        replace(op, inplace=tuple(s for s in op.inplace if size(s) == size(op.outputs[0])))
+        for op in problem.ops))
 
 
 def _lower_op(op: TrainingOp) -> Op:

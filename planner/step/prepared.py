@@ -14,7 +14,7 @@ from planner.arguments.parallel import DataParallel
 from planner.step.budget import StepBudget
 from planner.step.course import PlainCourse
 from planner.step.form import Form
-from planner.step.lowering import lower, within_kernels
+from planner.step.lowering import lower, without_buffers
 from planner.step.reserved import StepSurroundings
 from planner.units import format_fraction
 from solvers.problem import Link, Schedule
@@ -167,7 +167,7 @@ def _form(step: CapturedStep, form: StepForm, accumulation: int, earlier_bytes: 
     graph = replace(graph, buffers=tuple(
         replace(buffer, size_bytes=0) if index in form.fused else buffer
         for index, buffer in enumerate(graph.buffers)))
-    return Form(graph, within_kernels(problem, form.fused), budget,
+    return Form(graph, without_buffers(problem, form.fused), budget,
                 CompiledAccount(step.compiled, form.saved_by_default, form.saving_costs))
 
 
