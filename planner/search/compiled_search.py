@@ -235,6 +235,7 @@ class CompiledSearch:
         return None if found is None else self._simplified(found, net_bytes)
 
     def _is_tight(self, net_bytes: int) -> bool:
+        """Whether a budget is so near the least memory that only the strict order may meet it."""
         return (net_bytes < _MAYBE_TIGHT * self.form.floor_bytes
                 and net_bytes < _TIGHT * self.proposals.least[0])
 
@@ -350,29 +351,27 @@ class CompiledSearch:
     def smallest(self, net_bytes: int = 0) -> tuple[Candidate, int]:
         """A candidate whose compiled step takes at most `net_bytes`, or else the least memory among
         those tried; and the bytes that a later search will find a candidate for."""
-        least_bytes, schedule = self.proposals.least
+        schedule = self.proposals.least[1]
         bare = (schedule,) if schedule else ()
-        if bare and self._has_one_try_left():
-            found = self._best_of(bare, net_bytes, strict_order=True)
-        else:
-            found = self._best_of((*self._cheap_within(least_bytes), *bare), net_bytes,
-                                  strict_order=True)
+        only_bare = bare and self._has_one_try_left()
+        found = self._best_of(bare if only_bare else (*self._cheap_within_least(), *bare),
+                              net_bytes, strict_order=True)
+        leanest = found
         if _peak_bytes(found) > net_bytes and not self._has_one_try_left():
             # How well the cheap ones do depends on the time that the solver had.
             leanest = min((self.judge(schedule, strict)
                            for schedule in bare or (found.schedule,) for strict in (True, False)),
                           key=_peak_bytes)
-            if _peak_bytes(found) > max(net_bytes, _peak_bytes(leanest)):
-                return leanest, int((1 + _SPREAD) * _peak_bytes(leanest))
-            return found, int((1 + _SPREAD) * max(map(_peak_bytes, (leanest, found))))
-        return found, int((1 + _SPREAD) * _peak_bytes(found))
+            found = min(found, leanest, key=_peak_bytes)
+        return found, int((1 + _SPREAD) * _peak_bytes(leanest))
 
-    def _cheap_within(self, least_bytes: int) -> tuple[Schedule, ...]:
+    def _cheap_within_least(self) -> tuple[Schedule, ...]:
         """What the solver proposes within the least memory, or for a little more."""
+        least_bytes, schedule = self.proposals.least
         try:
             return self.proposals.within(least_bytes)
         except Refusal as refusal:
-            if not (refusal.schedule or self.proposals.least[1]):
+            if not (refusal.schedule or schedule):
                 raise
             return (refusal.schedule,) if refusal.schedule else ()
 
