@@ -287,6 +287,8 @@ class StepForm:
     """A training step as one graph, and what Inductor makes of its buffers."""
 
     graph: TrainingGraph
+    """Where Inductor compiles the step, what never leaves a kernel takes no memory
+    (`graph_capture.inductor.within_kernels`)."""
     low_peak: bool = False
     """Whether the backward holds less at the price of copies
     (`graph_capture.joint_graph.low_peak_backward`); otherwise it is the base form."""
@@ -296,7 +298,5 @@ class StepForm:
     """In how many pieces the insides of its layers run."""
     saved_by_default: frozenset[int] = frozenset()
     """Buffers that Inductor's own partitioner saves for the backward."""
-    fused: frozenset[int] = frozenset()
-    """Buffers that exist only inside of the kernels that Inductor generates."""
     saving_costs: SavingCosts = field(default_factory=SavingCosts)
     """What Inductor's kernels take to save results for the backward."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph_capture.inductor.fused_costs import FusedCosts, fused_storages, stays_in_one_kernel
-from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
+from graph_capture.inductor.fused_costs import FusedCosts, stays_in_one_kernel
+from graph_capture.inductor.within_kernels import buffer_of, within_kernels
+from graph_capture.joint_graph.lower import RESIDENT
 from graph_capture.step.regions import RegionUse
 from graph_capture.training_graph import SavingCosts, StepForm, TrainingGraph
 
@@ -14,10 +15,9 @@ from graph_capture.training_graph import SavingCosts, StepForm, TrainingGraph
 def compiled_form(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts | None, *,
                   low_peak: bool) -> StepForm:
     """The form of a step that Inductor compiles; `costs`: `None` where time does not count."""
-    fused = frozenset(_buffer_of(graph, use.lowered, storage)
-                      for use in uses for storage in fused_storages(use.lowered))
     return StepForm(
-        graph, low_peak, saved_by_default=_saved_by_default(graph, uses), fused=fused,
+        within_kernels(graph, uses), low_peak,
+        saved_by_default=_saved_by_default(graph, uses),
         saving_costs=SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
 
 
@@ -29,7 +29,7 @@ def _saving_costs(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedC
         for op in use.lowered.ops[:use.lowered.num_forward]:
             seconds = costs.saving_seconds(op.node)
             for storage in op.outputs:
-                buffer = _buffer_of(graph, use.lowered, storage)
+                buffer = buffer_of(graph, use.lowered, storage)
                 to_read[buffer] = costs.reading_seconds(graph.buffers[buffer].size_bytes)
                 if seconds and storage in in_one:
                     to_save[buffer] = seconds
@@ -39,14 +39,7 @@ def _saving_costs(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedC
 def _saved_by_default(graph: TrainingGraph, uses: Sequence[RegionUse]) -> frozenset[int]:
     """Buffers that Inductor's own partitioner saves."""
     return frozenset(
-        _buffer_of(graph, use.lowered, storage)
+        buffer_of(graph, use.lowered, storage)
         for use in uses for node, storage in use.lowered.storage_of.items()
         if node.name in use.lowered.saved_by_default and storage != RESIDENT
         and use.lowered.storages[storage].producer >= 0)
-
-
-def _buffer_of(graph: TrainingGraph, lowered: LoweredRegion, storage: int) -> int:
-    """The buffer of the graph that a storage made by an op of the region became."""
-    producer = lowered.ops[lowered.storages[storage].producer]
-    op = graph.ops[graph.index_of[producer.name]]
-    return op.outputs[producer.outputs.index(storage)]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
-from planner.search.compiled_search import Candidate, CompiledSearch
+from planner.search.candidate import Candidate
+from planner.search.compiled_search import CompiledSearch
 from planner.search.effort import Effort
 from planner.search.forms import choose
 from planner.search.proposals import NO_LESS

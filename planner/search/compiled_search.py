@@ -18,13 +18,13 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from apply.recipe import Recipe
 from graph_capture.training_graph import BufferKind, Phase
 from planner.plans.decisions import build_recipe
+from planner.search.candidate import Candidate, peak_bytes_of
 from planner.search.effort import Effort
 from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
@@ -35,9 +35,6 @@ from planner.step.prepared import PreparedStep
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.problem import Schedule
 from solvers.simulator import unroll
-
-if TYPE_CHECKING:
-    from graph_capture.inductor.compiled_step import CompiledStep
 
 _ROUNDS = 4
 """Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
@@ -51,6 +48,9 @@ _USUALLY_BESIDE = 0.015
 followed (Llama of 12 layers 0.5 to 1.2%, Swin 0.7 to 0.9%)."""
 _WORTH = 1e-3
 """Part of the step's time that must be gained for another step's code to be generated."""
+_STEEP = 0.05
+"""Extra time, in parts of the step, from which on the last of the budget may save much of it: 3% of
+the step of a U-Net by 0.4% of the budget."""
 _WORKSPACE = 0.05
 """Part of the budget from which on the workspace of one op may decide what fits."""
 _SPREAD = 0.02
@@ -67,16 +67,6 @@ _CONFIRMATIONS = 3
 """Whole steps that are compiled for one form, at most, because what was expected does not fit."""
 _SIMPLICITY = 0.005
 """Part of the step's time that may be given for blocks that are treated alike."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule and what its compiled step takes."""
-
-    schedule: Schedule
-    recipe: Recipe
-    step: CompiledStep
-    cost: float
 
 
 class CompiledSearch:
@@ -107,9 +97,9 @@ class CompiledSearch:
         """What a whole step that did not fit took beside the account, by the order of kernels."""
         self._beside_by_default = 0
         """The same of what Inductor does by itself, if that was followed."""
-        self.followed: list[tuple[Schedule, int]] = []
-        """Schedules whose code was followed, and what it took; without what Inductor does by
-        itself, which is fullest elsewhere."""
+        self.followed: list[Candidate] = []
+        """Those whose code was followed; without what Inductor does by itself, which is fullest
+        elsewhere."""
 
     def without_workspace(self) -> CompiledSearch:
         """A search of the same form by an account without workspace."""
@@ -132,8 +122,8 @@ class CompiledSearch:
     @property
     def overstated_bytes(self) -> int:
         """By how much, at most, the problem's account was above that of the code."""
-        return max((self.net_peak_bytes(schedule) - peak_bytes
-                    for schedule, peak_bytes in self.followed), default=0)
+        return max((self.net_peak_bytes(found.schedule) - found.peak_bytes
+                    for found in self.followed), default=0)
 
     def is_late(self) -> bool:
         """Whether there is no time for another try, which is then left out: the limit has struck,
@@ -146,7 +136,7 @@ class CompiledSearch:
     def default(self) -> Candidate:
         """What Inductor does by itself."""
         found = self.judge(self.proposals.default)
-        self._beside_by_default = found.step.peak_bytes - self.net_peak_bytes(found.schedule)
+        self._beside_by_default = found.peak_bytes - self.net_peak_bytes(found.schedule)
         return found
 
     @cached_property
@@ -166,9 +156,10 @@ class CompiledSearch:
         now = time.monotonic()
         self._try_seconds = max(self._try_seconds, now - self._try_ended)
         self._try_ended = now
+        found = Candidate(schedule, recipe, step, self.proposals.cost(schedule))
         if schedule != self.proposals.default:
-            self.followed.append((schedule, step.peak_bytes))
-        return Candidate(schedule, recipe, step, self.proposals.cost(schedule))
+            self.followed.append(found)
+        return found
 
     def _foreseen(self, schedule: Schedule, strict_order: bool, off_bytes: int) -> Candidate:
         """A candidate as the problem accounts for it, and `off_bytes` beside that: for a search
@@ -200,11 +191,11 @@ class CompiledSearch:
             if found is None:
                 return None
             whole = self.confirmed(found)
-            if whole.step.peak_bytes <= net_bytes:
+            if whole.peak_bytes <= net_bytes:
                 return whole
-            target_bytes -= whole.step.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
+            target_bytes -= whole.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
             self._beside[found.recipe.strict_order] = (
-                whole.step.peak_bytes - self.net_peak_bytes(found.schedule))
+                whole.peak_bytes - self.net_peak_bytes(found.schedule))
         return None
 
     def confirmed(self, found: Candidate) -> Candidate:
@@ -221,18 +212,26 @@ class CompiledSearch:
 
     def _judged_within(self, net_bytes: int) -> Candidate | None:
         """The same, as layers that are alike are accounted for together."""
-        only_strict = self.form.low_peak or self._is_tight(net_bytes)
-        found = None if only_strict else self._narrow(net_bytes, strict_order=False)
+        is_tight = not self.form.low_peak and self._is_tight(net_bytes)
+        found = None if is_tight or self.form.low_peak else self._narrow(net_bytes, False)
         price = _STRICTNESS * self.form.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
-        if found is None or (found.cost > 2 * price + self.proposals.cost_within(
-                net_bytes - _usually_beside(net_bytes)) and not self.is_late()):
+        if found is None or self._may_gain(2 * price, found, net_bytes):
             strict = self._narrow(net_bytes, strict_order=True)
             if strict is not None and (found is None or strict.cost + price < found.cost):
                 found = strict
+            if is_tight and strict is not None and self._may_gain(0.0, strict, net_bytes):
+                loose = self._narrow(net_bytes, strict_order=False)
+                if loose is not None and loose.cost <= strict.cost + price:
+                    found = loose
         if found is not None and found.cost > self.default_cost:
             found = self._filled(found, net_bytes)
         return None if found is None else self._simplified(found, net_bytes)
+
+    def _may_gain(self, seconds: float, found: Candidate, net_bytes: int) -> bool:
+        """Whether there is time for another order, which may cost so much less than a candidate."""
+        promised = self.proposals.cost_within(net_bytes - _usually_beside(net_bytes))
+        return found.cost > promised + seconds and not self.is_late()
 
     def _is_tight(self, net_bytes: int) -> bool:
         """Whether a budget is so near the least memory that only the strict order may meet it."""
@@ -242,7 +241,7 @@ class CompiledSearch:
     def _filled(self, found: Candidate, net_bytes: int) -> Candidate:
         """A candidate that puts what is left of the budget to use: it saves in addition what
         Inductor would save by itself, the smallest first."""
-        left = net_bytes - int(_MARGIN * net_bytes) - found.step.peak_bytes
+        left = net_bytes - int(_MARGIN * net_bytes) - found.peak_bytes
         limit = self.net_peak_bytes(found.schedule) + left
         saved = saved_buffers(self.form, found.schedule)
         missing = sorted(self.proposals.costly - saved, key=lambda buffer: (
@@ -258,14 +257,14 @@ class CompiledSearch:
         if (not count or self.proposals.cost(schedule) >= found.cost - worth or self.is_late()):
             return found
         fuller = self.judge(schedule, found.recipe.strict_order)
-        return fuller if fuller.step.peak_bytes <= net_bytes else found
+        return fuller if fuller.peak_bytes <= net_bytes else found
 
     def _simplified(self, found: Candidate, net_bytes: int) -> Candidate:
         """A candidate that treats more blocks alike, where these are compiled one by one and it
         fits as well."""
         if not found.recipe.blocks:
             return found
-        left = net_bytes - found.step.peak_bytes
+        left = net_bytes - found.peak_bytes
         schedule = unify_blocks(
             self.proposals.form, found.schedule,
             net_peak_bytes=self.net_peak_bytes(found.schedule) + left,
@@ -273,7 +272,7 @@ class CompiledSearch:
         if schedule == found.schedule or self.is_late():
             return found
         simpler = self.judge(schedule, found.recipe.strict_order)
-        return simpler if simpler.step.peak_bytes <= net_bytes else found
+        return simpler if simpler.peak_bytes <= net_bytes else found
 
     def _narrow(self, net_bytes: int, strict_order: bool) -> Candidate | None:
         """The cheapest candidate found with one order of kernels."""
@@ -310,25 +309,33 @@ class CompiledSearch:
                                       strict_order, seen_bytes)
             rounds += 1
             candidate = self._best_of(schedules, net_bytes, strict_order, as_whole)
-            off_bytes = candidate.step.peak_bytes - self.net_peak_bytes(candidate.schedule)
+            off_bytes = candidate.peak_bytes - self.net_peak_bytes(candidate.schedule)
             as_whole, spread, foreseen = True, 0, 0
-            left = net_bytes - candidate.step.peak_bytes
+            left = net_bytes - candidate.peak_bytes
             if left >= 0:
                 if best is None or candidate.cost < best.cost:
                     best = candidate
                 low = max(low, internal)
             else:
                 high = min(high, internal)
-            if (0 <= left <= _CLOSE_ENOUGH * net_bytes
-                    or (best is not None and best.cost <= self.default_cost)
+            if ((best is not None and best.cost <= self.default_cost)
                     or high - low <= _CLOSE_ENOUGH * net_bytes
                     or (left < -_WORKSPACE * net_bytes and not self.has_workspace)):
                 break
             # The next proposal is taken to be as far from its own account as this one.
             internal += left - margin
+            if 0 <= left <= _CLOSE_ENOUGH * net_bytes and not (
+                    left > margin and self._is_dearer(candidate, internal)):
+                break
             if not low < internal < high:
                 internal = (low + high) // 2
         return best
+
+    def _is_dearer(self, candidate: Candidate, internal_bytes: int) -> bool:
+        """Whether a candidate is clearly dearer than what the solver proposes within a budget."""
+        step = self.form.problem.keep_all_cost
+        return (candidate.cost > self.default_cost + _STEEP * step and
+                candidate.cost > self.proposals.cost_within(internal_bytes) + 4 * _WORTH * step)
 
     def _expected_beside(self, net_bytes: int, strict_order: bool) -> tuple[int, int]:
         """What code is taken to need beside the problem's account before any was followed, and how
@@ -344,9 +351,9 @@ class CompiledSearch:
         tried: list[Candidate] = []
         for schedule in schedules:
             tried.append(self.judge(schedule, strict_order, as_whole))
-            if tried[-1].step.peak_bytes <= net_bytes:
+            if tried[-1].peak_bytes <= net_bytes:
                 return tried[-1]
-        return min(tried, key=_peak_bytes)
+        return min(tried, key=peak_bytes_of)
 
     def smallest(self, net_bytes: int = 0) -> tuple[Candidate, int]:
         """A candidate whose compiled step takes at most `net_bytes`, or else the least memory among
@@ -354,16 +361,17 @@ class CompiledSearch:
         schedule = self.proposals.least[1]
         bare = (schedule,) if schedule else ()
         only_bare = bare and self._has_one_try_left()
-        found = self._best_of(bare if only_bare else (*self._cheap_within_least(), *bare),
-                              net_bytes, strict_order=True)
-        leanest = found
-        if _peak_bytes(found) > net_bytes and not self._has_one_try_left():
-            # How well the cheap ones do depends on the time that the solver had.
+        leanest = self._best_of(bare if only_bare else (*self._cheap_within_least(), *bare),
+                                net_bytes, strict_order=True)
+        found = min(leanest, *self.followed, key=peak_bytes_of)
+        if found.peak_bytes > net_bytes and not self._has_one_try_left():
             leanest = min((self.judge(schedule, strict)
                            for schedule in bare or (found.schedule,) for strict in (True, False)),
-                          key=_peak_bytes)
-            found = min(found, leanest, key=_peak_bytes)
-        return found, int((1 + _SPREAD) * _peak_bytes(leanest))
+                          key=peak_bytes_of)
+            found = min(found, leanest, key=peak_bytes_of)
+            # How well the others do depends on the time that there was.
+            leanest = leanest if self.was_cut_off else found
+        return found, int((1 + _SPREAD) * leanest.peak_bytes)
 
     def _cheap_within_least(self) -> tuple[Schedule, ...]:
         """What the solver proposes within the least memory, or for a little more."""
@@ -379,10 +387,6 @@ class CompiledSearch:
         """Whether there is time for one more try alone, since each takes as long as the code of the
         whole step."""
         return bool(self.followed) and self.account.leaves_out_layers is False and self.is_late()
-
-
-def _peak_bytes(candidate: Candidate) -> int:
-    return candidate.step.peak_bytes
 
 
 def _usually_beside(net_bytes: int) -> int:

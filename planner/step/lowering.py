@@ -13,9 +13,6 @@ Resident memory is not part of the problem; `planner.step.accounting` adds it.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import replace
-
 from graph_capture.training_graph import (
     KEPT_BY_USER,
     RUNS_SEVERAL_TIMES,
@@ -40,19 +37,6 @@ def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:
         name="training step",
         link=link,
     )
-
-
-def without_buffers(problem: Problem, buffers: Set[int]) -> Problem:
-    """The problem in which these storages take no memory."""
-    storages = tuple(replace(storage, size_bytes=0) if index in buffers else storage
-                     for index, storage in enumerate(problem.storages))
-
-    def size(storage: int) -> int:
-        return storages[storage].size_bytes
-
-    return replace(problem, storages=storages, ops=tuple(
-        replace(op, inplace=tuple(s for s in op.inplace if size(s) == size(op.outputs[0])))
-        for op in problem.ops))
 
 
 def _lower_op(op: TrainingOp) -> Op:

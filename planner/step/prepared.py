@@ -14,7 +14,7 @@ from planner.arguments.parallel import DataParallel
 from planner.step.budget import StepBudget
 from planner.step.course import PlainCourse
 from planner.step.form import Form
-from planner.step.lowering import lower, without_buffers
+from planner.step.lowering import lower
 from planner.step.reserved import StepSurroundings
 from planner.units import format_fraction
 from solvers.problem import Link, Schedule
@@ -164,10 +164,7 @@ def _form(step: CapturedStep, form: StepForm, accumulation: int, earlier_bytes: 
         return Form(graph, problem, budget)
     from planner.step.compiled_account import CompiledAccount
 
-    graph = replace(graph, buffers=tuple(
-        replace(buffer, size_bytes=0) if index in form.fused else buffer
-        for index, buffer in enumerate(graph.buffers)))
-    return Form(graph, without_buffers(problem, form.fused), budget,
+    return Form(graph, problem, budget,
                 CompiledAccount(step.compiled, form.saved_by_default, form.saving_costs))
 
 

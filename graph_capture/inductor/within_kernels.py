@@ -1,0 +1,167 @@
+"""The graph of a step whose kernels are generated: what never leaves a kernel.
+
+Such a buffer takes no memory.  The op that reads it computes it, within one kernel: it reads what
+the buffer is made of, too, which is therefore in memory until then, and it may write over that.
+Inductor writes over an operand only where nothing else is made of it then, and where each element
+of the result is made of the one at the same place.
+
+On a CPU all that is generated between two external ops (`fused_costs`) is one function, at the end
+of which dies what dies in it.  What the next external op reads may be recomputed there, too, and
+then takes as much as an operand that is written over leaves.
+
+Blind spots: which of several operands Inductor writes over; results of one kernel that are made of
+the same operand, where it is the scheduler that puts them together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from graph_capture.inductor.fused_costs import Fusion, fused_storages, fusion_of
+from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
+from graph_capture.step.regions import RegionUse
+from graph_capture.torch_compat.layout import is_dense
+from graph_capture.training_graph import Phase, TrainingGraph, TrainingOp
+
+
+def within_kernels(graph: TrainingGraph, uses: Sequence[RegionUse]) -> TrainingGraph:
+    """The graph of a step, as captured, in which some buffers never leave a kernel."""
+    return _KernelGraph(graph, uses).graph
+
+
+def buffer_of(graph: TrainingGraph, lowered: LoweredRegion, storage: int) -> int:
+    """The buffer of the graph that a storage made by an op of the region became."""
+    producer = lowered.ops[lowered.storages[storage].producer]
+    op = graph.ops[graph.index_of[producer.name]]
+    return op.outputs[producer.outputs.index(storage)]
+
+
+class _KernelGraph:
+    """The graph of a step, op by op, while it is changed."""
+
+    def __init__(self, graph: TrainingGraph, uses: Sequence[RegionUse]) -> None:
+        self._captured = graph
+        self._fused = frozenset(buffer_of(graph, use.lowered, storage)
+                                for use in uses for storage in fused_storages(use.lowered))
+        self._buffers = tuple(replace(buffer, size_bytes=0) if index in self._fused else buffer
+                              for index, buffer in enumerate(graph.buffers))
+        self._nodes: dict[int, fx.Node] = {}
+        self._operands: dict[int, list[tuple[int, bool]]] = {}
+        """Buffers that an op reads, and whether each element of its result is made of the one at
+        the same place."""
+        for use in uses:
+            for op in use.lowered.ops:
+                index = graph.index_of[op.name]
+                self._nodes[index] = op.node
+                self._operands[index] = [
+                    (buffer_of(graph, use.lowered, storage), _same_place(operand, op.node))
+                    for operand in op.node.all_input_nodes
+                    for storage in (use.lowered.storage_of.get(operand, RESIDENT),)
+                    if storage != RESIDENT and use.lowered.storages[storage].producer >= 0]
+        self._kinds = {index: fusion_of(node) for index, node in self._nodes.items()}
+        ops = self._reading_sources()
+        self.graph = replace(graph, buffers=self._buffers, ops=self._writing_over_sources(ops))
+
+    def _reading_sources(self) -> tuple[TrainingOp, ...]:
+        """The ops, each of which also reads what the fused buffers are made of that it reads."""
+        sources: dict[int, tuple[int, ...]] = {}
+        ops = []
+        for op in self._captured.ops:
+            inputs = _unique(source for buffer in op.inputs
+                             for source in (buffer, *sources.get(buffer, ())))
+            sources.update({buffer: inputs for buffer in op.outputs if buffer in self._fused})
+            ops.append(replace(op, inputs=inputs))
+        return tuple(ops)
+
+    def _writing_over_sources(self, ops: Sequence[TrainingOp]) -> tuple[TrainingOp, ...]:
+        """The ops, pointwise ones with all the operands that their results may be written over."""
+        is_read_beside = self._read_beside(ops)
+        recomputed_bytes = self._bytes_that_follow()
+        alike: dict[int, tuple[int, ...]] = {}
+        """Of a fused buffer, what it is made of at the same place alone."""
+        unlike: dict[int, Set[int]] = {}
+        """... and at other places."""
+        changed = []
+        for index, op in enumerate(ops):
+            over = tuple(buffer for buffer in op.inplace if buffer not in self._fused)
+            if self._kinds.get(index) is Fusion.POINTWISE and len(op.outputs) == 1:
+                made = op.outputs[0]
+                elsewhere: set[int] = set()
+                here: list[int] = []
+                for buffer, same in self._operands[index]:
+                    if buffer in self._fused:
+                        elsewhere.update(unlike[buffer], () if same else alike[buffer])
+                        here.extend(alike[buffer] if same else ())
+                    else:
+                        (here.append if same else elsewhere.add)(buffer)
+                found = tuple(buffer for buffer in _unique(here) if buffer not in elsewhere)
+                if made in self._fused:
+                    alike[made], unlike[made], over, found = found, elsewhere, (), ()
+                size_bytes = self._buffers[made].size_bytes
+                over = _unique((*over, *(
+                    buffer for buffer in found
+                    if self._buffers[buffer].size_bytes == size_bytes > recomputed_bytes[index]
+                    and not is_read_beside(buffer, index))))
+            changed.append(replace(op, inplace=over))
+        return tuple(changed)
+
+    def _read_beside(self, ops: Sequence[TrainingOp]) -> Callable[[int, int], bool]:
+        """Whether, of some buffer, another pointwise op of the backward makes another result that
+        is likely to be of the same kernel as that of some op."""
+        stretch = list(accumulate(not self._is_generated(index) for index in range(len(ops))))
+        readers: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for index, op in enumerate(ops):
+            if (op.phase is Phase.BACKWARD and self._kinds.get(index) is Fusion.POINTWISE
+                    and not self._fused.issuperset(op.outputs)):
+                for buffer in op.inputs:
+                    readers[buffer, stretch[index]].add(index)
+
+        def is_read(buffer: int, index: int) -> bool:
+            return not readers[buffer, stretch[index]] <= {index}
+
+        return is_read
+
+    def _bytes_that_follow(self) -> list[int]:
+        """For each op, what may be recomputed for the external ops that follow what is generated
+        with it."""
+        graph = self._captured
+        if graph.device.partition(":")[0] != "cpu":
+            return [0] * len(graph.ops)
+        following: list[int] = []
+        read: set[int] = set()
+        for index in range(len(graph.ops) - 1, -1, -1):
+            op = graph.ops[index]
+            if not self._is_generated(index):
+                if index + 1 < len(graph.ops) and self._is_generated(index + 1):
+                    read = set()
+                if op.phase is Phase.BACKWARD and index in self._nodes:
+                    read |= {buffer for buffer in op.inputs if self._may_be_recomputed(buffer)}
+            following.append(sum(self._buffers[buffer].size_bytes for buffer in read))
+        return following[::-1]
+
+    def _may_be_recomputed(self, buffer: int) -> bool:
+        producer = self._buffers[buffer].producer
+        op = self._captured.ops[producer]
+        return op.phase is Phase.FORWARD and self._is_generated(producer) and not op.pinned
+
+    def _is_generated(self, index: int) -> bool:
+        return self._kinds.get(index) in (Fusion.POINTWISE, Fusion.REDUCTION)
+
+
+def _same_place(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether an operand that fills its storage is laid out as the result of a node."""
+    value, result = operand.meta.get("val"), node.meta.get("val")
+    return (isinstance(value, torch.Tensor) and isinstance(result, torch.Tensor)
+            and value.shape == result.shape and value.stride() == result.stride()
+            and value.storage_offset() == 0 and is_dense(value)
+            and value.untyped_storage().nbytes() == value.numel() * value.element_size())
+
+
+def _unique(buffers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(buffers))

@@ -1,0 +1,105 @@
+"""What never leaves a generated kernel, and what its results are written over; the generated code
+is the oracle."""
+
+import pytest
+import torch
+from torch import nn
+
+from graph_capture.training_graph import Phase
+from planner.api import capture
+from planner.search.compiled_search import CompiledSearch
+from planner.search.effort import Effort
+from tests.support.compiler import needs_compiler
+from tests.support.models import gpt2, llama, unet
+
+pytestmark = needs_compiler
+
+
+class Gated(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(self.gate(x).exp().sin().tanh() * self.up(x))
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 1))
+
+
+def prepare(model, *shape):
+    torch.manual_seed(0)
+    return capture(model, (torch.randn(*shape),), backend="inductor",
+                   loss_fn=lambda output: output.square().mean())
+
+
+def graph_of(model, *shape):
+    return prepare(model, *shape).base.graph
+
+
+def makers(graph, buffers):
+    return {graph.ops[graph.buffers[buffer].producer].target for buffer in buffers}
+
+
+def inner_gradient(graph, size_bytes):
+    """The op of the backward that makes a gradient of so many bytes of two or more operands of that
+    size, where chains of ops are inlined."""
+    (found,) = [op for op in graph.ops if op.phase is Phase.BACKWARD and len(op.outputs) == 1
+                and graph.buffers[op.outputs[0]].size_bytes == size_bytes
+                and sum(graph.buffers[b].size_bytes == size_bytes for b in op.inputs) > 1]
+    return found
+
+
+def test_who_reads_what_stays_within_a_kernel_reads_what_it_is_made_of():
+    graph = graph_of(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), 128, 32)
+    within = [index for index, buffer in enumerate(graph.buffers) if not buffer.size_bytes]
+    assert within
+    for op in graph.ops:
+        for buffer in set(op.inputs).intersection(within):
+            assert set(graph.ops[graph.buffers[buffer].producer].inputs) <= set(op.inputs)
+
+
+def test_a_chain_of_ops_may_write_over_what_it_begins_with():
+    graph = graph_of(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), 128, 32)
+    op = inner_gradient(graph, 128 * 64 * 4)
+    assert "aten.mm.default" in makers(graph, op.inplace)  # the gradient of what GELU makes
+    assert all(graph.buffers[buffer].size_bytes for buffer in op.inplace)
+
+
+def test_what_two_results_are_made_of_is_not_written_over_by_a_chain():
+    graph = graph_of(Gated(), 128, 32)
+    ops = [op for op in graph.ops if op.phase is Phase.BACKWARD and op.target == "aten.mul.Tensor"
+           and graph.buffers[op.outputs[0]].size_bytes]
+    shared = [op for op in ops if "aten.mm.default" in makers(graph, op.inputs)]
+    through_chain = [op for op in shared if len(op.inputs) > 2]
+    assert len(shared) == 2 and len(through_chain) == 1
+    assert "aten.mm.default" not in makers(graph, through_chain[0].inplace)
+
+
+def test_what_is_recomputed_beside_takes_the_room_of_what_is_written_over():
+    graph = graph_of(convolutions(), 2, 3, 16, 16)
+    size_bytes = 2 * 8 * 16 * 16 * 4
+    written = [makers(graph, op.inplace) for op in graph.ops
+               if op.phase is Phase.BACKWARD and op.target == "aten.mul.Tensor"
+               and graph.buffers[op.outputs[0]].size_bytes == size_bytes]
+    # The first of them comes before a convolution that reads what ReLU makes, the last before one
+    # that reads the input.
+    assert ["aten.convolution_backward.default" in targets for targets in written] == [False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [unet, gpt2, llama])
+@pytest.mark.parametrize("fraction", [0.6, 0.45])
+def test_code_takes_what_ops_are_said_to_take(make, fraction):
+    case = make()
+    prepared = capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor")
+    search = CompiledSearch(prepared, prepared.base, Effort(time_limit=100.0, work_limit=20.0))
+    net = int(fraction * search.default().peak_bytes)
+    schedule = search.proposals.within(net)[0]
+    account = search.net_peak_bytes(schedule)
+    code = min(search.judge(schedule, strict).peak_bytes for strict in (True, False))
+    print(make.__name__, fraction, code / account)
+    assert 0.97 * account <= code <= 1.03 * account
