@@ -363,7 +363,7 @@ class CompiledSearch:
         only_bare = bare and self._has_one_try_left()
         leanest = self._best_of(bare if only_bare else (*self._cheap_within_least(), *bare),
                                 net_bytes, strict_order=True)
-        found = min(leanest, *self.followed, key=peak_bytes_of)
+        found = min((leanest, *self.followed), key=peak_bytes_of)
         if found.peak_bytes > net_bytes and not self._has_one_try_left():
             leanest = min((self.judge(schedule, strict)
                            for schedule in bare or (found.schedule,) for strict in (True, False)),

@@ -10,7 +10,7 @@ from planner.api import capture
 from planner.search.compiled_search import CompiledSearch
 from planner.search.effort import Effort
 from tests.support.compiler import needs_compiler
-from tests.support.models import gpt2, llama, unet
+from tests.support.models import unet
 
 pytestmark = needs_compiler
 
@@ -21,7 +21,8 @@ class Gated(nn.Module):
         self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x):
-        return self.down(self.gate(x).exp().sin().tanh() * self.up(x))
+        gate, up = self.gate(x), self.up(x)
+        return self.down(gate.exp().sin() * up.exp().cos())
 
 
 def convolutions():
@@ -71,12 +72,13 @@ def test_a_chain_of_ops_may_write_over_what_it_begins_with():
 
 def test_what_two_results_are_made_of_is_not_written_over_by_a_chain():
     graph = graph_of(Gated(), 128, 32)
-    ops = [op for op in graph.ops if op.phase is Phase.BACKWARD and op.target == "aten.mul.Tensor"
-           and graph.buffers[op.outputs[0]].size_bytes]
-    shared = [op for op in ops if "aten.mm.default" in makers(graph, op.inputs)]
-    through_chain = [op for op in shared if len(op.inputs) > 2]
-    assert len(shared) == 2 and len(through_chain) == 1
-    assert "aten.mm.default" not in makers(graph, through_chain[0].inplace)
+    results = [op for op in graph.ops if op.phase is Phase.BACKWARD
+               and graph.buffers[op.outputs[0]].size_bytes == 128 * 32 * 4
+               and op.target == "aten.mul.Tensor" and "aten.mm.default" in makers(graph, op.inputs)]
+    direct, through_chain = sorted(results, key=lambda op: len(op.inputs))
+    assert len(direct.inputs) == 2 < len(through_chain.inputs)
+    assert "aten.mm.default" not in makers(graph, through_chain.inplace)
+    assert "aten.exp.default" in makers(graph, through_chain.inplace)
 
 
 def test_what_is_recomputed_beside_takes_the_room_of_what_is_written_over():
@@ -91,15 +93,15 @@ def test_what_is_recomputed_beside_takes_the_room_of_what_is_written_over():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [unet, gpt2, llama])
 @pytest.mark.parametrize("fraction", [0.6, 0.45])
-def test_code_takes_what_ops_are_said_to_take(make, fraction):
-    case = make()
+def test_code_takes_what_ops_are_said_to_take(fraction):
+    """Of a U-Net it took 15% more before what stays within its kernels was accounted for.  It may
+    take less, by what its kernels write over besides."""
+    case = unet()
     prepared = capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor")
     search = CompiledSearch(prepared, prepared.base, Effort(time_limit=100.0, work_limit=20.0))
     net = int(fraction * search.default().peak_bytes)
-    schedule = search.proposals.within(net)[0]
-    account = search.net_peak_bytes(schedule)
-    code = min(search.judge(schedule, strict).peak_bytes for strict in (True, False))
-    print(make.__name__, fraction, code / account)
-    assert 0.97 * account <= code <= 1.03 * account
+    for schedule in search.proposals.within(net):
+        account = search.net_peak_bytes(schedule)
+        code = search.judge(schedule, strict_order=True).peak_bytes
+        assert 0.8 * account <= code <= 1.03 * account
