@@ -57,7 +57,7 @@ def without_cheap(form: Form, saved: Set[int], costs: SavingCosts) -> frozenset[
     written and read; the one that gains the most is given up first."""
     kept = set(saved)
     while True:
-        remakes = _Remakes(form, kept, costs)
+        remakes = Remakes(form, kept, costs)
         gains = []
         for buffer in kept & costs.to_save.keys():
             seconds = remakes.seconds(buffer, costs.to_save[buffer])
@@ -73,7 +73,7 @@ def without_cheap(form: Form, saved: Set[int], costs: SavingCosts) -> frozenset[
         kept -= given_up
 
 
-class _Remakes:
+class Remakes:
     """What it takes to make one more buffer again, where `kept` is saved for the backward."""
 
     def __init__(self, form: Form, kept: Set[int], costs: SavingCosts) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from planner.search.cheap_to_recompute import free_ops, saving_seconds, without_cheap, without_free
+from planner.search.cheaper_sources import with_cheaper_sources
 from planner.search.effort import Effort
 from planner.search.forms import solve_form
 from planner.search.fused_bound import least_cost
@@ -60,6 +61,8 @@ class Proposals:
         self._costs = form.compiled.saving_costs
         self._layers = LayerOrder(form)
         self._solved: dict[int, Schedule] = {}
+        self._refused_bytes = -1
+        """The most net bytes within which no search is known to find anything."""
 
     @cached_property
     def costly(self) -> frozenset[int]:
@@ -97,6 +100,7 @@ class Proposals:
         saved = saved_buffers(self.form, found) | self._small(net_bytes)
         saved = without_free(self.form.graph, saved, self._free)
         saved = without_cheap(self.form, saved, self._costs)
+        saved = with_cheaper_sources(self.form, saved, self._costs, net_bytes, self.cost)
         cheap = schedule_saving(self.form, self._layers.ordered(saved, net_bytes))
         peaks = [self.form.net_peak_bytes(schedule) for schedule in (cheap, found)]
         if peaks[0] > _WORTH_TRYING * net_bytes:
@@ -132,8 +136,11 @@ class Proposals:
 
     def _within_less(self, net_bytes: int) -> Schedule | None:
         """What the solver finds for a little less, if anything."""
+        less = int((1 - _LESS) * net_bytes)
+        if less <= self._refused_bytes:
+            return None
         try:
-            return self._ask(self._priced, int((1 - _LESS) * net_bytes))
+            return self._ask(self._priced, less)
         except Refusal:
             return None
 
@@ -142,8 +149,12 @@ class Proposals:
         effort = self.effort
         work = max(_SHARE_OF_SOLVER * (effort.work_limit or effort.time_limit), least_seconds)
         seconds = max(self.deadline - time.monotonic(), work)
-        return solve_form(form, net_bytes, replace(effort, time_limit=seconds), start,
-                          work_limit=work).schedule
+        try:
+            return solve_form(form, net_bytes, replace(effort, time_limit=seconds), start,
+                              work_limit=work).schedule
+        except Refusal as refusal:
+            self._refused_bytes = max(self._refused_bytes, net_bytes, refusal.minimum_bytes - 1)
+            raise
 
     def least_cost_within(self, net_bytes: int) -> float:
         """A bound on what any schedule costs within `net_bytes`, by the problem's account."""
