@@ -53,10 +53,10 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
                 return _make_plan(searches, base, budget_bytes, default)
         if base.depends_on_workspace(net):
             searches.insert(1, base.without_workspace())
-        cheapest = choose(  # where there is no time for another form, the smallest step is looked at
-            searches, lambda search: (
-                None if search is not base and base.is_late() else search.within(net)),
-            lambda search, best: search.is_worth(net, best))
+        # Where there is no time for another form, the smallest step is looked at.
+        cheapest = choose(searches, lambda search: (
+            None if search is not base and base.is_late() else search.within(net)
+        ), lambda search, best: search.is_worth(net, best))
         if cheapest is not None:
             return _make_plan(searches, cheapest[0], budget_bytes, cheapest[1])
     search, found, least = _smallest(

@@ -61,7 +61,7 @@ _TIGHT, _MAYBE_TIGHT = 1.25, 1.6
 """Budgets of less than so many times the least memory, by the problem's account, are met in strict
 order if at all; the least is looked for where a budget is less than so many times what bounds it.
 """
-_GRACE = 0.3
+_GRACE = 0.4
 """Part of the time limit by which it may be overrun for what has been begun, a bound besides."""
 _CONFIRMATIONS = 3
 """Whole steps that are compiled for one form, at most, because what was expected does not fit."""

@@ -18,9 +18,9 @@ import time
 from collections.abc import Mapping
 
 from graph_capture.training_graph import Phase
+from planner.search.saving import schedule_saving
 from planner.step.form import Form
 from solvers.cut_model import CutModel
-from solvers.realise import realise
 from solvers.repetition import runs_of
 from solvers.simulator import unroll
 from solvers.violations import Inner, next_cuts
@@ -29,7 +29,7 @@ _NODES = 400
 """Nodes of the search for one model; where they do not suffice, the bound is a smaller one."""
 _WORK = 5.0
 """Work (see `solvers.milp.Answer`) after which no further model is solved."""
-_GAP = 1e-5
+_GAP = 1e-4
 """Models are solved to within this part of the step's time."""
 
 
@@ -52,7 +52,7 @@ def least_cost(form: Form, net_bytes: int, to_save: Mapping[int, float], seconds
         extra, work = max(extra, solution.extra_bound), work + solution.work
         if solution.retained is None or not solution.solved:
             break
-        exceeding = realise(problem, cuts, solution.retained)
+        exceeding = schedule_saving(form, solution.retained[0])
         found = next_cuts(problem, net_bytes, exceeding, cuts, inner, first=end)
         if found is None:
             break
