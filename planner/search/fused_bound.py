@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from graph_capture.training_graph import Phase
 from planner.search.saving import schedule_saving
 from planner.step.form import Form
+from solvers.actions import as_order
 from solvers.cut_model import CutModel
 from solvers.repetition import runs_of
 from solvers.simulator import unroll
@@ -52,7 +53,7 @@ def least_cost(form: Form, net_bytes: int, to_save: Mapping[int, float], seconds
         extra, work = max(extra, solution.extra_bound), work + solution.work
         if solution.retained is None or not solution.solved:
             break
-        exceeding = schedule_saving(form, solution.retained[0])
+        exceeding = as_order(schedule_saving(form, solution.retained[0]))
         found = next_cuts(problem, net_bytes, exceeding, cuts, inner, first=end)
         if found is None:
             break
