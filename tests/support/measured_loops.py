@@ -96,10 +96,12 @@ class Trial:
     def check(self, steps: int) -> None:
         """Every one of so many steps ran under a plan, and was within the budget."""
         assert len(self.budgeted.peaks) == steps
-        assert max(self.budgeted.peaks) <= self.budget
+        plan = planner.plan_of(self.budgeted.model)
+        assert max(self.budgeted.peaks) <= self.budget, (
+            self.budgeted.peaks, self.budget, plan.peak_bytes, plan.overhead, plan.solve_seconds)
         counts = planner.steps_of(self.budgeted.model)
         assert (counts.planned, counts.unplanned) == (steps, 0)
-        assert planner.plan_of(self.budgeted.model).recompute_flops > 0
+        assert plan.recompute_flops > 0
 
     def check_equal(self) -> None:
         """Losses and trained models are the same, bit for bit."""
