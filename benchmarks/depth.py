@@ -6,7 +6,8 @@
 
 Batch 4 x 512 tokens, 256 wide, or 4 images of 128 x 128, one thread.  Seconds are of CPU, those of
 child processes included.  "step s": the estimated step with its extra time, without what runs as it
-is written beside blocks.
+is written beside blocks.  "recipe": the beginning of a digest, by which plans are told apart.  The
+row of torch.compile is what its first step takes beside the second, where it finds no code on disk.
 All budgets of a model share its capture and the account of what Inductor does without a plan, which
 counts for the first of them.  "measured": the allocator's peak in the second step of the applied
 model, as a part of the predicted one; only with `--measure`.
@@ -14,13 +15,17 @@ model, as a part of the predicted one; only with `--measure`.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+import msgspec
 import torch
 
 from benchmarks.arguments import add_names, benchmark_parser, parse
@@ -79,18 +84,21 @@ MODELS: Mapping[str, Callable[..., Workload]] = MappingProxyType({
     "convnext": convnext})
 
 
+_ITSELF = "torch.compile"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = benchmark_parser("depth", __doc__, time_limit=60.0)
     add_names(parser, "--models", tuple(MODELS))
-    add_names(parser, "--regions", ("model", "blocks"))
+    add_names(parser, "--regions", ("model", "blocks", _ITSELF), ("model", "blocks"))
     parser.add_argument("--layers", default="12,24")
     parser.add_argument("--budgets", default="80,60,40,30", help="percentages of the plain peak")
     parser.add_argument("--measure", action="store_true", help="run the applied model")
     options = parse(parser, arguments)
-    table = Table("model:12", "layers:d", "regions:7", "budget:>6", "extra:7.3%", "bound:7.3%",
+    table = Table("model:12", "layers:d", "regions:13", "budget:>6", "extra:7.3%", "bound:7.3%",
                   "step s:7.4f", "capture s:.1f", "plan s:6.1f", "clock s:6.1f", "of budget:.4f",
-                  "measured:>9", "notes:20")
+                  "measured:>9", "recipe:8", "notes:20")
     for name in options.models:
         for layers in map(int, options.layers.split(",")):
             for regions in options.regions:
@@ -108,8 +116,14 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
             runs: bool, table: Table) -> None:
     """Print the lines of one model."""
     torch.set_num_threads(1)
+    # Compilers that others started are not waited for, and so their time would not be seen.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.compile(lambda x: x.sin().sum())(torch.ones(64, requires_grad=True)).backward()
     workload = MODELS[name](layers=layers, batch=4, sequence=512)
+    if regions == _ITSELF:
+        cpu, clock = _compiling_seconds(workload)
+        table.row(name, layers, regions, *[None] * 5, cpu, clock, *[None] * 4)
+        return
     begun = cpu_seconds()
     prepared = workload.prepare(regions=regions, backend="inductor")
     captured = cpu_seconds() - begun
@@ -130,7 +144,23 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
         table.row(name, layers, regions, budget, plan.overhead, plan.overhead_bound,
                   (1 + plan.overhead) * prepared.base.base_seconds, captured,
                   planned, clock, plan.peak_bytes / limit, measured,
+                  hashlib.sha256(msgspec.json.encode(plan.recipe)).hexdigest()[:8],
                   ", ".join([plan.status, *said]))
+
+
+def _compiling_seconds(workload: Workload) -> tuple[float, float]:
+    """Of CPU, and by the clock: the first step of `torch.compile(model)` less the second."""
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty
+        torch._dynamo.reset()
+        compiled = torch.compile(workload.model)
+        spent = []
+        for _ in range(2):
+            cpu, clock = cpu_seconds(), time.monotonic()
+            workload.call(compiled).loss.backward()
+            spent.append((cpu_seconds() - cpu, time.monotonic() - clock))
+    (first, first_clock), (second, second_clock) = spent
+    return first - second, first_clock - second_clock
 
 
 def _peak_bytes(workload: Workload, plan: Plan) -> int:

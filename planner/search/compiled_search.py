@@ -26,6 +26,7 @@ from graph_capture.training_graph import BufferKind, Phase
 from planner.plans.decisions import build_recipe
 from planner.search.candidate import Candidate, peak_bytes_of
 from planner.search.effort import Effort
+from planner.search.forms import without_workspace
 from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.unified_blocks import unify_blocks
@@ -46,6 +47,9 @@ takes a little more or less beside the account (Swin 0.4%)."""
 _USUALLY_BESIDE = 0.015
 """Part of the budget that code is taken to need beside the problem's account, until some was
 followed (Llama of 12 layers 0.5 to 1.2%, Swin 0.7 to 0.9%)."""
+_NEAR_DEFAULT = 0.75
+"""Part of what Inductor takes by itself from which on a plan is enough like that to take as much
+beside the problem's account (at 80% Llama -1.6 and -1.7% of it, ConvNeXt -9.5 and -10.1%)."""
 _WORTH = 1e-3
 """Part of the step's time that must be gained for another step's code to be generated."""
 _STEEP = 0.05
@@ -89,13 +93,13 @@ class CompiledSearch:
         """When all is to be done."""
         self._try_seconds = 0.0
         """What a try took, with its proposal, at most."""
-        self.proposals = Proposals(form if has_workspace else _without_workspace(form), effort)
+        self.proposals = Proposals(form if has_workspace else without_workspace(form), effort)
         self.net_peak_bytes = self.proposals.form.net_peak_bytes
         self.was_cut_off = False
         """Whether the time limit kept anything from being tried."""
         self._beside: dict[bool, int] = {}
         """What a whole step that did not fit took beside the account, by the order of kernels."""
-        self._beside_by_default = 0
+        self._beside_by_default: int | None = None
         """The same of what Inductor does by itself, if that was followed."""
         self.followed: list[Candidate] = []
         """Those whose code was followed; without what Inductor does by itself, which is fullest
@@ -116,8 +120,11 @@ class CompiledSearch:
         if self.has_workspace:  # another form; copies of gradients are for budgets near the least
             return best.recipe.strict_order and self.proposals.cost_within(net_bytes) < best.cost
         return not self.is_late() and (
-            self.proposals.cost_within(net_bytes - _usually_beside(net_bytes))
-            < best.cost - _WORTH * self.form.problem.keep_all_cost)
+            self._promised(net_bytes) < best.cost - _WORTH * self.form.problem.keep_all_cost)
+
+    def _promised(self, net_bytes: int) -> float:
+        """What a schedule costs whose code may be expected to take at most `net_bytes`."""
+        return self.proposals.cost_within(net_bytes - self._expected_beside(net_bytes)[0])
 
     @property
     def overstated_bytes(self) -> int:
@@ -185,6 +192,7 @@ class CompiledSearch:
     def within(self, net_bytes: int) -> Candidate | None:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
         what Inductor does by itself takes more."""
+        self._try_ended = time.monotonic()  # another search may have been at work until now
         target_bytes = net_bytes
         for _ in range(_CONFIRMATIONS):
             found = self._judged_within(target_bytes)
@@ -230,8 +238,7 @@ class CompiledSearch:
 
     def _may_gain(self, seconds: float, found: Candidate, net_bytes: int) -> bool:
         """Whether there is time for another order, which may cost so much less than a candidate."""
-        promised = self.proposals.cost_within(net_bytes - _usually_beside(net_bytes))
-        return found.cost > promised + seconds and not self.is_late()
+        return found.cost > self._promised(net_bytes) + seconds and not self.is_late()
 
     def _is_tight(self, net_bytes: int) -> bool:
         """Whether a budget is so near the least memory that only the strict order may meet it."""
@@ -337,13 +344,17 @@ class CompiledSearch:
         return (candidate.cost > self.default_cost + _STEEP * step and
                 candidate.cost > self.proposals.cost_within(internal_bytes) + 4 * _WORTH * step)
 
-    def _expected_beside(self, net_bytes: int, strict_order: bool) -> tuple[int, int]:
+    def _expected_beside(self, net_bytes: int, strict_order: bool = False) -> tuple[int, int]:
         """What code is taken to need beside the problem's account before any was followed, and how
         far that may be off for a proposal to be tried."""
         if strict_order or self.form.low_peak:  # near the least, where either may be more
             return 0, net_bytes
-        usual = _usually_beside(net_bytes)
-        return max(usual, self._beside_by_default), usual // 2
+        usual, by_default = int(_USUALLY_BESIDE * net_bytes), self._beside_by_default
+        if by_default is None:
+            return usual, usual // 2
+        if net_bytes > _NEAR_DEFAULT * self.net_peak_bytes(self.proposals.default):
+            return by_default + int(_MARGIN * net_bytes), usual // 2
+        return max(usual, by_default), usual // 2
 
     def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, strict_order: bool,
                  as_whole: bool = False) -> Candidate:
@@ -387,14 +398,3 @@ class CompiledSearch:
         """Whether there is time for one more try alone, since each takes as long as the code of the
         whole step."""
         return bool(self.followed) and self.account.leaves_out_layers is False and self.is_late()
-
-
-def _usually_beside(net_bytes: int) -> int:
-    """What code is taken to need beside the problem's account, until some was followed."""
-    return int(_USUALLY_BESIDE * net_bytes)
-
-
-def _without_workspace(form: Form) -> Form:
-    """The form with a problem whose ops take nothing for themselves."""
-    return replace(form, problem=replace(form.problem, ops=tuple(
-        replace(op, workspace_bytes=0) for op in form.problem.ops)))

@@ -123,3 +123,9 @@ def over_all_forms(result: Result, bounds: Iterable[float]) -> Result:
     proven = result.status == "optimal" and (
         result.cost <= bound + PROOF_TOLERANCE * result.keep_all_cost)
     return replace(result, lower_bound=bound, status="optimal" if proven else "feasible")
+
+
+def without_workspace(form: Form) -> Form:
+    """The form with a problem whose ops take nothing for themselves."""
+    return replace(form, problem=replace(form.problem, ops=tuple(
+        replace(op, workspace_bytes=0) for op in form.problem.ops)))

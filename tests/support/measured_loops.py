@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,9 +41,17 @@ class MeasuredLoop:
         self.losses.append(loss.item())
 
     def run(self, train: Callable[[], object]) -> None:
-        """Train, with the same random numbers each time."""
+        """Train, with the same random numbers each time.
+
+        Garbage is collected where the code asks for it: by itself Python may do so on any thread,
+        that of pytest-xdist too, and releases on another thread are not seen.
+        """
         torch.manual_seed(7)
-        records = record_stages([train])
+        gc.disable()
+        try:
+            records = record_stages([train])
+        finally:
+            gc.enable()
         tensors = {tensor.data_ptr(): tensor.nbytes
                    for tensor in (*self.model.parameters(), *self.model.buffers())}
         self.peaks = [sum(tensors.values()) + record.peak_bytes for record, is_step
