@@ -15,6 +15,7 @@ from solvers.dp import dp
 from solvers.ilp import CutSearch
 from solvers.incumbent import Incumbent
 from solvers.local_search import improve
+from solvers.simulator import simulate
 from solvers.sqrt_n import sqrt_n
 from solvers.task import Proposal, Task
 
@@ -51,7 +52,7 @@ def auto(task: Task) -> Proposal:
         if not search.settled and (turn < FIRST_TURNS or search.work <= owed):
             search.turn()
             turn += 1
-            if turn == FIRST_TURNS:
+            if turn == FIRST_TURNS and not _refines(task):
                 _offer_simple_rungs(task, incumbent)
             if not incumbent.ensure_fit(last=search.tried_slots) and search.tried_slots:
                 break
@@ -77,6 +78,13 @@ def auto(task: Task) -> Proposal:
             moves *= 1 + search.settled
     incumbent.ensure_fit()
     return incumbent.proposal()
+
+
+def _refines(task: Task) -> bool:
+    """Whether a search of so much work goes on from a schedule within the budget, which has been
+    through the simple rungs for another one: in deep models these take as long as all else."""
+    return (task.work_limit is not None and task.warm_start is not None
+            and simulate(task.problem, task.warm_start).peak_bytes <= task.budget_bytes)
 
 
 def _offer_simple_rungs(task: Task, incumbent: Incumbent) -> None:
