@@ -5,7 +5,8 @@ cut, square root, dynamic program, then turns of the MILP (`solvers.ilp`) and of
 result is the best of all rungs, with the best bound of all.
 The search ends with a proof, with the time, where the MILP has said all it can and local search has
 found nothing for `PATIENCE` of the time limit, or where the gap is too small to be worth the rest
-of the time (`GOOD_ENOUGH`).
+of the time (`GOOD_ENOUGH`).  A search of counted work that goes on from a schedule within the
+budget leaves out square root and dynamic program.
 """
 
 from __future__ import annotations

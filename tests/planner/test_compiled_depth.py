@@ -180,6 +180,37 @@ def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_se
     assert sum(step.by_category.values()) == step.peak_bytes
 
 
+def test_near_the_default_code_is_taken_to_need_what_that_of_the_default_does(deep):
+    search = CompiledSearch(deep, deep.base, EFFORT)
+    by_account = search.net_peak_bytes(search.proposals.default)
+    near, far = int(0.9 * by_account), int(0.5 * by_account)
+    usual = search._expected_beside(near)[0]
+    assert usual > 0
+    beside = search.default().peak_bytes - by_account
+    assert search._expected_beside(near)[0] == beside + int(0.004 * near)
+    assert search._expected_beside(far)[0] == max(beside, int(0.015 * far))
+
+
+def test_what_was_found_for_less_starts_a_later_proposal(deep, monkeypatch):
+    proposals, asked = Proposals(deep.base, EFFORT), []
+    ask = proposals._ask
+
+    def noted(form, net_bytes, least_seconds=0.0, start=None):
+        asked.append((net_bytes, start))
+        return ask(form, net_bytes, least_seconds, start)
+
+    monkeypatch.setattr(proposals, "_ask", noted)
+    first = int(0.6 * deep.base.net_peak_bytes(proposals.default))
+    proposals.within(first)
+    (less, nothing), (same, start) = asked
+    assert less < first == same and nothing is None
+    assert deep.base.net_peak_bytes(start) <= less
+    later = (less + first) // 2
+    proposals.within(later)
+    assert [each[0] for each in asked[2:]] == [later]
+    assert deep.base.net_peak_bytes(asked[2][1]) <= later
+
+
 def of_layers(graph):
     """Results of the forward of the layers, by module, op and how often that came before in it."""
     times, found = Counter(), {}

@@ -82,3 +82,20 @@ def test_a_time_limit_returns_what_was_found_and_what_is_not_proven() -> None:
     result = solve(problem, int(plain * 0.25), time_limit=0.2)
     assert result.peak_bytes <= int(plain * 0.25)
     assert result.status == "feasible" and result.gap > 0
+
+
+def test_counted_work_that_goes_on_from_a_schedule_leaves_out_the_simple_rungs(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = gpt(6)
+    plain, _ = simulate(problem, problem.keep_all_schedule)
+    budget = int(0.2 * plain)
+    before = solve(problem, int(0.198 * plain), time_limit=1e4, work_limit=0.5)
+    asked: list[float | None] = []
+    monkeypatch.setattr("solvers.auto._offer_simple_rungs",
+                        lambda task, incumbent: asked.append(task.work_limit))
+    after = solve(problem, budget, time_limit=1e4, work_limit=0.5, warm_start=before.schedule)
+    assert not asked
+    assert after.peak_bytes <= budget and after.cost <= before.cost
+    solve(problem, budget, time_limit=1e4, work_limit=0.5)
+    solve(problem, budget, time_limit=1e4, work_limit=0.5, warm_start=problem.keep_all_schedule)
+    assert asked == [0.5, 0.5]
