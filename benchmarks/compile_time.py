@@ -16,8 +16,10 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from unittest.mock import patch
 
 import torch
 
@@ -57,10 +59,7 @@ def measure(backend: str, regions: str, budget: str, layers: int, time_limit: fl
             ) -> None:
     """Print one line."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as empty:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty
-        # Compilers that others started are not waited for, and so their time would not be seen.
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    with no_code_on_disk():
         if backend == "inductor":  # What each process compiles once: Inductor's own headers.
             torch.compile(lambda x: x.sin().sum())(torch.ones(64, requires_grad=True)).backward()
         table.row(backend, regions, budget, layers,
@@ -84,6 +83,14 @@ def _measured(backend: str, regions: str, budget: str, layers: int, time_limit: 
     captured, planned, first, second = (
         end - begin for begin, end in pairwise(times))
     return count_decisions(plan.recipe), captured, planned, first - second
+
+
+@contextmanager
+def no_code_on_disk() -> Iterator[None]:
+    """Inside, Inductor finds nothing that it has compiled before."""
+    with tempfile.TemporaryDirectory() as empty, patch.dict(
+            os.environ, TORCHINDUCTOR_CACHE_DIR=empty):
+        yield
 
 
 def cpu_seconds() -> float:

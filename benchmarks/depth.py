@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +27,7 @@ import msgspec
 import torch
 
 from benchmarks.arguments import add_names, benchmark_parser, parse
-from benchmarks.compile_time import cpu_seconds
+from benchmarks.compile_time import cpu_seconds, no_code_on_disk
 from benchmarks.models import Workload, bert, gpt2, llama
 from benchmarks.table import Table
 from graph_capture.memory.allocator import record_peak
@@ -116,8 +114,6 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
             runs: bool, table: Table) -> None:
     """Print the lines of one model."""
     torch.set_num_threads(1)
-    # Compilers that others started are not waited for, and so their time would not be seen.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.compile(lambda x: x.sin().sum())(torch.ones(64, requires_grad=True)).backward()
     workload = MODELS[name](layers=layers, batch=4, sequence=512)
     if regions == _ITSELF:
@@ -150,11 +146,8 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
 
 def _compiling_seconds(workload: Workload) -> tuple[float, float]:
     """Of CPU, and by the clock: the first step of `torch.compile(model)` less the second."""
-    with tempfile.TemporaryDirectory() as empty:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty
-        torch._dynamo.reset()
-        compiled = torch.compile(workload.model)
-        spent = []
+    compiled, spent = torch.compile(workload.model), []
+    with no_code_on_disk():
         for _ in range(2):
             cpu, clock = cpu_seconds(), time.monotonic()
             workload.call(compiled).loss.backward()

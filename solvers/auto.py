@@ -16,7 +16,6 @@ from solvers.dp import dp
 from solvers.ilp import CutSearch
 from solvers.incumbent import Incumbent
 from solvers.local_search import improve
-from solvers.simulator import simulate
 from solvers.sqrt_n import sqrt_n
 from solvers.task import Proposal, Task
 
@@ -36,6 +35,9 @@ in the first half it has to be smaller by the cube of the time: an eighth of it 
 def auto(task: Task) -> Proposal:
     """The best of all rungs within the time limit."""
     incumbent = Incumbent(task)
+    # In deep models the simple rungs take as long as all else; what the work is to go on from has
+    # been through them for another budget.
+    goes_on = task.work_limit is not None and incumbent.fits
     incumbent.start()
     if not incumbent.possible or incumbent.proven:
         return incumbent.proposal()
@@ -53,7 +55,7 @@ def auto(task: Task) -> Proposal:
         if not search.settled and (turn < FIRST_TURNS or search.work <= owed):
             search.turn()
             turn += 1
-            if turn == FIRST_TURNS and not _refines(task):
+            if turn == FIRST_TURNS and not goes_on:
                 _offer_simple_rungs(task, incumbent)
             if not incumbent.ensure_fit(last=search.tried_slots) and search.tried_slots:
                 break
@@ -79,13 +81,6 @@ def auto(task: Task) -> Proposal:
             moves *= 1 + search.settled
     incumbent.ensure_fit()
     return incumbent.proposal()
-
-
-def _refines(task: Task) -> bool:
-    """Whether a search of so much work goes on from a schedule within the budget, which has been
-    through the simple rungs for another one: in deep models these take as long as all else."""
-    return (task.work_limit is not None and task.warm_start is not None
-            and simulate(task.problem, task.warm_start).peak_bytes <= task.budget_bytes)
 
 
 def _offer_simple_rungs(task: Task, incumbent: Incumbent) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -123,10 +122,10 @@ class Proposals:
 
     def _solve(self, net_bytes: int) -> Schedule:
         if net_bytes not in self._solved:
-            if self._cheapest_known(net_bytes) is None and time.monotonic() < self.deadline:
-                self._try_within_less(net_bytes)
-            self._solved[net_bytes] = self._ask(
-                self._priced, net_bytes, start=self._cheapest_known(net_bytes))
+            start = self._cheapest_known(net_bytes)
+            if start is None and time.monotonic() < self.deadline:
+                start = self._within_less(net_bytes)
+            self._solved[net_bytes] = self._ask(self._priced, net_bytes, start=start)
         return self._solved[net_bytes]
 
     def _cheapest_known(self, net_bytes: int) -> Schedule | None:
@@ -135,12 +134,16 @@ class Proposals:
                     if self.form.net_peak_bytes(schedule) <= net_bytes),
                    key=self._priced.cost, default=None)
 
-    def _try_within_less(self, net_bytes: int) -> None:
-        """See what the solver finds for a little less."""
+    def _within_less(self, net_bytes: int) -> Schedule | None:
+        """What the solver finds for a little less, if anything."""
         less = int((1 - _LESS) * net_bytes)
-        if less > self._refused_bytes:
-            with suppress(Refusal):
-                self._solved[less] = self._ask(self._priced, less)
+        if less <= self._refused_bytes:
+            return None
+        try:
+            self._solved[less] = self._ask(self._priced, less)
+        except Refusal:
+            return None
+        return self._solved[less]
 
     def _ask(self, form: Form, net_bytes: int, least_seconds: float = 0.0,
              start: Schedule | None = None) -> Schedule:
