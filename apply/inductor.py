@@ -88,7 +88,7 @@ class InductorBackend(PlanBackend):
 
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
-            inputs_as_they_are=self._recipe.strict_order,
+            inputs_as_they_are=self._recipe.own_layouts,
             is_whole=lambda: not self.left_out,
             settings={"_pre_fusion_custom_pass": KernelOrder(self._recipe.strict_order)},
         )(module, inputs)

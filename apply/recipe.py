@@ -163,6 +163,9 @@ class Recipe:
     strict_order: bool = False
     """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
     stores what is read behind them (`apply.realized`)."""
+    own_layouts: bool = False
+    """Whether what Inductor's graphs only hand on to the backward, weights and images, goes there
+    as it is, without a copy in the layout of convolutions."""
     circumstances: Circumstances | None = None
     """For errors, not for choosing; `None`: not known."""
     device: str = ""

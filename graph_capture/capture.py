@@ -25,6 +25,7 @@ from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.dynamo.record import Recording
 from graph_capture.dynamo.training_step import record_training_step
 from graph_capture.errors import CaptureError
+from graph_capture.garbage import fewer_collections
 from graph_capture.inductor.compiled_form import compiled_form
 from graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
 from graph_capture.inductor.fused_costs import FusedCosts
@@ -139,6 +140,7 @@ class CapturedStep:
 
 
 @quiet_fake_tensors()
+@fewer_collections()
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: LossFn | None = None, optimizer: object = None,

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from graph_capture.dynamo.block_calls import BlockCalls, DynamoBackend
+from graph_capture.dynamo.block_calls import BlockCalls
+from graph_capture.dynamo.same_graph import DynamoBackend, RepeatedGraphs
 from graph_capture.module_forward import in_place_of_forward
 from graph_capture.torch_compat import compile_module, weakly
 from graph_capture.torch_compat.joint_replay import JointReplay
@@ -55,6 +56,7 @@ class CapturedGraphs:
         self._fixed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._blocks = BlockCalls(model, blocks, self) if blocks else None
         self._whole = None if blocks else compile_module(model, self)
+        self.repeated = RepeatedGraphs(self._capture, lambda: self.running)
         self.call = model
         """The model, which inside of `installed` is compiled, or has compiled blocks."""
 
@@ -85,6 +87,9 @@ class CapturedGraphs:
                 self._chosen[number, block] = code.compiled[number]
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self.repeated(module, inputs)
+
+    def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         number, graph = len(self._graphs), _Graph(module, list(inputs), JointReplay())
         self._graphs.append(graph)
         code = self._code_of(self.running)

@@ -20,33 +20,30 @@ from torch import fx
 from graph_capture.device_kernels.layouts import on_device
 from graph_capture.dynamo.block_calls import BlockCalls
 from graph_capture.dynamo.captured_graphs import CapturedGraphs
+from graph_capture.dynamo.same_graph import RepeatedGraphs
+from graph_capture.dynamo.stand_ins import hollow_graphs, results_of
 from graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from graph_capture.errors import CaptureError, ValueAsked
-from graph_capture.joint_graph.joint import count_cotangents, is_cotangent, primals_of
+from graph_capture.joint_graph.joint import count_cotangents, primals_of
 from graph_capture.joint_graph.naming import name_modules
-from graph_capture.joint_graph.walks import ancestors, descendants
 from graph_capture.memory.tracker import Workspace
 from graph_capture.module_forward import in_place_of_forward
 from graph_capture.rank import Wrapper
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     NoStaticShape,
-    TorchDispatchMode,
     TorchDynamoException,
     aot_backend,
     boxed,
     compile_module,
     compile_settings,
-    no_active_modes,
     pass_absent_gradients,
     primal_indices,
     pytree,
-    split_joint_graph,
     weakly,
 )
 from graph_capture.training_graph import BufferKind
 from graph_capture.twins.asked_values import value_asked
-from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 from graph_capture.twins.fake import FakeTwin
 from graph_capture.user_code import place_of
 
@@ -126,12 +123,13 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     """
     recording = Recording()
     recorder = _Recorder(twin, recording, make_backend)
-    compiled, installed = _compiled(twin, blocks, recorder, keep_graphs)
+    compiled, installed, repeated = _compiled(twin, blocks, recorder, keep_graphs)
     hooks = (wrapper or Wrapper()).attached(twin.model, recorder.make_buffer)
     with compile_settings(), twin.as_on_device(), twin.mode, installed, hooks:
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)
+            repeated.are_expected = True
             recording.uncaptured = _follow_uncaptured(twin, run_step, compiled, recorder, workspace)
         except ValueAsked as error:
             raise value_asked(error) from error
@@ -153,18 +151,20 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
 
 
 def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
-              ) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
-    """The model that `recorder` sees running, inside of the context."""
+              ) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
+    """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = twin.model
     if keep_graphs:
         graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
         recorder.running_block = lambda: graphs.running
-        return graphs.call, graphs.installed()
+        return graphs.call, graphs.installed(), graphs.repeated
+    repeated = RepeatedGraphs(recorder, lambda: recorder.running_block())
     if not blocks:
-        return twin.callee, in_place_of_forward(model, compile_module(model, recorder))
-    calls = BlockCalls(model, blocks, recorder)
+        installed = in_place_of_forward(model, compile_module(model, repeated))
+        return twin.callee, installed, repeated
+    calls = BlockCalls(model, blocks, repeated)
     recorder.running_block = lambda: calls.running
-    return model, calls.installed()
+    return model, calls.installed(), repeated
 
 
 def _drop_gradients(twin: FakeTwin) -> None:
@@ -248,13 +248,13 @@ class _Recorder:
             region = RecordedRegion(
                 joint if planned == device else on_device(joint, planned),
                 num_fwd_outputs)
-            return split_joint_graph(joint, crossing(joint, num_fwd_outputs), num_fwd_outputs)
+            return hollow_graphs(joint, num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return boxed(_results_of(graph, mode, device))
+            return boxed(results_of(graph, mode, device))
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            make = _results_of(graph, mode, device)
+            make = results_of(graph, mode, device)
             assert region is not None
             count = count_cotangents(region.joint)
 
@@ -308,38 +308,3 @@ class _Recorder:
         if self.again.tracker is not None:
             return self.again.tracker.make_buffer(size_bytes, kind)
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-
-
-def _results_of(graph: fx.GraphModule, mode: TorchDispatchMode, device: torch.device
-                ) -> Callable[[list[Any]], list[Any]]:
-    """A function that returns new tensors of the twin's kind, like the graph's outputs, with values
-    that are not known."""
-    returned = graph.graph.output_node().args[0]
-    values = [item.meta.get("val") if isinstance(item, fx.Node) else item for item in returned]
-
-    def new_tensor(like: torch.Tensor) -> torch.Tensor:
-        if isinstance(mode, DataLessMode):
-            with no_active_modes():
-                return data_less_tensor(like, data_less_storage(like.untyped_storage().nbytes()))
-        with mode:
-            return torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=device)
-
-    def make(args: list[Any]) -> list[Any]:
-        args.clear()
-        return [new_tensor(v) if isinstance(v, torch.Tensor) else v for v in values]
-
-    return make
-
-
-def crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
-    """Values of the forward that the backward of an unplanned step would save."""
-    dependent = descendants(filter(is_cotangent, joint.graph.find_nodes(op="placeholder")))
-    needed = ancestors(n for n in joint.graph.output_node().args[0][:num_forward_outputs]
-                       if isinstance(n, fx.Node))
-    return [
-        node for node in joint.graph.nodes
-        if node not in dependent and node.op != "output"
-        and isinstance(node.meta.get("val"), torch.Tensor)
-        and (node in needed or node.op == "placeholder")
-    ]

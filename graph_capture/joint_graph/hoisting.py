@@ -10,20 +10,32 @@ that is to serve several sizes keeps the list.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph
+from graph_capture.joint_graph.joint import JointGraph, is_cotangent
 from graph_capture.joint_graph.lower import last_forward_node
 from graph_capture.joint_graph.walks import ancestors, descendants
 
 
 def saved_by_default(joint: JointGraph) -> frozenset[str]:
     """Names of the nodes that Inductor's own partitioner saves for the backward."""
-    from graph_capture.torch_compat.inductor import default_saved_names
+    from graph_capture.torch_compat.inductor import chosen_by_default
 
-    return frozenset(default_saved_names(joint.copy(), len(joint.forward_outputs)))
+    num_outputs = len(joint.forward_outputs)
+    graph, chosen = chosen_by_default(joint.copy(), num_outputs)
+    saved = frozenset(chosen)
+    returned: Any = graph.output_node().args[0]
+    written = descendants(filter(is_cotangent, graph.find_nodes(op="placeholder")),
+                          lambda node: node not in saved)
+    made_late = ancestors((node for node in (*returned[num_outputs:],
+                                             *(node for node in written
+                                               if node.op != "output" and node.is_impure()))
+                           if isinstance(node, fx.Node)), lambda node: node not in saved)
+    read = {source for node in made_late for source in node.all_input_nodes}
+    return frozenset(node.name for node in chosen if node in read or node in returned[num_outputs:])
 
 
 def ops_to_hoist(joint: JointGraph, saved: frozenset[str]) -> tuple[int, ...]:

@@ -130,20 +130,31 @@ def _placeholder_values(gm: fx.GraphModule) -> list[Any]:
     return [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
 
 
-def default_saved_names(joint: fx.GraphModule, num_forward_outputs: int,
-                        activation_memory_budget: float = 1.0) -> list[str]:
-    """Names of the nodes that torch's own partitioner would save; `joint` is used up.
+class _Chosen(BaseException):
+    """What torch's partitioner would save is known."""
 
-    The min-cut partitioner keeps the names of the nodes that it copies, and appends what it saves
-    to the outputs of the forward.
+
+def chosen_by_default(joint: fx.GraphModule, num_forward_outputs: int
+                      ) -> tuple[fx.Graph, list[fx.Node]]:
+    """The nodes that torch's own partitioner would save, some of which the backward may not read,
+    and their graph, in which nodes have the names that they have in `joint`; that is used up.
+
+    What it makes of them, forward and backward, takes longer than the choice and is not made.
     """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import partitioners
 
-    with functorch_config.patch(activation_memory_budget=activation_memory_budget):
-        forward, _ = min_cut_rematerialization_partition(
+    chosen: list[tuple[fx.Graph, list[fx.Node]]] = []
+
+    def note(module: fx.GraphModule, saved_values: Sequence[fx.Node], *_: Any, **__: Any) -> Any:
+        chosen.append((module.graph, list(saved_values)))
+        raise _Chosen
+
+    with (functorch_config.patch(activation_memory_budget=1.0),
+          mock.patch.object(partitioners, "_extract_fwd_bwd_modules", note),
+          contextlib.suppress(_Chosen)):
+        partitioners.min_cut_rematerialization_partition(
             joint, (), compiler="inductor", num_fwd_outputs=num_forward_outputs)
-    returned = forward.graph.output_node().args[0]
-    return [node.name for node in returned[num_forward_outputs:] if isinstance(node, fx.Node)]
+    return chosen[0]
 
 
 def store_result(node: fx.Node) -> None:

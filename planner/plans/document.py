@@ -95,6 +95,7 @@ class Document:
     inner_pieces: int
     holds_output: bool
     strict_order: bool
+    own_layouts: bool
     optimizer: OptimizerMemory | None
     budget_bytes: int | None
     budget_of: str

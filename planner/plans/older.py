@@ -46,7 +46,7 @@ def completed(document: dict[str, Any]) -> dict[str, Any]:
     later = {field.name: field.default for field in fields(Predicted)
              if field.default is not MISSING}
     document = {"inner_pieces": 1, "holds_output": _holds_output(document.get("regions")),
-                **document}
+                "own_layouts": document.get("strict_order", False), **document}
     if isinstance(parallel := document.get("parallel"), dict):
         document = {**document, "parallel": {"requires_gradient_sync": True, **parallel}}
     return {**document, "predicted": {**later, **predicted}} if isinstance(predicted, dict) else (

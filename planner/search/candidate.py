@@ -7,7 +7,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from apply.recipe import Recipe
+from graph_capture.training_graph import BufferKind, Phase
+from planner.step.accounting import memory_over
+from planner.step.form import Form
 from solvers.problem import Schedule
+from solvers.simulator import unroll
 
 if TYPE_CHECKING:
     from graph_capture.inductor.compiled_step import CompiledStep
@@ -29,3 +33,18 @@ class Candidate:
 
 
 peak_bytes_of = attrgetter("peak_bytes")
+
+
+def foreseen_step(form: Form, schedule: Schedule, off_bytes: int) -> CompiledStep:
+    """The step as the problem accounts for it, and `off_bytes` beside that: for a search that is
+    out of time."""
+    from graph_capture.inductor.compiled_step import CompiledStep
+
+    timeline = unroll(form.problem, schedule)
+    course = memory_over(form.graph, timeline)
+    course[BufferKind.TEMPORARY] = [
+        size + max(0, off_bytes) for size in course[BufferKind.TEMPORARY]]
+    at_peak = {kind: row[timeline.peak_position] for kind, row in course.items()}
+    begins = next(position for position, index in timeline.runs
+                  if form.graph.ops[index].phase is Phase.BACKWARD)
+    return CompiledStep(sum(at_peak.values()), at_peak, course, begins)

@@ -51,12 +51,15 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
                 default = base.confirmed(default)
             if default.step.peak_bytes <= net:
                 return _make_plan(searches, base, budget_bytes, default)
-        if base.depends_on_workspace(net):
-            searches.insert(1, base.without_workspace())
+        # What fits by the account with workspace fits by that without, which is asked first.
+        lean = [base.without_workspace()] if base.depends_on_workspace(net) else []
         # Where there is no time for another form, the smallest step is looked at.
-        cheapest = choose(searches, lambda search: (
+        cheapest = choose((*lean, *searches), lambda search: (
             None if search is not base and base.is_late() else search.within(net)
-        ), lambda search, best: search.is_worth(net, best))
+        ), lambda search, best: (
+            (search is not base or all(each.is_worth(net, best) for each in lean))
+            and search.is_worth(net, best)))
+        searches += lean
         if cheapest is not None:
             return _make_plan(searches, cheapest[0], budget_bytes, cheapest[1])
     search, found, least = _smallest(
@@ -102,10 +105,9 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, budge
         least = _least_cost(searches, form.budget.net_bytes(budget_bytes))
         bound = min(max(0.0, (least - base.default_cost) / base_cost), extra)
         is_proven = found.cost <= least + PROOF_TOLERANCE * base_cost
-    if prepared.cost_model == "measured":
-        default_recipe = base.recipe(base.proposals.default, strict_order=False)
-        if found.recipe != default_recipe:
-            extra = search.account.seconds(found.recipe) / base.account.seconds(default_recipe) - 1
+    if prepared.cost_model == "measured" and found.recipe != base.default_recipe:
+        extra = (search.account.seconds(found.recipe)
+                 / base.account.seconds(base.default_recipe) - 1)
     return assemble_plan(
         prepared, form, budget_bytes, schedule=found.schedule,
         recipe=search.account.with_code(found.recipe),

@@ -22,15 +22,13 @@ from dataclasses import replace
 from functools import cached_property
 
 from apply.recipe import Recipe
-from graph_capture.training_graph import BufferKind, Phase
 from planner.plans.decisions import build_recipe
-from planner.search.candidate import Candidate, peak_bytes_of
+from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of
 from planner.search.effort import Effort
 from planner.search.forms import without_workspace
 from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.unified_blocks import unify_blocks
-from planner.step.accounting import memory_over
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.errors import InfeasibleBudget as Refusal
@@ -99,8 +97,10 @@ class CompiledSearch:
         """Whether the time limit kept anything from being tried."""
         self._beside: dict[bool, int] = {}
         """What a whole step that did not fit took beside the account, by the order of kernels."""
-        self._beside_by_default: int | None = None
-        """The same of what Inductor does by itself, if that was followed."""
+        self._default_bytes: int | None = None
+        """What the step takes that Inductor makes by itself, if that was followed."""
+        self.is_hopeless = False
+        """Whether the workspace that this account leaves out was seen to break the budget."""
         self.followed: list[Candidate] = []
         """Those whose code was followed; without what Inductor does by itself, which is fullest
         elsewhere."""
@@ -108,7 +108,7 @@ class CompiledSearch:
     def without_workspace(self) -> CompiledSearch:
         """A search of the same form by an account without workspace."""
         search = CompiledSearch(self.prepared, self.form, self.effort, has_workspace=False)
-        search.followed = self.followed
+        search.followed, search._default_bytes = self.followed, self._default_bytes
         return search
 
     def depends_on_workspace(self, net_bytes: int) -> bool:
@@ -117,7 +117,7 @@ class CompiledSearch:
 
     def is_worth(self, net_bytes: int, best: Candidate) -> bool:
         """Whether this search may find something that is cheaper than what another one found."""
-        if self.has_workspace:  # another form; copies of gradients are for budgets near the least
+        if self.form.low_peak:  # copies of gradients are for budgets near the least
             return best.recipe.strict_order and self.proposals.cost_within(net_bytes) < best.cost
         return not self.is_late() and (
             self._promised(net_bytes) < best.cost - _WORTH * self.form.problem.keep_all_cost)
@@ -142,8 +142,8 @@ class CompiledSearch:
 
     def default(self) -> Candidate:
         """What Inductor does by itself."""
-        found = self.judge(self.proposals.default)
-        self._beside_by_default = found.peak_bytes - self.net_peak_bytes(found.schedule)
+        found = self._judged(self.proposals.default, self.default_recipe, as_whole=False)
+        self._default_bytes = found.peak_bytes
         return found
 
     @cached_property
@@ -155,7 +155,12 @@ class CompiledSearch:
               ) -> Candidate:
         """Compile a step with this schedule and follow its memory; `as_whole`: the whole step, if
         the time allows."""
-        recipe = self.recipe(schedule, strict_order)
+        found = self._judged(schedule, self.recipe(schedule, strict_order), as_whole)
+        if schedule != self.proposals.default:
+            self.followed.append(found)
+        return found
+
+    def _judged(self, schedule: Schedule, recipe: Recipe, as_whole: bool) -> Candidate:
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
         step = (self.account.trace(recipe) if as_whole and self._has_time_for_whole(recipe)
@@ -163,30 +168,22 @@ class CompiledSearch:
         now = time.monotonic()
         self._try_seconds = max(self._try_seconds, now - self._try_ended)
         self._try_ended = now
-        found = Candidate(schedule, recipe, step, self.proposals.cost(schedule))
-        if schedule != self.proposals.default:
-            self.followed.append(found)
-        return found
-
-    def _foreseen(self, schedule: Schedule, strict_order: bool, off_bytes: int) -> Candidate:
-        """A candidate as the problem accounts for it, and `off_bytes` beside that: for a search
-        that is out of time."""
-        from graph_capture.inductor.compiled_step import CompiledStep
-
-        timeline = unroll(self.form.problem, schedule)
-        course = memory_over(self.form.graph, timeline)
-        course[BufferKind.TEMPORARY] = [
-            size + max(0, off_bytes) for size in course[BufferKind.TEMPORARY]]
-        at_peak = {kind: row[timeline.peak_position] for kind, row in course.items()}
-        begins = next(position for position, index in timeline.runs
-                      if self.form.graph.ops[index].phase is Phase.BACKWARD)
-        step = CompiledStep(sum(at_peak.values()), at_peak, course, begins)
-        return Candidate(schedule, self.recipe(schedule, strict_order), step,
-                          self.proposals.cost(schedule))
+        return Candidate(schedule, recipe, step, self.proposals.cost(schedule))
 
     def recipe(self, schedule: Schedule, strict_order: bool) -> Recipe:
+        """What the applier does for a schedule within a budget: no copy of a weight or an image in
+        the layout of convolutions is held from the forward to the backward, which makes it anew."""
+        return replace(self._as_inductor_does(schedule), strict_order=strict_order,
+                       own_layouts=True)
+
+    @cached_property
+    def default_recipe(self) -> Recipe:
+        """The recipe of what Inductor does by itself."""
+        return self._as_inductor_does(self.proposals.default)
+
+    def _as_inductor_does(self, schedule: Schedule) -> Recipe:
         recipe = build_recipe(self.prepared, self.form, unroll(self.form.problem, schedule))
-        return replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
+        return replace(recipe, backend="inductor", regions=tuple(
             replace(region, inplace_reuses=()) for region in recipe.regions))
 
     def within(self, net_bytes: int) -> Candidate | None:
@@ -224,7 +221,7 @@ class CompiledSearch:
         found = None if is_tight or self.form.low_peak else self._narrow(net_bytes, False)
         price = _STRICTNESS * self.form.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
-        if found is None or self._may_gain(2 * price, found, net_bytes):
+        if not self.is_hopeless and (found is None or self._may_gain(2 * price, found, net_bytes)):
             strict = self._narrow(net_bytes, strict_order=True)
             if strict is not None and (found is None or strict.cost + price < found.cost):
                 found = strict
@@ -241,7 +238,7 @@ class CompiledSearch:
         return found.cost > self._promised(net_bytes) + seconds and not self.is_late()
 
     def _is_tight(self, net_bytes: int) -> bool:
-        """Whether a budget is so near the least memory that only the strict order may meet it."""
+        """Whether a budget is so near the least that only the strict order may meet it."""
         return (net_bytes < _MAYBE_TIGHT * self.form.floor_bytes
                 and net_bytes < _TIGHT * self.proposals.least[0])
 
@@ -312,8 +309,10 @@ class CompiledSearch:
                 foreseen += 1
                 continue
             if left >= 0 and seen_bytes is not None and self.is_late():
-                return self._foreseen(min(schedules, key=self.net_peak_bytes),
-                                      strict_order, seen_bytes)
+                smallest = min(schedules, key=self.net_peak_bytes)
+                return Candidate(smallest, self.recipe(smallest, strict_order),
+                                 foreseen_step(self.form, smallest, seen_bytes),
+                                 self.proposals.cost(smallest))
             rounds += 1
             candidate = self._best_of(schedules, net_bytes, strict_order, as_whole)
             off_bytes = candidate.peak_bytes - self.net_peak_bytes(candidate.schedule)
@@ -325,9 +324,9 @@ class CompiledSearch:
                 low = max(low, internal)
             else:
                 high = min(high, internal)
-            if ((best is not None and best.cost <= self.default_cost)
-                    or high - low <= _CLOSE_ENOUGH * net_bytes
-                    or (left < -_WORKSPACE * net_bytes and not self.has_workspace)):
+            self.is_hopeless = left < -_WORKSPACE * net_bytes and not self.has_workspace
+            if (self.is_hopeless or (best is not None and best.cost <= self.default_cost)
+                    or high - low <= _CLOSE_ENOUGH * net_bytes):
                 break
             # The next proposal is taken to be as far from its own account as this one.
             internal += left - margin
@@ -341,17 +340,19 @@ class CompiledSearch:
     def _is_dearer(self, candidate: Candidate, internal_bytes: int) -> bool:
         """Whether a candidate is clearly dearer than what the solver proposes within a budget."""
         step = self.form.problem.keep_all_cost
-        return (candidate.cost > self.default_cost + _STEEP * step and
-                candidate.cost > self.proposals.cost_within(internal_bytes) + 4 * _WORTH * step)
+        return (candidate.cost > self.default_cost + _STEEP * step
+                and self.proposals.gain_within(internal_bytes) > 4 * _WORTH * step
+                and candidate.cost > self.proposals.cost_within(internal_bytes) + 4 * _WORTH * step)
 
     def _expected_beside(self, net_bytes: int, strict_order: bool = False) -> tuple[int, int]:
         """What code is taken to need beside the problem's account before any was followed, and how
         far that may be off for a proposal to be tried."""
         if strict_order or self.form.low_peak:  # near the least, where either may be more
             return 0, net_bytes
-        usual, by_default = int(_USUALLY_BESIDE * net_bytes), self._beside_by_default
-        if by_default is None:
+        usual = int(_USUALLY_BESIDE * net_bytes)
+        if self._default_bytes is None:
             return usual, usual // 2
+        by_default = self._default_bytes - self.net_peak_bytes(self.proposals.default)
         if net_bytes > _NEAR_DEFAULT * self.net_peak_bytes(self.proposals.default):
             return by_default + int(_MARGIN * net_bytes), usual // 2
         return max(usual, by_default), usual // 2
@@ -369,6 +370,7 @@ class CompiledSearch:
     def smallest(self, net_bytes: int = 0) -> tuple[Candidate, int]:
         """A candidate whose compiled step takes at most `net_bytes`, or else the least memory among
         those tried; and the bytes that a later search will find a candidate for."""
+        self._try_ended = time.monotonic()  # as in `within`
         schedule = self.proposals.least[1]
         bare = (schedule,) if schedule else ()
         only_bare = bare and self._has_one_try_left()

@@ -26,7 +26,7 @@ from solvers.repetition import runs_of
 from solvers.simulator import unroll
 from solvers.violations import Inner, next_cuts
 
-_NODES = 400
+_NODES = 50
 """Nodes of the search for one model; where they do not suffice, the bound is a smaller one."""
 _WORK = 5.0
 """Work (see `solvers.milp.Answer`) after which no further model is solved."""

@@ -6,6 +6,7 @@ wanted.
 
 from __future__ import annotations
 
+from graph_capture.garbage import fewer_collections
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.compiled import plan_compiled
@@ -18,6 +19,7 @@ from solvers.problem import Schedule
 __all__ = ["Effort", "plan_within", "refusal"]
 
 
+@fewer_collections()
 def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort | None = None, *,
                 warm_start: Schedule | None = None) -> Plan:
     """The cheapest plan found whose whole step peaks within `budget_bytes`, or for which no more is

@@ -22,6 +22,7 @@ from planner.search.saving import saved_buffers, schedule_saving
 from planner.step.form import Form
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.problem import Schedule
+from solvers.result import Result
 
 NO_LESS = 0.95
 """Schedules whose peaks, by the problem's account, are nearer than this are not told apart by
@@ -61,6 +62,8 @@ class Proposals:
         self._costs = form.compiled.saving_costs
         self._layers = LayerOrder(form)
         self._solved: dict[int, Schedule] = {}
+        self._bounds: dict[int, float] = {}
+        """What is proven of the cost within net bytes, in the problem that the solver sees."""
         self._refused_bytes = -1
         """The most net bytes within which no search is known to find anything."""
 
@@ -74,7 +77,7 @@ class Proposals:
         """The least net bytes that a schedule is known to take by the problem's own account, and
         that schedule; empty where it is not at hand."""
         try:  # with the costs that ops have alone: another schedule beside those of `within`
-            return 0, self._ask(self.form, 0, _LEAST_SECONDS)
+            return 0, self._ask(self.form, 0, _LEAST_SECONDS).schedule
         except Refusal as refusal:
             return refusal.minimum_bytes, refusal.schedule
 
@@ -125,8 +128,21 @@ class Proposals:
             start = self._cheapest_known(net_bytes)
             if start is None and time.monotonic() < self.deadline:
                 start = self._within_less(net_bytes)
-            self._solved[net_bytes] = self._ask(self._priced, net_bytes, start=start)
+            self._solve_within(net_bytes, start)
         return self._solved[net_bytes]
+
+    def gain_within(self, net_bytes: int) -> float:
+        """What a schedule within `net_bytes` may cost less, at most, than what was found for the
+        most below that, if cost falls ever more slowly with memory; infinite where too little was
+        asked before to say."""
+        asked = sorted(budget for budget in self._bounds if budget <= net_bytes)
+        if len(asked) < 2:
+            return math.inf
+        less, most = asked[-2:]
+        costs = [self._priced.cost(self._solved[budget]) for budget in (less, most)]
+        slope = max(0.0, costs[0] - costs[1], self._bounds[less] - self._bounds[most]) / (
+            most - less)
+        return costs[1] - self._bounds[most] + slope * (net_bytes - most)
 
     def _cheapest_known(self, net_bytes: int) -> Schedule | None:
         """Of what the solver found for other budgets, the cheapest that fits."""
@@ -140,19 +156,23 @@ class Proposals:
         if less <= self._refused_bytes:
             return None
         try:
-            self._solved[less] = self._ask(self._priced, less)
+            self._solve_within(less, None)
         except Refusal:
             return None
         return self._solved[less]
 
+    def _solve_within(self, net_bytes: int, start: Schedule | None) -> None:
+        result = self._ask(self._priced, net_bytes, start=start)
+        self._solved[net_bytes], self._bounds[net_bytes] = result.schedule, result.lower_bound
+
     def _ask(self, form: Form, net_bytes: int, least_seconds: float = 0.0,
-             start: Schedule | None = None) -> Schedule:
+             start: Schedule | None = None) -> Result:
         effort = self.effort
         work = max(_SHARE_OF_SOLVER * (effort.work_limit or effort.time_limit), least_seconds)
         seconds = max(self.deadline - time.monotonic(), work)
         try:
             return solve_form(form, net_bytes, replace(effort, time_limit=seconds), start,
-                              work_limit=work).schedule
+                              work_limit=work)
         except Refusal as refusal:
             self._refused_bytes = max(self._refused_bytes, net_bytes, refusal.minimum_bytes - 1)
             raise

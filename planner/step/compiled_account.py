@@ -26,6 +26,7 @@ class _Decided(NamedTuple):
 
     decisions: tuple[object, ...]
     strict_order: bool
+    own_layouts: bool
 
 
 class _Generated(NamedTuple):
@@ -76,7 +77,7 @@ class CompiledAccount:
             self.leaves_out_layers = bool(self.leaves_out_layers or short.backend.left_out)
             if not short.backend.left_out:  # it was the whole step
                 self._known[recipe] = step
-                self._generated[_Decided(shared.decisions, recipe.strict_order)] = short
+                self._generated[_decided(shared, recipe)] = short
         return self._estimated[recipe]
 
     def is_known(self, recipe: Recipe) -> bool:
@@ -89,7 +90,7 @@ class CompiledAccount:
             of_block: dict[str, GraphCode] = {}
             begun = time.monotonic()
             for shared in _shared_code(recipe):
-                key = _Decided(shared.decisions, recipe.strict_order)
+                key = _decided(shared, recipe)
                 if key not in self._generated:
                     self._generated[key] = self._new_code(recipe, shared)
                     self._generated[key].backend.keep_code()
@@ -114,7 +115,7 @@ class CompiledAccount:
             return recipe
         regions = list(recipe.regions)
         for shared in _shared_code(recipe):
-            found = self._generated[_Decided(shared.decisions, recipe.strict_order)]
+            found = self._generated[_decided(shared, recipe)]
             memory = found.backend.memory_of_code()
             count = len(shared.decisions)
             for position, index in enumerate(shared.regions):
@@ -132,6 +133,10 @@ class CompiledAccount:
             self._backend = InductorBackend(self.tracer.twin.model, recipe)
         backend = self._backend.with_recipe(recipe, shared.regions)
         return _Generated(backend, GraphCode(backend), shared)
+
+
+def _decided(shared: SharedCode, recipe: Recipe) -> _Decided:
+    return _Decided(shared.decisions, recipe.strict_order, recipe.own_layouts)
 
 
 def _shared_code(recipe: Recipe) -> tuple[SharedCode, ...]:

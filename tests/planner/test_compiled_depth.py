@@ -13,6 +13,7 @@ from graph_capture.torch_compat import kernel_sketch
 from graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.plans.decisions import build_recipe
+from planner.search.candidate import foreseen_step
 from planner.search.cheap_to_recompute import saving_seconds
 from planner.search.compiled import CUT_OFF
 from planner.search.compiled_search import CompiledSearch
@@ -173,9 +174,8 @@ def test_a_search_with_time_for_one_try_makes_that_of_the_least_memory(deep, mon
 
 
 def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_seen_beside(deep):
-    search = CompiledSearch(deep, deep.base, EFFORT)
-    schedule = search.proposals.default
-    step = search._foreseen(schedule, False, 1000).step
+    schedule = CompiledSearch(deep, deep.base, EFFORT).proposals.default
+    step = foreseen_step(deep.base, schedule, 1000)
     assert step.peak_bytes == deep.base.net_peak_bytes(schedule) + 1000
     assert sum(step.by_category.values()) == step.peak_bytes
 

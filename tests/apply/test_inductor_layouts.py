@@ -1,0 +1,78 @@
+"""In which layout weights and images go from the forward to the backward of a compiled step; the
+measured peak, and the sizes of the copies in `channels_last`, are the oracles."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from graph_capture.memory.allocator import record_peak
+from planner.api import capture
+from planner.plans.file import dumps, loads
+from planner.search.compiled_search import CompiledSearch
+from planner.search.planning import plan_within
+from tests.support.compiler import needs_compiler
+from tests.support.inductor import EFFORT, budget_at
+
+pytestmark = [pytest.mark.compat, needs_compiler]
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def convolutions():
+    torch.manual_seed(0)
+    stack = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(4):
+        stack += [nn.GELU(), nn.Conv2d(16, 16, 3, padding=1)]
+    return nn.Sequential(*stack)
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    return capture(convolutions(), IMAGES, loss_fn=loss_of, backend="inductor")
+
+
+@pytest.fixture(scope="module")
+def tight(prepared):
+    default = plan_within(prepared, None, EFFORT)
+    assert not default.recipe.own_layouts  # it is what Inductor does by itself
+    return plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
+
+
+def test_no_copy_in_the_layout_of_convolutions_is_held(prepared):
+    search = CompiledSearch(prepared, prepared.base, EFFORT)
+    own = search.recipe(search.proposals.default, strict_order=False)
+    peaks = [prepared.base.compiled.trace(replace(own, own_layouts=kept)).peak_bytes
+             for kept in (True, False)]
+    copied = 4 * (IMAGES.numel() + sum(p.numel() for p in convolutions()[2:].parameters()
+                                       if p.dim() == 4))
+    assert peaks[1] - peaks[0] >= 0.9 * copied
+
+
+def test_a_plan_within_a_budget_holds_none_and_is_as_predicted(prepared, tight):
+    assert tight.recipe.own_layouts and tight.overhead > 0
+    model, plain = convolutions(), convolutions()
+    applied = tight.apply(model)
+
+    def step():
+        output = applied(IMAGES)
+        loss_of(output).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    assert record_peak(step, "cpu").peak_bytes + tight.resident_bytes == tight.peak_bytes
+    loss_of(plain(IMAGES)).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_file_says_so_and_one_without_the_field_means_what_it_did(tight):
+    assert loads(dumps(tight)).recipe == tight.recipe
+    assert '"own_layouts": true' in dumps(tight)
+    older = dumps(tight).replace('"own_layouts": true,', "")
+    assert loads(older).recipe.own_layouts is tight.recipe.strict_order
