@@ -1,62 +1,38 @@
 """`torch.compile(model, backend="checkpoint_planner", options={"budget_gb": 8})`.
 
-A Dynamo backend, found through the entry point `torch_dynamo_backends`.  What Dynamo captured is
-taken for the model: its first training step is planned as by `planner.plan`, the plan is applied,
-and that and every later step of the same shapes runs it.  Smaller shapes run the plan of larger
-ones where it serves them; others are planned when they come, and where they do not fit, they run
-under the schedule that takes least, with a warning.  A percentage is of the plain step of the first
-shapes.
+A Dynamo backend, found through the entry point `torch_dynamo_backends`.  A model that is one graph
+is planned as `planner.captured_graph` says.  Where a graph breaks, this backend sees one graph
+after the other, and no budget over all of them can be kept so: the graphs of the first step run
+under the schedules that take least, and from the second step on the model is trained as by
+`planner.within`, which plans them together.
 
-The loss is the first differentiable scalar that the model returns; without one, every
-differentiable output counts with a gradient of its own size.
-
-Blind spots: in what Dynamo captured, ops do not know their modules, so `keep` can name only ops
-(`"aten.topk"`); where the model breaks into several graphs, each is planned as if it were alone (a
-warning says so); what the code around the model allocates is not seen.
+Blind spots: the model behind a broken graph is found where it was compiled itself
+(`torch.compile(model)`, `model.compile()`); of a compiled function each graph is planned as if it
+were alone (a warning says so).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import fields
+from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import fx, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from planner.api import plan
 from planner.arguments.planning import PlanArguments, Planning
-from planner.errors import InfeasibleBudget, PlanMismatch
-from planner.plans.plan import Plan
-from planner.reporters.one_line import summarize
+from planner.attached.within import is_within, within
+from planner.captured_graph import LEAST, Options, PlannedGraph
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("planner.torch_compile_backend")
 
 _SAID_BY_THE_GRAPH = frozenset({"loss_fn", "backend", "device", "accumulation", "regions",
                                 "autocast"})
 """Arguments of `planner.plan` that are no options: Dynamo's graph has one loss, device and region,
 and knows of no other micro-step, and is captured under the caller's autocast."""
-_SECONDS_FOR_LEAST = 5.0
-"""Time limit of a plan that takes least: it is made within a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What `torch.compile(options=…)` may hold; the meaning is that of `planner.plan`."""
-
-    budget_gb: float | None = None
-    budget: int | str | None = None
-    inductor: bool = True
-    """Compile with Inductor; otherwise the planned graphs run op by op."""
-    takes_least: bool = False
-    """Whatever the budget: run under the schedule that takes least, without a warning."""
-    arguments: PlanArguments = field(default_factory=PlanArguments)
-    """The others, but for what the captured graph says itself."""
 
 
 def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
@@ -69,18 +45,9 @@ def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
     Raises `TypeError` for an option that there is not.
     """
     chosen = read_options(options or {})
-    _warn_of_break(module)
     if not torch.is_grad_enabled():
         return _without_plan(module, example_inputs, chosen)
-    planned: Callable[..., Any] = torch.compiler.disable(_PlannedGraph(module, chosen))
-    return planned
-
-
-def with_least_memory(module: fx.GraphModule) -> Callable[..., Any]:
-    """What Dynamo captured, as a function that runs it op by op under the schedule that takes
-    least."""
-    planned: Callable[..., Any] = torch.compiler.disable(_PlannedGraph(module, Options(
-        budget=1, inductor=False, takes_least=True, arguments={"time_limit": _SECONDS_FOR_LEAST})))
+    planned: Callable[..., Any] = torch.compiler.disable(_GraphOfModel(module, chosen))
     return planned
 
 
@@ -110,188 +77,54 @@ def _without_plan(module: fx.GraphModule, example_inputs: Sequence[Any],
     return compiled
 
 
-def _warn_of_break(module: fx.GraphModule) -> None:
-    reason = getattr(module, "compile_subgraph_reason", None)
-    if reason is not None and getattr(reason, "graph_break", False):
-        log.warning("torch.compile broke the model into several graphs (%s); each is planned as if "
-                    "it were alone, so the budget, or a percentage, is one of each and not of "
-                    "their sum; planner.within(model, ...) plans them together",
-                    str(getattr(reason, "reason", "")).splitlines()[0])
-
-
-class _PlannedGraph:
-    """A captured graph that is planned when it first runs with inputs of some shapes."""
+class _GraphOfModel(PlannedGraph):
+    """A captured graph that may be one of several of a model."""
 
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
-        self._module, self._options = module, options
-        self._numbers = _arguments_read_as_numbers(module)
-        self._applied: dict[tuple[object, ...], _Applied] = {}
-        self._made: list[Plan] = []
-        """Plans of this graph, with whatever parameters."""
-
-    def __call__(self, *args: Any) -> Any:
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
-            return self._module(*args)
-        key = tuple(
-            arg if not isinstance(arg, torch.Tensor) else
-            # Dynamo runs one graph for all modules that are alike; each has parameters of its own.
-            (id(arg), arg.requires_grad) if isinstance(arg, nn.Parameter) else
-            (arg.shape, arg.stride(), arg.dtype, arg.item() if index in self._numbers else None)
-            for index, arg in enumerate(args))
-        if key in self._applied:
-            return self._applied[key](*args)
-        return self._first_call(key, args)
+        super().__init__(module, options)
+        self._least = PlannedGraph(module, LEAST)
+        self._why_broken = _why_broken(module)
 
     def _first_call(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Any:
-        """Run the first step of some shapes, by a plan of larger ones or by one of its own."""
-        region = _as_module(self._module, args)
-        inputs = region.inputs_of(args)
-        plans = _plans_of(args, self._options)
-        for known in {id(each): each for each in (*plans, *self._made)}.values():
-            with suppress(PlanMismatch):
-                call = known.apply(region)
-                outputs = call(*inputs)
-                break
-        else:
-            made = self._plan(region, inputs, plans)
-            plans.append(made)
-            self._made.append(made)
-            call = made.apply(region)
-            outputs = call(*inputs)
-        region.release()
-        self._applied[key] = _Applied(call, region, tuple(
-            ref(arg, partial(_forget, self._applied, key)) for arg in args
-            if isinstance(arg, nn.Parameter)))
-        return outputs
-
-    def _plan(self, region: Any, inputs: tuple[Any, ...], earlier: Sequence[Plan]) -> Plan:
-        options = self._options
-        limit: dict[str, Any] = {"budget_gb": options.budget_gb, "budget": options.budget}
-        # A percentage is of the first step planned.
-        if earlier and options.budget is not None and not options.takes_least:
-            limit["budget"] = earlier[0].budget_bytes
-        arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
-                                    "backend": "inductor" if options.inductor else "eager"}
-        log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
-        try:
-            made = plan(region, inputs, **limit, **arguments)
-        except InfeasibleBudget as refusal:
-            if not (earlier or options.takes_least):
-                raise
-            if not options.takes_least:
-                log.warning("a step with inputs of other shapes does not fit in the budget, and "
-                            "runs under the schedule that takes least: %s", refusal)
-            made = plan(region, inputs, budget=refusal.minimum_bytes, **arguments)
-        log.info("%s", summarize(made))
-        return made
+        model = _compiled_model()
+        if model is None or not (self._why_broken or is_within(model)):
+            if self._why_broken:
+                log.warning("torch.compile broke the code into several graphs (%s); each is "
+                            "planned as if it were alone, so the budget, or a percentage, is one "
+                            "of each and not of their sum; planner.within(model, ...), or a "
+                            "torch.compile of the model itself, plans them together",
+                            self._why_broken)
+            return super()._first_call(key, args)
+        if not is_within(model):
+            log.info("torch.compile broke the model into several graphs (%s): in this step each "
+                     "runs under the schedule that takes least; from the next on they are planned "
+                     "together, as by planner.within", self._why_broken)
+            options = self._options
+            arguments: PlanArguments = {
+                **options.arguments, "backend": "inductor" if options.inductor else "eager"}
+            arguments.pop("output", None)  # it is seen
+            within(model, options.budget, budget_gb=options.budget_gb, **arguments)
+        return self._least(*args)
 
 
-@dataclass(frozen=True, slots=True)
-class _Applied:
-    """A planned region, which has parameters only while it runs: Dynamo keeps what it compiled,
-    though the model be deleted."""
-
-    call: Callable[..., Any]
-    region: Any
-    parameters: tuple[ref[nn.Parameter], ...]
-    """With the first that is deleted this is forgotten, before another takes its `id`."""
-
-    def __call__(self, *args: Any) -> Any:
-        self.region.take(args)
-        try:
-            return self.call(*self.region.inputs_of(args))
-        finally:
-            self.region.release()
+def _why_broken(module: fx.GraphModule) -> str:
+    """Why Dynamo ended a graph before the code's end; empty if it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return ""
+    return str(getattr(reason, "reason", "")).splitlines()[0] or "a graph break"
 
 
-def _forget(applied: dict[tuple[object, ...], _Applied], key: tuple[object, ...],
-            _: object) -> None:
-    applied.pop(key, None)
-
-
-_PLANS = WeakIdKeyDictionary()
-"""The plans made so far, by a parameter of their model, as long as that is alive: what Dynamo
-captures for other shapes comes as another graph, which does not know of the first.  The first plan
-of each list has the budget in bytes that a percentage stands for."""
-
-
-def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
-    """The list of the plans made for this model with these options."""
-    parameter = next((arg for arg in args if isinstance(arg, nn.Parameter)), None)
-    if parameter is None:
-        return []
-    by_options: list[tuple[Options, list[Plan]]] = _PLANS.setdefault(parameter, [])
-    for known, plans in by_options:
-        if known == options:
-            return plans
-    by_options.append((options, []))
-    return by_options[-1][1]
-
-
-def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-    """The captured graph as a module with the parameters that it is called with."""
-    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-    graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    for node in module.graph.nodes:
-        if _is_number_of_argument(node):
-            copies[node] = args[names.index(node.args[0].name)].item()
-            continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        # What Dynamo noted on the nodes comes through a second capture sometimes, and sometimes
-        # not; names must not depend on that.
-        copies[node].meta = {}
-    bare = fx.GraphModule(module, graph)
-    # A parameter's name comes from where the model has it.
-    parameters = {index: names[index] for index, arg in enumerate(args)
-                  if isinstance(arg, nn.Parameter)}
-
-    class CapturedGraph(nn.Module):
-        """What Dynamo captured."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.graph_module = bare
-
-        def take(self, args: tuple[Any, ...]) -> None:
-            self._parameters.update({name: args[index] for index, name in parameters.items()})
-
-        def release(self) -> None:
-            self._parameters.update(dict.fromkeys(parameters.values()))
-
-        def inputs_of(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(arg for index, arg in enumerate(args) if index not in parameters)
-
-        def forward(self, *inputs: Any) -> Any:
-            given = iter(inputs)
-            return self.graph_module(*[
-                getattr(self, parameters[index]) if index in parameters else next(given)
-                for index in range(len(names))])
-
-    region = CapturedGraph()
-    region.take(args)
-    return region
-
-
-def _is_number_of_argument(node: fx.Node) -> bool:
-    """Whether the node reads the value of a scalar argument: Dynamo makes tensors of Python floats
-    that have changed between calls."""
-    return bool(node.op == "call_method" and node.target == "item"
-                and node.args[0].op == "placeholder")
-
-
-def _arguments_read_as_numbers(module: fx.GraphModule) -> frozenset[int]:
-    read = {node.args[0] for node in module.graph.nodes if _is_number_of_argument(node)}
-    return frozenset(index for index, node
-                     in enumerate(module.graph.find_nodes(op="placeholder")) if node in read)
-
-
-def _loss_among(module: fx.GraphModule) -> Callable[[Any], torch.Tensor] | None:
-    """Picks the first differentiable scalar of the outputs; `None` where there is none."""
-    returned = module.graph.output_node().args[0]
-    for index, node in enumerate(returned if isinstance(returned, (tuple, list)) else ()):
-        value = getattr(node, "meta", {}).get("example_value")
-        if (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
-            return lambda outputs: outputs[index]
+def _compiled_model() -> nn.Module | None:
+    """The innermost compiled model that is being called."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # Of no other frame are the locals asked for: a frame may keep them from then on.
+        if frame.f_code.co_name == "_wrapped_call_impl":
+            module = frame.f_locals.get("self")
+            if isinstance(original := getattr(module, "_orig_mod", None), nn.Module):
+                return original
+            if isinstance(module, nn.Module) and module._compiled_call_impl is not None:
+                return module
+        frame = frame.f_back
     return None

@@ -42,10 +42,10 @@ from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
 from planner.attached.known import GraphPlanner, Known
 from planner.attached.optimizers import observe
+from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
 from planner.step.wrapped import defers_reduction, other_ranks
-from planner.torch_compile_backend import with_least_memory
 
 log = logging.getLogger("planner")
 

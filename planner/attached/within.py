@@ -99,6 +99,11 @@ def attach(model: nn.Module, settings: Settings) -> None:
         set_forward(target, PlanningForward(target, own_forward(target), settings))
 
 
+def is_within(model: nn.Module) -> bool:
+    """Whether `within` was called for this model, or for what it wraps."""
+    return _standing(_unwrapped(model)) is not None
+
+
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan that the last training step of `model` ran under; `None` before the first, and for a
     model that `within` was not called for.

@@ -1,0 +1,243 @@
+"""What Dynamo captured, taken for a model and planned.
+
+Its first training step of some shapes is planned as by `planner.plan`, the plan is applied, and
+that and every later step of the same shapes runs it.  Smaller shapes run the plan of larger ones
+where it serves them; others are planned when they come, and where they do not fit, they run under
+the schedule that takes least, with a warning.  A percentage is of the plain step of the first
+shapes.
+
+The loss is the first differentiable scalar that the graph returns; without one, every
+differentiable output counts with a gradient of its own size.
+
+Blind spots: in what Dynamo captured, ops do not know their modules, so `keep` can name only ops
+(`"aten.topk"`); what the code around the graph allocates is not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from planner.api import plan
+from planner.arguments.planning import PlanArguments
+from planner.errors import InfeasibleBudget, PlanMismatch
+from planner.plans.plan import Plan
+from planner.reporters.one_line import summarize
+
+log = logging.getLogger("planner.torch_compile_backend")
+
+_SECONDS_FOR_LEAST = 5.0
+"""Time limit of a plan that takes least: it is made within a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `torch.compile(options=…)` may hold; the meaning is that of `planner.plan`."""
+
+    budget_gb: float | None = None
+    budget: int | str | None = None
+    inductor: bool = True
+    """Compile with Inductor; otherwise the planned graphs run op by op."""
+    takes_least: bool = False
+    """Whatever the budget: run under the schedule that takes least, without a warning."""
+    arguments: PlanArguments = field(default_factory=PlanArguments)
+    """The others, but for what the captured graph says itself."""
+
+
+LEAST = Options(budget=1, inductor=False, takes_least=True,
+                arguments={"time_limit": _SECONDS_FOR_LEAST})
+"""For a graph that runs op by op under the schedule that takes least."""
+
+
+def with_least_memory(module: fx.GraphModule) -> Callable[..., Any]:
+    """What Dynamo captured, as a function that runs it op by op under the schedule that takes
+    least."""
+    planned: Callable[..., Any] = torch.compiler.disable(PlannedGraph(module, LEAST))
+    return planned
+
+
+class PlannedGraph:
+    """A captured graph that is planned when it first runs with inputs of some shapes."""
+
+    def __init__(self, module: fx.GraphModule, options: Options) -> None:
+        self._module, self._options = module, options
+        self._numbers = _arguments_read_as_numbers(module)
+        self._applied: dict[tuple[object, ...], _Applied] = {}
+        self._made: list[Plan] = []
+        """Plans of this graph, with whatever parameters."""
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return self._module(*args)
+        key = tuple(
+            arg if not isinstance(arg, torch.Tensor) else
+            # Dynamo runs one graph for all modules that are alike; each has parameters of its own.
+            (id(arg), arg.requires_grad) if isinstance(arg, nn.Parameter) else
+            (arg.shape, arg.stride(), arg.dtype, arg.item() if index in self._numbers else None)
+            for index, arg in enumerate(args))
+        if key in self._applied:
+            return self._applied[key](*args)
+        return self._first_call(key, args)
+
+    def _first_call(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Any:
+        """Run the first step of some shapes, by a plan of larger ones or by one of its own."""
+        region = _as_module(self._module, args)
+        inputs = region.inputs_of(args)
+        plans = _plans_of(args, self._options)
+        for known in {id(each): each for each in (*plans, *self._made)}.values():
+            with suppress(PlanMismatch):
+                call = known.apply(region)
+                outputs = call(*inputs)
+                break
+        else:
+            made = self._plan(region, inputs, plans)
+            plans.append(made)
+            self._made.append(made)
+            call = made.apply(region)
+            outputs = call(*inputs)
+        region.release()
+        self._applied[key] = _Applied(call, region, tuple(
+            ref(arg, partial(_forget, self._applied, key)) for arg in args
+            if isinstance(arg, nn.Parameter)))
+        return outputs
+
+    def _plan(self, region: Any, inputs: tuple[Any, ...], earlier: Sequence[Plan]) -> Plan:
+        options = self._options
+        limit: dict[str, Any] = {"budget_gb": options.budget_gb, "budget": options.budget}
+        # A percentage is of the first step planned.
+        if earlier and options.budget is not None and not options.takes_least:
+            limit["budget"] = earlier[0].budget_bytes
+        arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
+                                    "backend": "inductor" if options.inductor else "eager"}
+        log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
+        try:
+            made = plan(region, inputs, **limit, **arguments)
+        except InfeasibleBudget as refusal:
+            if not (earlier or options.takes_least):
+                raise
+            if not options.takes_least:
+                log.warning("a step with inputs of other shapes does not fit in the budget, and "
+                            "runs under the schedule that takes least: %s", refusal)
+            made = plan(region, inputs, budget=refusal.minimum_bytes, **arguments)
+        log.info("%s", summarize(made))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """A planned region, which has parameters only while it runs: Dynamo keeps what it compiled,
+    though the model be deleted."""
+
+    call: Callable[..., Any]
+    region: Any
+    parameters: tuple[ref[nn.Parameter], ...]
+    """With the first that is deleted this is forgotten, before another takes its `id`."""
+
+    def __call__(self, *args: Any) -> Any:
+        self.region.take(args)
+        try:
+            return self.call(*self.region.inputs_of(args))
+        finally:
+            self.region.release()
+
+
+def _forget(applied: dict[tuple[object, ...], _Applied], key: tuple[object, ...],
+            _: object) -> None:
+    applied.pop(key, None)
+
+
+_PLANS = WeakIdKeyDictionary()
+"""The plans made so far, by a parameter of their model, as long as that is alive: what Dynamo
+captures for other shapes comes as another graph, which does not know of the first.  The first plan
+of each list has the budget in bytes that a percentage stands for."""
+
+
+def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
+    """The list of the plans made for this model with these options."""
+    parameter = next((arg for arg in args if isinstance(arg, nn.Parameter)), None)
+    if parameter is None:
+        return []
+    by_options: list[tuple[Options, list[Plan]]] = _PLANS.setdefault(parameter, [])
+    for known, plans in by_options:
+        if known == options:
+            return plans
+    by_options.append((options, []))
+    return by_options[-1][1]
+
+
+def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    """The captured graph as a module with the parameters that it is called with."""
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if _is_number_of_argument(node):
+            copies[node] = args[names.index(node.args[0].name)].item()
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        # What Dynamo noted on the nodes comes through a second capture sometimes, and sometimes
+        # not; names must not depend on that.
+        copies[node].meta = {}
+    bare = fx.GraphModule(module, graph)
+    # A parameter's name comes from where the model has it.
+    parameters = {index: names[index] for index, arg in enumerate(args)
+                  if isinstance(arg, nn.Parameter)}
+
+    class CapturedGraph(nn.Module):
+        """What Dynamo captured."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph_module = bare
+
+        def take(self, args: tuple[Any, ...]) -> None:
+            self._parameters.update({name: args[index] for index, name in parameters.items()})
+
+        def release(self) -> None:
+            self._parameters.update(dict.fromkeys(parameters.values()))
+
+        def inputs_of(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(arg for index, arg in enumerate(args) if index not in parameters)
+
+        def forward(self, *inputs: Any) -> Any:
+            given = iter(inputs)
+            return self.graph_module(*[
+                getattr(self, parameters[index]) if index in parameters else next(given)
+                for index in range(len(names))])
+
+    region = CapturedGraph()
+    region.take(args)
+    return region
+
+
+def _is_number_of_argument(node: fx.Node) -> bool:
+    """Whether the node reads the value of a scalar argument: Dynamo makes tensors of Python floats
+    that have changed between calls."""
+    return bool(node.op == "call_method" and node.target == "item"
+                and node.args[0].op == "placeholder")
+
+
+def _arguments_read_as_numbers(module: fx.GraphModule) -> frozenset[int]:
+    read = {node.args[0] for node in module.graph.nodes if _is_number_of_argument(node)}
+    return frozenset(index for index, node
+                     in enumerate(module.graph.find_nodes(op="placeholder")) if node in read)
+
+
+def _loss_among(module: fx.GraphModule) -> Callable[[Any], torch.Tensor] | None:
+    """Picks the first differentiable scalar of the outputs; `None` where there is none."""
+    returned = module.graph.output_node().args[0]
+    for index, node in enumerate(returned if isinstance(returned, (tuple, list)) else ()):
+        value = getattr(node, "meta", {}).get("example_value")
+        if (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
+            return lambda outputs: outputs[index]
+    return None
