@@ -43,9 +43,10 @@ def hollow_graphs(joint: fx.GraphModule, num_forward_outputs: int
         if isinstance(value, fx.Node):
             make(value)
     crossed = [copies[node] for node in saved]
+    all_read = graph.call_function(_stand_in, (*crossed, *cotangents))
     for value in outputs[num_forward_outputs:]:
         if isinstance(value, fx.Node):
-            make(value, *crossed, *cotangents)
+            make(value, all_read)
     output = graph.output([copies[value] if isinstance(value, fx.Node) else value
                            for value in outputs])
     output.meta = dict(joint.graph.output_node().meta)

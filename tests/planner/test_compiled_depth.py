@@ -211,6 +211,19 @@ def test_what_was_found_for_less_starts_a_later_proposal(deep, monkeypatch):
     assert deep.base.net_peak_bytes(asked[2][1]) <= later
 
 
+def test_what_more_memory_may_gain_is_no_less_than_what_it_does(deep):
+    proposals = Proposals(deep.base, EFFORT)
+    first = int(0.6 * deep.base.net_peak_bytes(proposals.default))
+    assert proposals.gain_within(first) == float("inf")  # nothing is known yet
+    before = proposals._priced.cost(proposals._solve(first))
+    for more in (1.005, 1.02, 1.05):
+        gain = proposals.gain_within(int(more * first))
+        again = Proposals(deep.base, EFFORT)  # which does not go on from the first
+        gained = before - again._priced.cost(again._solve(int(more * first)))
+        assert 0.0 <= gain < float("inf")
+        assert gained <= gain + 1e-3 * deep.base.problem.keep_all_cost
+
+
 def of_layers(graph):
     """Results of the forward of the layers, by module, op and how often that came before in it."""
     times, found = Counter(), {}
