@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from apply.recipe import Recipe
 from graph_capture.training_graph import BufferKind, Phase
+from planner.plans.decisions import build_recipe
 from planner.step.accounting import memory_over
 from planner.step.form import Form
+from planner.step.prepared import PreparedStep
 from solvers.problem import Schedule
 from solvers.simulator import unroll
 
@@ -33,6 +35,13 @@ class Candidate:
 
 
 peak_bytes_of = attrgetter("peak_bytes")
+
+
+def recipe_for_inductor(prepared: PreparedStep, form: Form, schedule: Schedule) -> Recipe:
+    """What the applier does for a schedule, and Inductor as it does by itself."""
+    recipe = build_recipe(prepared, form, unroll(form.problem, schedule))
+    return replace(recipe, backend="inductor", regions=tuple(
+        replace(region, inplace_reuses=()) for region in recipe.regions))
 
 
 def foreseen_step(form: Form, schedule: Schedule, off_bytes: int) -> CompiledStep:

@@ -22,8 +22,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from apply.recipe import Recipe
-from planner.plans.decisions import build_recipe
-from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of
+from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of, recipe_for_inductor
 from planner.search.effort import Effort
 from planner.search.forms import without_workspace
 from planner.search.proposals import Proposals
@@ -33,7 +32,6 @@ from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.problem import Schedule
-from solvers.simulator import unroll
 
 _ROUNDS = 4
 """Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
@@ -109,6 +107,7 @@ class CompiledSearch:
         """A search of the same form by an account without workspace."""
         search = CompiledSearch(self.prepared, self.form, self.effort, has_workspace=False)
         search.followed, search._default_bytes = self.followed, self._default_bytes
+        search._latest, search.proposals.deadline = self._latest, self.proposals.deadline
         return search
 
     def depends_on_workspace(self, net_bytes: int) -> bool:
@@ -173,18 +172,13 @@ class CompiledSearch:
     def recipe(self, schedule: Schedule, strict_order: bool) -> Recipe:
         """What the applier does for a schedule within a budget: no copy of a weight or an image in
         the layout of convolutions is held from the forward to the backward, which makes it anew."""
-        return replace(self._as_inductor_does(schedule), strict_order=strict_order,
-                       own_layouts=True)
+        return replace(recipe_for_inductor(self.prepared, self.form, schedule),
+                       strict_order=strict_order, own_layouts=True)
 
     @cached_property
     def default_recipe(self) -> Recipe:
         """The recipe of what Inductor does by itself."""
-        return self._as_inductor_does(self.proposals.default)
-
-    def _as_inductor_does(self, schedule: Schedule) -> Recipe:
-        recipe = build_recipe(self.prepared, self.form, unroll(self.form.problem, schedule))
-        return replace(recipe, backend="inductor", regions=tuple(
-            replace(region, inplace_reuses=()) for region in recipe.regions))
+        return recipe_for_inductor(self.prepared, self.form, self.proposals.default)
 
     def within(self, net_bytes: int) -> Candidate | None:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
@@ -234,7 +228,7 @@ class CompiledSearch:
         return None if found is None else self._simplified(found, net_bytes)
 
     def _may_gain(self, seconds: float, found: Candidate, net_bytes: int) -> bool:
-        """Whether there is time for another order, which may cost so much less than a candidate."""
+        """Whether there is time for another order, which may cost so much less."""
         return found.cost > self._promised(net_bytes) + seconds and not self.is_late()
 
     def _is_tight(self, net_bytes: int) -> bool:

@@ -10,17 +10,18 @@ from torch import nn
 
 import planner
 from graph_capture.memory.allocator import record_peak
-from tests.planner.test_torch_compile_backend import BreakingLayer, backend_by_name, compiled
+from tests.support import one_line_backend
 from tests.support.compiler import needs_compiler
+from tests.support.one_line_backend import BreakingLayer, compiled
 
 pytestmark = pytest.mark.compat
-__all__ = ["backend_by_name"]
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled():
+def backend_by_name():
     """Dynamo compiles one code eight times at most, for all models of this file."""
     torch._dynamo.reset()
+    one_line_backend.register()
 
 
 class InTwo(nn.Module):

@@ -12,17 +12,15 @@ from torch import nn
 import planner
 from graph_capture.memory.allocator import record_peak
 from planner.torch_compile_backend import checkpoint_planner, read_options
+from tests.support import one_line_backend
+from tests.support.one_line_backend import BreakingLayer, compiled
 
 pytestmark = pytest.mark.compat
 
 
 @pytest.fixture(autouse=True)
 def backend_by_name():
-    """The entry point, which an installed package has, stands in the registry here."""
-    from torch._dynamo.backends import registry
-
-    if "checkpoint_planner" not in torch._dynamo.list_backends(exclude_tags=None):
-        registry.register_backend(checkpoint_planner)
+    one_line_backend.register()
 
 
 def make_model(*, dropout=0.1, width=32):
@@ -60,11 +58,6 @@ def step(model, x, seed=3):
 
 def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def compiled(model, dynamic=None, **options):
-    return torch.compile(model, backend="checkpoint_planner", dynamic=dynamic,
-                         options={"inductor": False, "time_limit": 1.5, **options})
 
 
 def test_the_entry_point_is_declared():
@@ -171,19 +164,6 @@ def test_a_later_step_that_does_not_fit_runs_under_the_leanest_schedule(caplog):
     with caplog.at_level(logging.WARNING, "planner"):
         planned(large).sum().backward()
     assert "takes least" in caplog.text
-
-
-class BreakingLayer(nn.Module):
-    """Dynamo breaks its graph within, and runs the same pieces for each layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        torch._dynamo.graph_break()
-        return torch.tanh(self.second(x))
 
 
 def test_layers_that_share_a_graph_have_parameters_of_their_own():
