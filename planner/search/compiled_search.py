@@ -307,6 +307,8 @@ class CompiledSearch:
                 return Candidate(smallest, self.recipe(smallest, strict_order),
                                  foreseen_step(self.form, smallest, seen_bytes),
                                  self.proposals.cost(smallest))
+            if not self.has_workspace and self.is_late():
+                break  # the last try is that of the other account, which fits sooner
             rounds += 1
             candidate = self._best_of(schedules, net_bytes, strict_order, as_whole)
             off_bytes = candidate.peak_bytes - self.net_peak_bytes(candidate.schedule)

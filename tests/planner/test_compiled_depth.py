@@ -173,6 +173,19 @@ def test_a_search_with_time_for_one_try_makes_that_of_the_least_memory(deep, mon
     assert found.step.peak_bytes <= net < default.peak_bytes
 
 
+def test_a_late_search_without_workspace_leaves_the_last_try_to_the_other_account(
+    deep, monkeypatch
+):
+    default = plan_within(deep, None, EFFORT)
+    net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
+    search = CompiledSearch(deep, deep.base, EFFORT)
+    search.proposals.deadline = time.monotonic()
+    lean = search.without_workspace()
+    assert lean.proposals.deadline == search.proposals.deadline
+    monkeypatch.setattr(lean, "judge", lambda *args, **kwargs: pytest.fail("a try"))
+    assert lean.within(net) is None and lean.was_cut_off
+
+
 def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_seen_beside(deep):
     schedule = CompiledSearch(deep, deep.base, EFFORT).proposals.default
     step = foreseen_step(deep.base, schedule, 1000)
