@@ -53,15 +53,11 @@ class Options:
     """The others, but for what the captured graph says itself."""
 
 
-LEAST = Options(budget=1, inductor=False, takes_least=True,
-                arguments={"time_limit": _SECONDS_FOR_LEAST})
-"""For a graph that runs op by op under the schedule that takes least."""
-
-
 def with_least_memory(module: fx.GraphModule) -> Callable[..., Any]:
     """What Dynamo captured, as a function that runs it op by op under the schedule that takes
     least."""
-    planned: Callable[..., Any] = torch.compiler.disable(PlannedGraph(module, LEAST))
+    planned: Callable[..., Any] = torch.compiler.disable(PlannedGraph(module, Options(
+        budget=1, inductor=False, takes_least=True, arguments={"time_limit": _SECONDS_FOR_LEAST})))
     return planned
 
 

@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from planner.arguments.planning import PlanArguments, Planning
 from planner.attached.within import is_within, within
-from planner.captured_graph import LEAST, Options, PlannedGraph
+from planner.captured_graph import Options, PlannedGraph, with_least_memory
 
 log = logging.getLogger("planner.torch_compile_backend")
 
@@ -82,7 +82,7 @@ class _GraphOfModel(PlannedGraph):
 
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
         super().__init__(module, options)
-        self._least = PlannedGraph(module, LEAST)
+        self._least = with_least_memory(module)
         self._why_broken = _why_broken(module)
 
     def _first_call(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Any:

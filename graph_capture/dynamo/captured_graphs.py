@@ -42,7 +42,7 @@ class _Graph:
 
 
 class CapturedGraphs:
-    """The graphs of one model, or of its blocks; itself the backend that Dynamo knows."""
+    """The graphs of one model, or of its blocks."""
 
     def __init__(self, model: nn.Module, backend: DynamoBackend, blocks: Sequence[str] = ()
                  ) -> None:
@@ -54,9 +54,10 @@ class CapturedGraphs:
         self._graphs: list[_Graph] = []
         self._calls: list[Callable[..., Any]] = []
         self._fixed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._blocks = BlockCalls(model, blocks, self) if blocks else None
-        self._whole = None if blocks else compile_module(model, self)
         self.repeated = RepeatedGraphs(self._capture, lambda: self.running)
+        """The backend that Dynamo knows."""
+        self._blocks = BlockCalls(model, blocks, self.repeated) if blocks else None
+        self._whole = None if blocks else compile_module(model, self.repeated)
         self.call = model
         """The model, which inside of `installed` is compiled, or has compiled blocks."""
 
@@ -85,9 +86,6 @@ class CapturedGraphs:
                     with graph.joint.replay():
                         code.compiled[number] = code.backend(graph.module, inputs)
                 self._chosen[number, block] = code.compiled[number]
-
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return self.repeated(module, inputs)
 
     def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         number, graph = len(self._graphs), _Graph(module, list(inputs), JointReplay())

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graph_capture.joint_graph.joint import is_cotangent
-from graph_capture.joint_graph.walks import ancestors, descendants
+from graph_capture.joint_graph.walks import ancestors, descendants, sources
 from graph_capture.torch_compat import TorchDispatchMode, no_active_modes, split_joint_graph
 from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 
@@ -25,9 +25,8 @@ def hollow_graphs(joint: fx.GraphModule, num_forward_outputs: int
     the backward reads."""
     outputs: list[Any] = list(joint.graph.output_node().args[0])
     crosses = dict.fromkeys(crossing(joint, num_forward_outputs))
-    made_late = ancestors((value for value in outputs[num_forward_outputs:]
-                           if isinstance(value, fx.Node)), lambda node: node not in crosses)
-    read = {source for node in made_late for source in node.all_input_nodes}
+    read = sources((value for value in outputs[num_forward_outputs:]
+                    if isinstance(value, fx.Node)), crosses.__contains__)
     saved = [node for node in crosses if node in read]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {

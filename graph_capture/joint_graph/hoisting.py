@@ -17,7 +17,7 @@ from torch import fx
 
 from graph_capture.joint_graph.joint import JointGraph, is_cotangent
 from graph_capture.joint_graph.lower import last_forward_node
-from graph_capture.joint_graph.walks import ancestors, descendants
+from graph_capture.joint_graph.walks import ancestors, descendants, sources
 
 
 def saved_by_default(joint: JointGraph) -> frozenset[str]:
@@ -30,12 +30,9 @@ def saved_by_default(joint: JointGraph) -> frozenset[str]:
     returned: Any = graph.output_node().args[0]
     written = descendants(filter(is_cotangent, graph.find_nodes(op="placeholder")),
                           lambda node: node not in saved)
-    made_late = ancestors((node for node in (*returned[num_outputs:],
-                                             *(node for node in written
-                                               if node.op != "output" and node.is_impure()))
-                           if isinstance(node, fx.Node)), lambda node: node not in saved)
-    read = {source for node in made_late for source in node.all_input_nodes}
-    return frozenset(node.name for node in chosen if node in read or node in returned[num_outputs:])
+    made_late = [node for node in returned[num_outputs:] if isinstance(node, fx.Node)]
+    made_late += [node for node in written if node.op != "output" and node.is_impure()]
+    return frozenset(node.name for node in sources(made_late, saved.__contains__))
 
 
 def ops_to_hoist(joint: JointGraph, saved: frozenset[str]) -> tuple[int, ...]:

@@ -28,6 +28,12 @@ def operands(node: fx.Node, through: Choice) -> set[fx.Node]:
         if not through(source)}
 
 
+def sources(nodes: Iterable[fx.Node], is_source: Choice) -> set[fx.Node]:
+    """The nodes of a choice that these are, or are computed from without another one between."""
+    return set(filter(is_source, _reached(
+        nodes, lambda node: () if is_source(node) else node.all_input_nodes)))
+
+
 def readers(node: fx.Node, through: Choice) -> set[fx.Node]:
     """What reads a node, itself or by way of nodes that `through` lets pass; these are left out."""
     return {user for user in _reached(

@@ -97,7 +97,7 @@ class CompiledSearch:
         """What a whole step that did not fit took beside the account, by the order of kernels."""
         self._default_bytes: int | None = None
         """What the step takes that Inductor makes by itself, if that was followed."""
-        self.is_hopeless = False
+        self._is_hopeless = False
         """Whether the workspace that this account leaves out was seen to break the budget."""
         self.followed: list[Candidate] = []
         """Those whose code was followed; without what Inductor does by itself, which is fullest
@@ -215,7 +215,7 @@ class CompiledSearch:
         found = None if is_tight or self.form.low_peak else self._narrow(net_bytes, False)
         price = _STRICTNESS * self.form.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
-        if not self.is_hopeless and (found is None or self._may_gain(2 * price, found, net_bytes)):
+        if not self._is_hopeless and (found is None or self._may_gain(2 * price, found, net_bytes)):
             strict = self._narrow(net_bytes, strict_order=True)
             if strict is not None and (found is None or strict.cost + price < found.cost):
                 found = strict
@@ -320,8 +320,8 @@ class CompiledSearch:
                 low = max(low, internal)
             else:
                 high = min(high, internal)
-            self.is_hopeless = left < -_WORKSPACE * net_bytes and not self.has_workspace
-            if (self.is_hopeless or (best is not None and best.cost <= self.default_cost)
+            self._is_hopeless = left < -_WORKSPACE * net_bytes and not self.has_workspace
+            if (self._is_hopeless or (best is not None and best.cost <= self.default_cost)
                     or high - low <= _CLOSE_ENOUGH * net_bytes):
                 break
             # The next proposal is taken to be as far from its own account as this one.

@@ -61,9 +61,8 @@ class Proposals:
         self._saved_by_default = form.compiled.saved_by_default
         self._costs = form.compiled.saving_costs
         self._layers = LayerOrder(form)
-        self._solved: dict[int, Schedule] = {}
-        self._bounds: dict[int, float] = {}
-        """What is proven of the cost within net bytes, in the problem that the solver sees."""
+        self._solved: dict[int, Result] = {}
+        """What the solver found within net bytes, of the problem that it sees."""
         self._refused_bytes = -1
         """The most net bytes within which no search is known to find anything."""
 
@@ -128,27 +127,26 @@ class Proposals:
             start = self._cheapest_known(net_bytes)
             if start is None and time.monotonic() < self.deadline:
                 start = self._within_less(net_bytes)
-            self._solve_within(net_bytes, start)
-        return self._solved[net_bytes]
+            self._solved[net_bytes] = self._ask(self._priced, net_bytes, start=start)
+        return self._solved[net_bytes].schedule
 
     def gain_within(self, net_bytes: int) -> float:
         """What a schedule within `net_bytes` may cost less, at most, than what was found for the
         most below that, if cost falls ever more slowly with memory; infinite where too little was
         asked before to say."""
-        asked = sorted(budget for budget in self._bounds if budget <= net_bytes)
+        asked = sorted(budget for budget in self._solved if budget <= net_bytes)
         if len(asked) < 2:
             return math.inf
-        less, most = asked[-2:]
-        costs = [self._priced.cost(self._solved[budget]) for budget in (less, most)]
-        slope = max(0.0, costs[0] - costs[1], self._bounds[less] - self._bounds[most]) / (
-            most - less)
-        return costs[1] - self._bounds[most] + slope * (net_bytes - most)
+        less, most = (self._solved[budget] for budget in asked[-2:])
+        slope = max(0.0, less.cost - most.cost, less.lower_bound - most.lower_bound) / (
+            asked[-1] - asked[-2])
+        return most.cost - most.lower_bound + slope * (net_bytes - asked[-1])
 
     def _cheapest_known(self, net_bytes: int) -> Schedule | None:
         """Of what the solver found for other budgets, the cheapest that fits."""
-        return min((schedule for schedule in self._solved.values()
-                    if self.form.net_peak_bytes(schedule) <= net_bytes),
-                   key=self._priced.cost, default=None)
+        fitting = (found for found in self._solved.values() if found.peak_bytes <= net_bytes)
+        cheapest = min(fitting, key=lambda found: found.cost, default=None)
+        return None if cheapest is None else cheapest.schedule
 
     def _within_less(self, net_bytes: int) -> Schedule | None:
         """What the solver finds for a little less, if anything."""
@@ -156,14 +154,10 @@ class Proposals:
         if less <= self._refused_bytes:
             return None
         try:
-            self._solve_within(less, None)
+            self._solved[less] = self._ask(self._priced, less)
         except Refusal:
             return None
-        return self._solved[less]
-
-    def _solve_within(self, net_bytes: int, start: Schedule | None) -> None:
-        result = self._ask(self._priced, net_bytes, start=start)
-        self._solved[net_bytes], self._bounds[net_bytes] = result.schedule, result.lower_bound
+        return self._solved[less].schedule
 
     def _ask(self, form: Form, net_bytes: int, least_seconds: float = 0.0,
              start: Schedule | None = None) -> Result:

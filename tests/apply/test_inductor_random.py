@@ -4,7 +4,6 @@ the generator's state of the first time, for the same numbers, with the generato
 The oracles: plain PyTorch after the same seed, finite differences, the allocator's events.
 """
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from torch import nn
 
 from apply.runtime import apply_recipe
 from planner.api import capture
-from planner.plans.decisions import build_recipe
+from planner.search.candidate import recipe_for_inductor
 from planner.search.saving import saved_buffers, schedule_saving
-from solvers.simulator import unroll
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case
 from tests.support.training import measured_peak, train
@@ -72,10 +70,7 @@ def compiled(case, keep):
         b for b in saved_buffers(step.base, step.base.problem.keep_all_schedule)
         if graph.ops[graph.buffers[b].producer].replay_state_bytes
         and keep(graph.ops[graph.buffers[b].producer].target))
-    recipe = build_recipe(
-        step, step.base, unroll(step.base.problem, schedule_saving(step.base, saved)))
-    recipe = replace(recipe, backend="inductor", regions=tuple(
-        replace(region, inplace_reuses=()) for region in recipe.regions))
+    recipe = recipe_for_inductor(step, step.base, schedule_saving(step.base, saved))
     again = {action.op for region in recipe.regions for insertion in region.insertions
              for action in insertion.actions}
     random = {op.name for op in graph.ops if op.replay_state_bytes}

@@ -12,7 +12,7 @@ import planner
 from graph_capture.memory.allocator import record_peak
 from tests.support import one_line_backend
 from tests.support.compiler import needs_compiler
-from tests.support.one_line_backend import BreakingLayer, compiled
+from tests.support.one_line_backend import QUICKLY, BreakingLayer, compiled
 
 pytestmark = pytest.mark.compat
 
@@ -61,8 +61,7 @@ def losses_and_peaks(model, steps=4):
 
 
 def in_place(model, **options):
-    model.compile(backend="checkpoint_planner",
-                  options={"inductor": False, "time_limit": 1.5, **options})
+    model.compile(backend="checkpoint_planner", options={**QUICKLY, **options})
     return model
 
 

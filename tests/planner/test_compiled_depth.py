@@ -12,8 +12,7 @@ import torch
 from graph_capture.torch_compat import kernel_sketch
 from graph_capture.training_graph import Phase
 from planner.api import capture
-from planner.plans.decisions import build_recipe
-from planner.search.candidate import foreseen_step
+from planner.search.candidate import foreseen_step, recipe_for_inductor
 from planner.search.cheap_to_recompute import saving_seconds
 from planner.search.compiled import CUT_OFF
 from planner.search.compiled_search import CompiledSearch
@@ -22,7 +21,6 @@ from planner.search.fused_bound import least_cost
 from planner.search.planning import plan_within
 from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
-from solvers.simulator import unroll
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, batch, budget_at, loss_of, make_model
 from tests.support.models import llama
@@ -41,10 +39,9 @@ def deep():
 
 
 def recipe_saving(prepared, saved, strict_order=False):
-    timeline = unroll(prepared.base.problem, schedule_saving(prepared.base, saved))
-    recipe = build_recipe(prepared, prepared.base, timeline)
-    return replace(recipe, backend="inductor", strict_order=strict_order, regions=tuple(
-        replace(region, inplace_reuses=()) for region in recipe.regions))
+    schedule = schedule_saving(prepared.base, saved)
+    return replace(recipe_for_inductor(prepared, prepared.base, schedule),
+                   strict_order=strict_order)
 
 
 @pytest.mark.parametrize(("given_up", "strict_order"), [

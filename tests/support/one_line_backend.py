@@ -14,9 +14,13 @@ def register() -> None:
         registry.register_backend(checkpoint_planner)
 
 
+QUICKLY = {"inductor": False, "time_limit": 1.5}
+"""Options."""
+
+
 def compiled(model, dynamic=None, **options):
     return torch.compile(model, backend="checkpoint_planner", dynamic=dynamic,
-                         options={"inductor": False, "time_limit": 1.5, **options})
+                         options={**QUICKLY, **options})
 
 
 class BreakingLayer(nn.Module):
