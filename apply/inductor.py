@@ -35,7 +35,7 @@ from graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
 """A graph of which more ops would be left than this part is compiled whole."""
-_FORMAT = "checkpoint-planner 8"
+_FORMAT = "checkpoint-planner 9"
 """To be changed whenever one recipe makes other graphs than before."""
 
 
@@ -88,7 +88,7 @@ class InductorBackend(PlanBackend):
 
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
-            inputs_as_they_are=self._recipe.own_layouts,
+            own_layouts=self._recipe.own_layouts,
             is_whole=lambda: not self.left_out,
             settings={"_pre_fusion_custom_pass": KernelOrder(self._recipe.strict_order)},
         )(module, inputs)

@@ -164,8 +164,9 @@ class Recipe:
     """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
     stores what is read behind them (`apply.realized`)."""
     own_layouts: bool = False
-    """Whether what Inductor's graphs only hand on to the backward, weights and images, goes there
-    as it is, without a copy in the layout of convolutions."""
+    """Whether Inductor lays out for convolutions only what they read and make, and neither what its
+    graphs hand on to the backward, weights and images, nor what has its elements in other
+    dimensions."""
     circumstances: Circumstances | None = None
     """For errors, not for choosing; `None`: not known."""
     device: str = ""

@@ -21,6 +21,7 @@ model is then as large as if each layer between two cuts were there once, and st
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,13 +76,14 @@ class CutModel:
     retention_costs: Mapping[int, float] = field(default_factory=dict)
     """What it costs to retain a storage past the first cut, besides; cost and bound contain it."""
 
-    def solve(self, seconds: float, *, seed: int = 0, gap: float = 0.0, nodes: int | None = None
-              ) -> CutSolution:
-        """Solve within a time limit and a number of nodes, to within a gap in units of cost.
+    def solve(self, seconds: float, *, seed: int = 0, gap: float = 0.0, nodes: int | None = None,
+              work: float = math.inf) -> CutSolution:
+        """Solve within a time limit, a number of nodes and some work (`milp.optimise`), to within a
+        gap in units of cost.
 
         There is no way to hand it a schedule to start from: that made it slower.
         """
-        return _Program(self).solve(seconds, seed, gap, nodes)
+        return _Program(self).solve(seconds, seed, gap, nodes, work)
 
 
 class _Program:
@@ -270,8 +272,10 @@ class _Program:
         for op in total:
             self._needs(stage, op, total)
 
-    def solve(self, seconds: float, seed: int, gap: float, nodes: int | None) -> CutSolution:
-        answer = optimise(self.mip, seconds, seed=seed, gap=gap / self.cost_unit, nodes=nodes)
+    def solve(self, seconds: float, seed: int, gap: float, nodes: int | None, work: float
+              ) -> CutSolution:
+        answer = optimise(self.mip, seconds, seed=seed, gap=gap / self.cost_unit, nodes=nodes,
+                          work=work)
         retained = None
         if answer.values is not None:
             retained = tuple(self._told_apart(stage, answer.values)

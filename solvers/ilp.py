@@ -40,6 +40,8 @@ ANCHOR_NODES = 20
 CUT_NODES = 20
 """So many times as many nodes as models of slots, which yield schedules on the way, get those of
 cuts, which have to be solved for the next cut to make sense."""
+SHARE_OF_MODEL = 0.25
+"""Part of the work that is left which one model may take."""
 
 
 def ilp(task: Task) -> Proposal:
@@ -97,6 +99,12 @@ class CutSearch:
         """What all turns took, see `solvers.milp.Answer`."""
         return self._cut_work + self._slot_work
 
+    @property
+    def _work_for_model(self) -> float:
+        """What the next model may take."""
+        limit = self._task.work_limit
+        return math.inf if limit is None else SHARE_OF_MODEL * max(0.0, limit - self.work)
+
     def turn(self) -> None:
         """Anchors at first, then slots or cuts; once there is a second cut, the bound by layers."""
         if not self._anchored:
@@ -139,7 +147,8 @@ class CutSearch:
                          runs=self._runs)
         for gap in (COARSE_GAP * task.problem.keep_all_cost, 0.0):
             solution = model.solve(
-                task.seconds_left, seed=task.seed, gap=gap, nodes=CUT_NODES * self._cut_nodes)
+                task.seconds_left, seed=task.seed, gap=gap, nodes=CUT_NODES * self._cut_nodes,
+                work=self._work_for_model)
             self._cut_work += solution.work
             self._cuts_solved = solution.solved
             incumbent.raise_bound(solution.extra_bound)
@@ -180,7 +189,8 @@ class CutSearch:
             answer = best_of_slots(
                 task.problem, task.budget_bytes, template(task.problem, *offers),
                 start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
-                seed=task.seed, nodes=self._slot_nodes, deadline=task.deadline)
+                seed=task.seed, nodes=self._slot_nodes, limit=self._work_for_model,
+                deadline=task.deadline)
             self._moments = answer.moments
             self._slot_work += answer.work
             if answer.schedule is not None:

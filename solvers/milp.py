@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,19 +42,26 @@ class Answer:
 _ROW_STEPS_PER_SECOND = 1e6
 _ROWS_PER_SECOND = 5e4
 """Rows that are written down and presolved in a second."""
+_NODE_ROWS_PER_SECOND = 6.7e4
+"""Nodes times rows that the search behind the root goes through in a second."""
 
 
 def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
-             gap: float = 0.0, nodes: int | None = None, cutting_planes: bool = True,
+             gap: float = 0.0, nodes: int | None = None, work: float = math.inf,
+             cutting_planes: bool = True,
              hint: Mapping[mathopt.Variable, float] | None = None) -> Answer:
     """Minimise within a time limit, to within an absolute gap; objectives must not be negative.
 
-    `nodes` limits the work instead: where that is what ends the search, the answer does not depend
-    on the speed of the machine.  Without `cutting_planes` the root is not strengthened, which
-    models that are tight already (those of slots) repay many times over.
+    `nodes` and `work` (seconds of some machine, about) limit the search behind the root instead:
+    where that is what ends it, the answer does not depend on the speed of the machine.  Without
+    `cutting_planes` the root is not strengthened, which models that are tight already (those of
+    slots) repay many times over.
     """
     if seconds <= 0:
         return Answer(None, float("inf"), 0.0, False)
+    if work < math.inf:
+        most = int(work * _NODE_ROWS_PER_SECOND / max(1, model.get_num_linear_constraints()))
+        nodes = max(1, most if nodes is None else min(nodes, most))
     params = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=seconds), random_seed=seed,
         relative_gap_tolerance=0.0, absolute_gap_tolerance=gap, node_limit=nodes)

@@ -14,6 +14,7 @@ certain.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -53,10 +54,10 @@ class SlotAnswer:
 
 
 def best_of_slots(problem: Problem, budget_bytes: int, template: Order, *, deadline: float,
-                  nodes: int | None = None, start: Order | None = None,
+                  nodes: int | None = None, limit: float = math.inf, start: Order | None = None,
                   moments: Iterable[Moment] = (), seed: int = 0) -> SlotAnswer:
     """The cheapest schedule within the budget that only drops recomputations from `template`, as
-    far as the time allows, and `nodes` for each round of solving.
+    far as the time allows, and `nodes` and `limit`, of work, for each round of solving.
 
     `start`: such a schedule, to start from.  `moments`: where memory is expected to be tight.
     """
@@ -67,7 +68,8 @@ def best_of_slots(problem: Problem, budget_bytes: int, template: Order, *, deadl
     best, settled, work = None, True, 0.0
     for gap in PASSES:
         for _ in range(MOST_ROUNDS):
-            used, answer = model.solve(deadline - time.monotonic(), seed, hint, gap, nodes)
+            used, answer = model.solve(
+                deadline - time.monotonic(), seed, hint, gap, nodes, limit)
             settled, work = answer.solved, work + answer.work
             if used is None:
                 return SlotAnswer(best, model.moments, settled, work)
@@ -199,11 +201,11 @@ class _SlotModel:
         return True
 
     def solve(self, seconds: float, seed: int, hint: set[int] | None, gap: float,
-              nodes: int | None) -> tuple[set[int] | None, Answer]:
+              nodes: int | None, work: float) -> tuple[set[int] | None, Answer]:
         """The slots of the cheapest choice found, or `None`; and what the engine says."""
         values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
-                          cutting_planes=False,
+                          work=work, cutting_planes=False,
                           gap=gap * self._problem.keep_all_cost / self._cost_unit)
         if answer.values is None:
             return None, answer

@@ -30,13 +30,15 @@ from graph_capture.torch_compat.requirements import require
 require(__name__)
 
 import torch
-from torch._inductor import ir
 from torch._inductor.codegen import wrapper
-from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
 
-_OF_CALLER = "primals"
-"""What the names of a backward's inputs begin with that its caller holds anyway."""
+from graph_capture.torch_compat.generated_buffers import (
+    handed_over,
+    has_memory_of_its_own,
+    is_tensor,
+    size_bytes,
+)
 
 
 @contextlib.contextmanager
@@ -67,7 +69,7 @@ class _PeakOfLines:
     def update_peak_between(self, freed: Any, allocated: Any) -> None:
         """Count the buffer that the first line would free, and that the second one takes over."""
         between = self._between(freed, allocated)
-        size = _size_bytes(allocated.node)
+        size = size_bytes(allocated.node)
         self._taken[between] = [taken + size for taken in self._taken[between]]
 
     def _between(self, freed: Any, allocated: Any) -> slice:
@@ -77,7 +79,7 @@ class _PeakOfLines:
 
 def _alive_after(lines: Sequence[Any]) -> list[int]:
     """Bytes alive after each line, beside what the caller holds."""
-    sizes = {name: _size_bytes(node) for name, node in _handed_over().items()}
+    sizes = {name: size_bytes(node) for name, node in handed_over().items()}
     total, alive = sum(sizes.values()), []
     for line in lines:
         if isinstance(line, wrapper.ReuseLine):  # one buffer goes on under another name
@@ -85,19 +87,10 @@ def _alive_after(lines: Sequence[Any]) -> list[int]:
         elif isinstance(line, wrapper.FreeIfNotReusedLine | wrapper.FreeLine):
             total -= sizes.pop(line.node.get_name(), 0)
         elif (made := _made_by(line)) is not None:
-            sizes[made.get_name()] = _size_bytes(made)
+            sizes[made.get_name()] = size_bytes(made)
             total += sizes[made.get_name()]
         alive.append(total)
     return alive
-
-
-def _handed_over() -> dict[str, Any]:
-    """What the code is given that is gone when it lets go of it: what the forward saved, and the
-    gradients that come in."""
-    if not V.graph.is_backward:
-        return {}
-    return {name: node for name, node in V.graph.graph_inputs_original.items()
-            if not name.startswith(_OF_CALLER) and _is_tensor(node)}
 
 
 def _made_by(line: Any) -> Any:
@@ -109,9 +102,7 @@ def _made_by(line: Any) -> Any:
         made = V.graph.try_get_buffer(line.result_name)
     else:
         return None
-    is_its_own = (made is not None and made.get_name() not in V.graph.removed_buffers
-                  and _is_tensor(made) and not made.get_inputs_that_alias_output())
-    return made if is_its_own else None
+    return made if has_memory_of_its_own(made) else None
 
 
 def _workspace_bytes(line: Any) -> float:
@@ -119,20 +110,9 @@ def _workspace_bytes(line: Any) -> float:
     convolution by groups, whose channels are padded to blocks, no limit is known."""
     if not isinstance(line, wrapper.ExternKernelAllocLine):
         return 0
-    operands: list[Any] = [operand for operand in line.node.inputs if _is_tensor(operand)]
+    operands: list[Any] = [operand for operand in line.node.inputs if is_tensor(operand)]
     if line.node.op_overload is torch.ops.aten.convolution_backward.default:
         _, image, weight = (operand.get_size() for operand in operands[:3])
         if image[1] != weight[1]:
             return math.inf
-    return sum(map(_size_bytes, operands))
-
-
-def _is_tensor(node: Any) -> bool:
-    """Whether a node is one tensor, not several, none or a number."""
-    return isinstance(node, ir.IRNode) and bool(node.has_tensor_output())
-
-
-def _size_bytes(node: Any) -> int:
-    elements = V.graph.sizevars.optimization_hint(
-        V.graph.get_allocation_storage_size(node), fallback=0)
-    return int(elements) * get_dtype_size(node.get_dtype())
+    return sum(map(size_bytes, operands))

@@ -26,6 +26,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from graph_capture.torch_compat.buffer_reuse import buffers_kept_below_peak
 from graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
+from graph_capture.torch_compat.convolution_layouts import layouts_of_their_own
+from graph_capture.torch_compat.kernel_functions import functions_below_peak
 from graph_capture.torch_compat.kernel_sketch import sketched_kernels
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
@@ -64,16 +66,15 @@ class JointPartitioner(CustomPartitionerFn):
 def inductor_backend(
     partition: PartitionFunction, uuid: str, *, compile_graph: CompileGraph | None = None,
     finish: FinishGraph | None = None, settings: Mapping[str, Any] | None = None,
-    inputs_as_they_are: bool = False, is_whole: Callable[[], bool] = lambda: True,
+    own_layouts: bool = False, is_whole: Callable[[], bool] = lambda: True,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend: Inductor with another partitioner.
 
     `compile_graph` stands in for the compilation of the forward and backward graphs, whose result
     is otherwise cached by Inductor; `finish` is shown what was compiled, and may wrap it;
-    `settings` are entries of `torch._inductor.config`.  `inputs_as_they_are`: what a graph only
-    hands on, weights and images, it does not return in the layout that its convolutions prefer; a
-    copy of each would be held beside it from the forward to the backward.  `is_whole`: see
-    `buffer_reuse.buffers_kept_below_peak`.
+    `settings` are entries of `torch._inductor.config`.  `own_layouts`: only what
+    convolutions read and make is in the layout that they prefer (`convolution_layouts`).
+    `is_whole`: whether the graphs have all their layers, so that their peak is where it will be.
     """
     patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
 
@@ -84,8 +85,8 @@ def inductor_backend(
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
         partitioned = _placeholder_values(gm)
-        with (_own_layouts_of_inputs() if inputs_as_they_are else contextlib.nullcontext(),
-              buffers_kept_below_peak(is_whole)):
+        with (layouts_of_their_own() if own_layouts else contextlib.nullcontext(),
+              functions_below_peak(is_whole), buffers_kept_below_peak(is_whole)):
             compiled = compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 
@@ -98,21 +99,6 @@ def inductor_backend(
         return compiled
 
     return backend
-
-
-@contextlib.contextmanager
-def _own_layouts_of_inputs() -> Iterator[None]:
-    """Inside, no input of a graph prefers `channels_last`."""
-    from torch._inductor.graph import GraphLowering
-
-    find = GraphLowering.find_nodes_prefer_channels_last
-
-    def without_inputs(graph: GraphLowering) -> Any:
-        found = find(graph)
-        return type(found)(node for node in found if node.op != "placeholder")
-
-    with mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", without_inputs):
-        yield
 
 
 def declare_fallback(op: OpOverload) -> None:

@@ -33,8 +33,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "EfficientPeakEstimate.update_peak_between(self, freed, allocated)",
              "ExternKernelAllocLine", "FreeIfNotReusedLine", "FreeLine", "MultiOutputLine",
              "ReuseLine"),
-        "torch._inductor.ir.IRNode.has_tensor_output(node)",
-        "torch._inductor.utils.get_dtype_size(dtype)",
         "torch._inductor.virtualized.V",
     ),
     "compilation": (
@@ -63,6 +61,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),
     ),
+    "convolution_layouts": (
+        "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last(self)",
+    ),
     "dispatch": (
         *_of("torch._C", "DispatchKey.AutocastCPU", "DispatchKey.Autograd",
              "DispatchKey.CompositeImplicitAutograd", "DispatchKey.PythonDispatcher",
@@ -80,6 +81,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._subclasses.fake_impls.op_implementations_dict",
         "torch.ops.aten._grouped_mm.default",
     ),
+    "generated_buffers": (
+        *_of("torch._inductor.ir", "Buffer.get_inputs_that_alias_output(buffer)",
+             "Buffer.get_mutation_names(buffer)", "IRNode.has_tensor_output(node)"),
+        "torch._inductor.utils.get_dtype_size(dtype)",
+        "torch._inductor.virtualized.V",
+    ),
     "inductor": (
         *_of("torch._functorch.config", "activation_memory_budget", "patch"),
         "torch._functorch.partitioners.min_cut_rematerialization_partition("
@@ -95,7 +102,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._inductor.custom_graph_pass.CustomPartitionerFn",
         "torch._inductor.exc.InvalidCxxCompiler",
         *_of("torch._inductor.graph.GraphLowering", "codegen(self)", "compile_to_module(self)",
-             "decide_layout_opt(graph, is_inference=)", "find_nodes_prefer_channels_last(self)"),
+             "decide_layout_opt(graph, is_inference=)"),
         *_of("torch._inductor.lowering", "constrain_to_fx_strides", "lowerings",
              "make_fallback(op, layout)"),
     ),
@@ -105,6 +112,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._guards", "TracingContext(fake_mode)", "detect_fake_mode(inputs)",
              "tracing(context)"),
         "torch._inductor.compile_fx._recursive_joint_graph_passes(graph)",
+    ),
+    "kernel_functions": (
+        "torch._inductor.codegen.cpp.CppScheduling.ready_to_flush(self)",
+        *_of("torch._inductor.scheduler", "NopKernelSchedulerNode",
+             "SchedulerBuffer.can_free(self)"),
     ),
     "kernel_order": (
         "torch._inductor.config._pre_fusion_custom_pass",
