@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -192,6 +193,7 @@ def capture_step(
         check_compiler(twin.device, twin.trace_device)
 
     say("capturing the forward and the backward")
+    begun = time.monotonic()
     layout = None if make_layout is None else make_layout(twin)
 
     def record(blocks: Sequence[str]) -> tuple[FakeTwin, LossFn | None, Recording, object]:
@@ -214,6 +216,7 @@ def capture_step(
             if not _sharing_code(by_blocks[2]):
                 traced, traced_loss, recording, output = by_blocks
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
+    capture_seconds = time.monotonic() - begun
     rules = _rules_since(twin)
 
     say("tracing the plain step")
@@ -275,7 +278,7 @@ def capture_step(
         optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
-            traced, traced_loss, costs, recording.graphs, twin, holds_output),
+            traced, traced_loss, costs, recording.graphs, twin, holds_output, capture_seconds),
         outputs=outputs,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu))
 

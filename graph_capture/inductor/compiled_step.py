@@ -66,6 +66,8 @@ class CompiledTracer:
     """What `twin` was made of; as long as it is alive, `twin` knows its tensors."""
     holds_output: bool = True
     """Whether the caller holds the model's output until the backward ends."""
+    capture_seconds: float = 0.0
+    """By the clock, what it took to trace and lower the step."""
 
     def trace(self, code_of: Callable[[str], GraphCode],
               left_out: Callable[[], Sequence[LeftOut]] = tuple) -> CompiledStep:

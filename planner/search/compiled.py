@@ -57,7 +57,8 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
         cheapest = choose((*lean, *searches), lambda search: (
             None if search is not base and base.is_late() else search.within(net)
         ), lambda search, best: (
-            (search is not base or all(each.is_worth(net, best) for each in lean))
+            (search is not base or all(search.leaves_more_than(each, net, best)
+                                       and each.is_worth(net, best) for each in lean))
             and search.is_worth(net, best)))
         searches += lean
         if cheapest is not None:
@@ -114,10 +115,10 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, budge
         account=form.budget.account(found.step.peak_bytes, found.step.bytes_of),
         overhead=extra, overhead_bound=min(bound, extra),
         status="optimal" if is_proven else "feasible",
-        solver=search.effort.solver, seconds=time.monotonic() - base.started,
+        solver=search.effort.solver, seconds=time.monotonic() - base.time.started,
         made=found.step.course, backward_begins=found.step.backward_begins,
         notes=("overhead is relative to the step that Inductor compiles without a budget",
-               *((CUT_OFF,) if any(each.was_cut_off for each in searches) else ())))
+               *((CUT_OFF,) if any(each.time.is_over for each in searches) else ())))
 
 
 def _least_cost(searches: Sequence[CompiledSearch], net_bytes: int) -> float:

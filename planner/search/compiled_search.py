@@ -27,6 +27,7 @@ from planner.search.effort import Effort
 from planner.search.forms import without_workspace
 from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
+from planner.search.time_left import TimeLeft
 from planner.search.unified_blocks import unify_blocks
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
@@ -61,8 +62,6 @@ _TIGHT, _MAYBE_TIGHT = 1.25, 1.6
 """Budgets of less than so many times the least memory, by the problem's account, are met in strict
 order if at all; the least is looked for where a budget is less than so many times what bounds it.
 """
-_GRACE = 0.4
-"""Part of the time limit by which it may be overrun for what has been begun, a bound besides."""
 _CONFIRMATIONS = 3
 """Whole steps that are compiled for one form, at most, because what was expected does not fit."""
 _SIMPLICITY = 0.005
@@ -78,36 +77,31 @@ class CompiledSearch:
     """
 
     def __init__(self, prepared: PreparedStep, form: Form, effort: Effort, *,
-                 has_workspace: bool = True) -> None:
+                 has_workspace: bool = True, started: float | None = None) -> None:
         """`has_workspace`: whether the problem that is solved counts what ops take for themselves.
-        """
+        `started`: when the time limit began; `None`: now."""
         assert form.compiled is not None
         self.prepared, self.form, self.effort = prepared, form, effort
         self.account, self.has_workspace = form.compiled, has_workspace
-        self.started = self._try_ended = time.monotonic()
-        self._latest = self.started + (1 + _GRACE) * effort.time_limit
-        """When all is to be done."""
-        self._try_seconds = 0.0
-        """What a try took, with its proposal, at most."""
-        self.proposals = Proposals(form if has_workspace else without_workspace(form), effort)
+        self.time = TimeLeft(effort.time_limit, self.account, started)
+        self.proposals = Proposals(form if has_workspace else without_workspace(form), effort,
+                                   self.time)
         self.net_peak_bytes = self.proposals.form.net_peak_bytes
-        self.was_cut_off = False
-        """Whether the time limit kept anything from being tried."""
         self._beside: dict[bool, int] = {}
         """What a whole step that did not fit took beside the account, by the order of kernels."""
         self._default_bytes: int | None = None
-        """What the step takes that Inductor makes by itself, if that was followed."""
+        """What Inductor's own step takes, if that was followed."""
         self._is_hopeless = False
-        """Whether the workspace that this account leaves out was seen to break the budget."""
+        """Whether the workspace that this account leaves out broke the budget."""
         self.followed: list[Candidate] = []
         """Those whose code was followed; without what Inductor does by itself, which is fullest
         elsewhere."""
 
     def without_workspace(self) -> CompiledSearch:
         """A search of the same form by an account without workspace."""
-        search = CompiledSearch(self.prepared, self.form, self.effort, has_workspace=False)
+        search = CompiledSearch(self.prepared, self.form, self.effort, has_workspace=False,
+                                started=self.time.started)
         search.followed, search._default_bytes = self.followed, self._default_bytes
-        search._latest, search.proposals.deadline = self._latest, self.proposals.deadline
         return search
 
     def depends_on_workspace(self, net_bytes: int) -> bool:
@@ -118,8 +112,13 @@ class CompiledSearch:
         """Whether this search may find something that is cheaper than what another one found."""
         if self.form.low_peak:  # copies of gradients are for budgets near the least
             return best.recipe.strict_order and self.proposals.cost_within(net_bytes) < best.cost
-        return not self.is_late() and (
-            self._promised(net_bytes) < best.cost - _WORTH * self.form.problem.keep_all_cost)
+        worth = _WORTH * self.form.problem.keep_all_cost
+        return not self.is_late() and self._promised(net_bytes) < best.cost - worth
+
+    def leaves_more_than(self, lean: CompiledSearch, net_bytes: int, best: Candidate) -> bool:
+        """Whether the solver would have more here than is taken by the best candidate of a search
+        without workspace, where all is cheaper."""
+        return net_bytes - self._expected_beside(net_bytes)[0] > lean.net_peak_bytes(best.schedule)
 
     def _promised(self, net_bytes: int) -> float:
         """What a schedule costs whose code may be expected to take at most `net_bytes`."""
@@ -132,12 +131,8 @@ class CompiledSearch:
                     for found in self.followed), default=0)
 
     def is_late(self) -> bool:
-        """Whether there is no time for another try, which is then left out: the limit has struck,
-        or a try would leave none to generate the code of the whole step."""
-        now = time.monotonic()
-        self.was_cut_off |= (now > self.proposals.deadline
-                             or now + self._try_seconds + self.account.whole_seconds > self._latest)
-        return self.was_cut_off
+        """Whether there is no time for another try, which is then left out."""
+        return self.time.is_late(self.proposals.solver_seconds)
 
     def default(self) -> Candidate:
         """What Inductor does by itself."""
@@ -162,11 +157,10 @@ class CompiledSearch:
     def _judged(self, schedule: Schedule, recipe: Recipe, as_whole: bool) -> Candidate:
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
+        begun = time.monotonic()
         step = (self.account.trace(recipe) if as_whole and self._has_time_for_whole(recipe)
                 else self.account.estimate(recipe))
-        now = time.monotonic()
-        self._try_seconds = max(self._try_seconds, now - self._try_ended)
-        self._try_ended = now
+        self.time.code_seconds = max(self.time.code_seconds, time.monotonic() - begun)
         return Candidate(schedule, recipe, step, self.proposals.cost(schedule))
 
     def recipe(self, schedule: Schedule, strict_order: bool) -> Recipe:
@@ -183,7 +177,6 @@ class CompiledSearch:
     def within(self, net_bytes: int) -> Candidate | None:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
         what Inductor does by itself takes more."""
-        self._try_ended = time.monotonic()  # another search may have been at work until now
         target_bytes = net_bytes
         for _ in range(_CONFIRMATIONS):
             found = self._judged_within(target_bytes)
@@ -206,8 +199,7 @@ class CompiledSearch:
 
     def _has_time_for_whole(self, recipe: Recipe) -> bool:
         """Whether the time limit leaves time to generate the code of the whole step."""
-        return self.account.is_known(recipe) or (
-            time.monotonic() + self.account.whole_seconds <= self._latest)
+        return self.account.is_known(recipe) or self.time.allows_whole()
 
     def _judged_within(self, net_bytes: int) -> Candidate | None:
         """The same, as layers that are alike are accounted for together."""
@@ -366,7 +358,6 @@ class CompiledSearch:
     def smallest(self, net_bytes: int = 0) -> tuple[Candidate, int]:
         """A candidate whose compiled step takes at most `net_bytes`, or else the least memory among
         those tried; and the bytes that a later search will find a candidate for."""
-        self._try_ended = time.monotonic()  # as in `within`
         schedule = self.proposals.least[1]
         bare = (schedule,) if schedule else ()
         only_bare = bare and self._has_one_try_left()
@@ -379,7 +370,7 @@ class CompiledSearch:
                           key=peak_bytes_of)
             found = min(found, leanest, key=peak_bytes_of)
             # How well the others do depends on the time that there was.
-            leanest = leanest if self.was_cut_off else found
+            leanest = leanest if self.time.is_over else found
         return found, int((1 + _SPREAD) * leanest.peak_bytes)
 
     def _cheap_within_least(self) -> tuple[Schedule, ...]:

@@ -19,6 +19,7 @@ from planner.search.forms import solve_form
 from planner.search.fused_bound import least_cost
 from planner.search.ordered_layers import LayerOrder
 from planner.search.saving import saved_buffers, schedule_saving
+from planner.search.time_left import TimeLeft
 from planner.step.form import Form
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.problem import Schedule
@@ -49,13 +50,11 @@ compiled."""
 class Proposals:
     """What the solver proposes for one form of a step; mutable, since it remembers that."""
 
-    def __init__(self, form: Form, effort: Effort) -> None:
-        """The time limit begins now.  It cuts off a proposal that is looked for, though not before
-        that had what it should take."""
+    def __init__(self, form: Form, effort: Effort, time_left: TimeLeft) -> None:
+        """A deadline cuts off a proposal that is looked for, though not before that had what it
+        should take on a machine that does nothing beside."""
         assert form.compiled is not None
-        self.form, self.effort = form, effort
-        self.deadline = time.monotonic() + effort.time_limit
-        """Of `time.monotonic`."""
+        self.form, self.effort, self._time_left = form, effort, time_left
         self.default = schedule_saving(form, form.compiled.saved_by_default)
         """What Inductor does by itself."""
         self._saved_by_default = form.compiled.saved_by_default
@@ -63,6 +62,8 @@ class Proposals:
         self._layers = LayerOrder(form)
         self._solved: dict[int, Result] = {}
         """What the solver found within net bytes, of the problem that it sees."""
+        self.solver_seconds = 0.0
+        """What the solver took for one budget, at most."""
         self._refused_bytes = -1
         """The most net bytes within which no search is known to find anything."""
 
@@ -125,7 +126,7 @@ class Proposals:
     def _solve(self, net_bytes: int) -> Schedule:
         if net_bytes not in self._solved:
             start = self._cheapest_known(net_bytes)
-            if start is None and time.monotonic() < self.deadline:
+            if start is None and time.monotonic() < self._time_left.deadline:
                 start = self._within_less(net_bytes)
             self._solved[net_bytes] = self._ask(self._priced, net_bytes, start=start)
         return self._solved[net_bytes].schedule
@@ -163,19 +164,23 @@ class Proposals:
              start: Schedule | None = None) -> Result:
         effort = self.effort
         work = max(_SHARE_OF_SOLVER * (effort.work_limit or effort.time_limit), least_seconds)
-        seconds = max(self.deadline - time.monotonic(), work)
+        begun = time.monotonic()
+        seconds = max(self._time_left.deadline - begun, work)
         try:
             return solve_form(form, net_bytes, replace(effort, time_limit=seconds), start,
                               work_limit=work)
         except Refusal as refusal:
             self._refused_bytes = max(self._refused_bytes, net_bytes, refusal.minimum_bytes - 1)
             raise
+        finally:
+            self.solver_seconds = max(self.solver_seconds, time.monotonic() - begun)
 
     def least_cost_within(self, net_bytes: int) -> float:
         """A bound on what any schedule costs within `net_bytes`, by the problem's account."""
         effort = self.effort
-        share = _SHARE_OF_SOLVER * (effort.work_limit or effort.time_limit)
-        seconds = max(self.deadline - time.monotonic(), share)
+        # Two accounts may be asked, so that each may take half of what a proposal may.
+        share = _SHARE_OF_SOLVER / 2 * (effort.work_limit or effort.time_limit)
+        seconds = max(self._time_left.deadline - time.monotonic(), share)
         return least_cost(self.form, net_bytes, self._costs.to_save, seconds)
 
     def _small(self, net_bytes: int) -> frozenset[int]:

@@ -1,5 +1,5 @@
-"""In which layout weights and images go from the forward to the backward of a compiled step; the
-measured peak, and the sizes of the copies in `channels_last`, are the oracles."""
+"""What of a compiled step is laid out for convolutions; the measured peak, and the sizes of the
+copies in `channels_last`, are the oracles."""
 
 from dataclasses import replace
 
@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from graph_capture.memory.allocator import record_peak
+from graph_capture.torch_compat import convolution_layouts
+from graph_capture.training_graph import SavingCosts
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled_search import CompiledSearch
 from planner.search.planning import plan_within
+from planner.step.compiled_account import CompiledAccount
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, budget_at
 
@@ -76,3 +79,59 @@ def test_a_file_says_so_and_one_without_the_field_means_what_it_did(tight):
     assert '"own_layouts": true' in dumps(tight)
     older = dumps(tight).replace('"own_layouts": true,', "")
     assert loads(older).recipe.own_layouts is tight.recipe.strict_order
+
+
+class Block(nn.Module):
+    """As of a ConvNeXt: all but the convolution has its channels in the last dimension."""
+
+    def __init__(self, channels=16):
+        super().__init__()
+        self.spatial = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+        self.inside = nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, 4 * channels),
+                                    nn.GELU(), nn.Linear(4 * channels, channels))
+        self.scale = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x):
+        inside = self.scale * self.inside(self.spatial(x).permute(0, 2, 3, 1))
+        return x + inside.permute(0, 3, 1, 2)
+
+
+def channels_in_the_last_dimension():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 2, stride=2), *(Block() for _ in range(3)))
+
+
+@pytest.fixture(scope="module")
+def of_blocks():
+    return capture(channels_in_the_last_dimension(), IMAGES, loss_fn=loss_of, backend="inductor")
+
+
+def test_what_has_its_elements_in_other_dimensions_is_not_laid_out_for_convolutions(
+    of_blocks, monkeypatch
+):
+    """Laid out so, it would be copied for products of matrices."""
+    search, account = CompiledSearch(of_blocks, of_blocks.base, EFFORT), of_blocks.base.compiled
+    least = search.recipe(search.proposals.least[1], strict_order=False)
+    peak = account.trace(least).peak_bytes
+    monkeypatch.setattr(convolution_layouts, "_OTHER_DIMENSIONS", frozenset())
+    again = CompiledAccount(account.tracer, frozenset(), SavingCosts())
+    feature_map = 4 * 2 * 16 * 16 * 16
+    assert again.trace(least).peak_bytes - peak >= feature_map
+
+
+def test_a_plan_for_such_blocks_is_as_predicted(of_blocks):
+    default = plan_within(of_blocks, None, EFFORT)
+    plan = plan_within(of_blocks, budget_at(of_blocks, default, 0.5), EFFORT)
+    model, plain = (channels_in_the_last_dimension() for _ in range(2))
+    applied = plan.apply(model)
+
+    def step():
+        output = applied(IMAGES)
+        loss_of(output).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    assert record_peak(step, "cpu").peak_bytes + plan.resident_bytes == plan.peak_bytes
+    loss_of(plain(IMAGES)).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)

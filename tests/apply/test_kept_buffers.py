@@ -63,3 +63,30 @@ def test_levels_of_lines_are_those_of_the_allocator(monkeypatch):
             compiled(x)
             events = cpu_allocations(lambda: compiled(x))
     assert estimates == [max(itertools.accumulate(events))]
+
+
+@pytest.mark.parametrize(("groups", "made"), [(1, 2), (8, 3)])
+def test_no_buffer_is_kept_across_the_gradient_of_a_convolution_by_groups(groups, made):
+    """What such a kernel takes for itself is not known: what is made before it is let go, and what
+    is made behind it, here of the same size, is allocated."""
+    generator = torch.Generator().manual_seed(0)
+    image, gradient = (torch.randn(2, 8, 6, 6, generator=generator) for _ in range(2))
+    weight = torch.randn(8, 8 // groups, 3, 3, generator=generator)
+    x = torch.randn(64, 64, generator=generator)
+    wider = torch.randn(512, 64, generator=generator)
+
+    def function(x, wider, image, gradient):
+        before = (x @ x).relu().sum()
+        _, of_weight, _ = torch.ops.aten.convolution_backward(
+            gradient, image + before, weight, [8], [1, 1], [1, 1], [1, 1], False, [0, 0], groups,
+            [False, True, False])
+        after = (x + of_weight.sum()).cos() @ x
+        return after, (wider @ x).cos() @ x + after.sum()
+
+    torch.compiler.reset()
+    with (config.patch(fx_graph_cache=False), buffer_reuse.buffers_kept_below_peak(),
+          torch.no_grad()):
+        compiled = torch.compile(function)
+        compiled(x, wider, image, gradient)
+        events = cpu_allocations(lambda: compiled(x, wider, image, gradient))
+    assert sum(size == x.nbytes for size in events) == made

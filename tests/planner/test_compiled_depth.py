@@ -19,7 +19,6 @@ from planner.search.compiled_search import CompiledSearch
 from planner.search.effort import Effort
 from planner.search.fused_bound import least_cost
 from planner.search.planning import plan_within
-from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, batch, budget_at, loss_of, make_model
@@ -135,7 +134,7 @@ def test_a_search_that_is_late_follows_no_further_try_where_the_whole_step_does_
     default = plan_within(deep, None, EFFORT)
     net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
     search = CompiledSearch(deep, deep.base, EFFORT)
-    search.proposals.deadline = time.monotonic()
+    search.time.deadline = time.monotonic()
     judge, confirmed, tries, wholes = search.judge, search.confirmed, [], []
 
     def first_is_too_large(found):
@@ -149,7 +148,7 @@ def test_a_search_that_is_late_follows_no_further_try_where_the_whole_step_does_
         tries.append(args) or judge(*args, **kwargs)))
     monkeypatch.setattr(search, "confirmed", first_is_too_large)
     found = search.within(net)
-    assert len(tries) == 1 and len(wholes) == 2 and search.was_cut_off
+    assert len(tries) == 1 and len(wholes) == 2 and search.time.is_over
     assert found.step.peak_bytes <= min(net, 0.99 * wholes[0].step.peak_bytes)
 
 
@@ -158,12 +157,12 @@ def test_a_search_with_time_for_one_try_makes_that_of_the_least_memory(deep, mon
     default = plan_within(deep, None, EFFORT)
     net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
     search = CompiledSearch(deep, deep.base, EFFORT)
-    search.proposals.deadline = time.monotonic()
+    search.time.deadline = time.monotonic()
     judge, tries = search.judge, []
     monkeypatch.setattr(search, "judge", lambda *args, **kwargs: (
         tries.append(args) or judge(*args, **kwargs)))
     monkeypatch.setattr(CompiledSearch, "_has_one_try_left", lambda search: search.is_late())
-    assert search.within(net) is None and search.was_cut_off
+    assert search.within(net) is None and search.time.is_over
     found, least = search.smallest(net)
     assert len(tries) == 1 and found.recipe.strict_order
     assert found.step.peak_bytes <= least
@@ -175,12 +174,11 @@ def test_a_late_search_without_workspace_leaves_the_last_try_to_the_other_accoun
 ):
     default = plan_within(deep, None, EFFORT)
     net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
-    search = CompiledSearch(deep, deep.base, EFFORT)
-    search.proposals.deadline = time.monotonic()
+    search = CompiledSearch(deep, deep.base, EFFORT, started=time.monotonic() - 1000)
     lean = search.without_workspace()
-    assert lean.proposals.deadline == search.proposals.deadline
+    assert lean.time.deadline == search.time.deadline
     monkeypatch.setattr(lean, "judge", lambda *args, **kwargs: pytest.fail("a try"))
-    assert lean.within(net) is None and lean.was_cut_off
+    assert lean.within(net) is None and lean.time.is_over
 
 
 def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_seen_beside(deep):
@@ -201,8 +199,12 @@ def test_near_the_default_code_is_taken_to_need_what_that_of_the_default_does(de
     assert search._expected_beside(far)[0] == max(beside, int(0.015 * far))
 
 
+def proposals_of(prepared, effort=EFFORT):
+    return CompiledSearch(prepared, prepared.base, effort).proposals
+
+
 def test_what_was_found_for_less_starts_a_later_proposal(deep, monkeypatch):
-    proposals, asked = Proposals(deep.base, EFFORT), []
+    proposals, asked = proposals_of(deep), []
     ask = proposals._ask
 
     def noted(form, net_bytes, least_seconds=0.0, start=None):
@@ -222,13 +224,13 @@ def test_what_was_found_for_less_starts_a_later_proposal(deep, monkeypatch):
 
 
 def test_what_more_memory_may_gain_is_no_less_than_what_it_does(deep):
-    proposals = Proposals(deep.base, EFFORT)
+    proposals = proposals_of(deep)
     first = int(0.6 * deep.base.net_peak_bytes(proposals.default))
     assert proposals.gain_within(first) == float("inf")  # nothing is known yet
     before = proposals._priced.cost(proposals._solve(first))
     for more in (1.005, 1.02, 1.05):
         gain = proposals.gain_within(int(more * first))
-        again = Proposals(deep.base, EFFORT)  # which does not go on from the first
+        again = proposals_of(deep)  # which does not go on from the first
         gained = before - again._priced.cost(again._solve(int(more * first)))
         assert 0.0 <= gain < float("inf")
         assert gained <= gain + 1e-3 * deep.base.problem.keep_all_cost
@@ -256,7 +258,7 @@ def test_no_decision_of_plans_by_blocks_is_better_in_the_whole_model():
                         for regions in ("model", "blocks"))
     form, account = prepared.base, prepared.base.compiled
     names = {buffer: name for name, buffer in of_layers(blocks.base.graph).items()}
-    there, proposals = of_layers(form.graph), Proposals(form, effort)
+    there, proposals = of_layers(form.graph), proposals_of(prepared, effort)
     outside = account.saved_by_default.difference(there.values())
     default = plan_within(prepared, None, effort)
     budget = budget_at(prepared, default, 0.8)
