@@ -44,6 +44,9 @@ takes a little more or less beside the account (Swin 0.4%)."""
 _USUALLY_BESIDE = 0.015
 """Part of the budget that code is taken to need beside the problem's account, until some was
 followed (Llama of 12 layers 0.5 to 1.2%, Swin 0.7 to 0.9%)."""
+_MOST_BESIDE = 0.05
+"""Part of the budget that code needs at most beside the account, where there is time for one try
+(Swin at 30%, on its way to the least, 4.6%)."""
 _NEAR_DEFAULT = 0.75
 """Part of what Inductor takes by itself from which on a plan is enough like that to take as much
 beside the problem's account (at 80% Llama -1.6 and -1.7% of it, ConvNeXt -9.5 and -10.1%)."""
@@ -221,7 +224,10 @@ class CompiledSearch:
 
     def _may_gain(self, seconds: float, found: Candidate, net_bytes: int) -> bool:
         """Whether there is time for another order, which may cost so much less."""
-        return found.cost > self._promised(net_bytes) + seconds and not self.is_late()
+        has_more = net_bytes - self._expected_beside(net_bytes)[0] > (
+            self.net_peak_bytes(found.schedule))
+        return (has_more and found.cost > self._promised(net_bytes) + seconds
+                and not self.is_late())
 
     def _is_tight(self, net_bytes: int) -> bool:
         """Whether a budget is so near the least that only the strict order may meet it."""
@@ -335,6 +341,8 @@ class CompiledSearch:
     def _expected_beside(self, net_bytes: int, strict_order: bool = False) -> tuple[int, int]:
         """What code is taken to need beside the problem's account before any was followed, and how
         far that may be off for a proposal to be tried."""
+        if not self.followed and self.is_late():  # the first try is the last one
+            return int(_MOST_BESIDE * net_bytes), net_bytes
         if strict_order or self.form.low_peak:  # near the least, where either may be more
             return 0, net_bytes
         usual = int(_USUALLY_BESIDE * net_bytes)
