@@ -64,6 +64,8 @@ class Proposals:
         """What the solver found within net bytes, of the problem that it sees."""
         self.solver_seconds = 0.0
         """What the solver took for one budget, at most."""
+        self._costs_nothing = False
+        """Whether something proposed costs no more than what Inductor does by itself."""
         self._refused_bytes = -1
         """The most net bytes within which no search is known to find anything."""
 
@@ -105,6 +107,7 @@ class Proposals:
         saved = without_cheap(self.form, saved, self._costs)
         saved = with_cheaper_sources(self.form, saved, self._costs, net_bytes, self.cost)
         cheap = schedule_saving(self.form, self._layers.ordered(saved, net_bytes))
+        self._costs_nothing |= self.cost(cheap) <= self.cost(self.default)
         peaks = [self.form.net_peak_bytes(schedule) for schedule in (cheap, found)]
         if peaks[0] > _WORTH_TRYING * net_bytes:
             return (found,)
@@ -126,7 +129,8 @@ class Proposals:
     def _solve(self, net_bytes: int) -> Schedule:
         if net_bytes not in self._solved:
             start = self._cheapest_known(net_bytes)
-            if start is None and time.monotonic() < self._time_left.deadline:
+            is_worth = not self._costs_nothing and time.monotonic() < self._time_left.deadline
+            if start is None and is_worth:
                 start = self._within_less(net_bytes)
             self._solved[net_bytes] = self._ask(self._priced, net_bytes, start=start)
         return self._solved[net_bytes].schedule
