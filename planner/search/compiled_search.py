@@ -118,14 +118,18 @@ class CompiledSearch:
         worth = _WORTH * self.form.problem.keep_all_cost
         return not self.is_late() and self._promised(net_bytes) < best.cost - worth
 
-    def leaves_more_than(self, lean: CompiledSearch, net_bytes: int, best: Candidate) -> bool:
-        """Whether the solver would have more here than is taken by the best candidate of a search
-        without workspace, where all is cheaper."""
-        return net_bytes - self._expected_beside(net_bytes)[0] > lean.net_peak_bytes(best.schedule)
+    def leaves_more_than(self, other: CompiledSearch, net_bytes: int, best: Candidate) -> bool:
+        """Whether the solver would have more here than the best candidate takes of a search in
+        which nothing costs more: this one, or one without workspace."""
+        return self._for_solver(net_bytes) > other.net_peak_bytes(best.schedule)
+
+    def _for_solver(self, net_bytes: int) -> int:
+        """What the solver may be given for code that is to take at most `net_bytes`."""
+        return net_bytes - self._expected_beside(net_bytes)[0]
 
     def _promised(self, net_bytes: int) -> float:
         """What a schedule costs whose code may be expected to take at most `net_bytes`."""
-        return self.proposals.cost_within(net_bytes - self._expected_beside(net_bytes)[0])
+        return self.proposals.cost_within(self._for_solver(net_bytes))
 
     @property
     def overstated_bytes(self) -> int:
@@ -224,9 +228,8 @@ class CompiledSearch:
 
     def _may_gain(self, seconds: float, found: Candidate, net_bytes: int) -> bool:
         """Whether there is time for another order, which may cost so much less."""
-        has_more = net_bytes - self._expected_beside(net_bytes)[0] > (
-            self.net_peak_bytes(found.schedule))
-        return (has_more and found.cost > self._promised(net_bytes) + seconds
+        return (self.leaves_more_than(self, net_bytes, found)
+                and found.cost > self._promised(net_bytes) + seconds
                 and not self.is_late())
 
     def _is_tight(self, net_bytes: int) -> bool:

@@ -27,6 +27,10 @@ def unrelated_kernels(operand, other):
     return total, other.cos() @ WEIGHT[:, :1]
 
 
+def beside_more(operand, other, wider):
+    return *unrelated_kernels(operand, other), (wider @ WEIGHT).cos() @ WEIGHT
+
+
 def outputs_peak_and_calls(function, *args, chosen):
     torch.compiler.reset()
     with (config.patch(fx_graph_cache=False), torch.no_grad(),
@@ -50,9 +54,6 @@ def test_a_function_ends_where_it_would_hold_more_than_its_kernels_one_by_one():
 
 
 def test_kernels_stay_in_one_function_where_that_takes_no_more():
-    def beside_more(operand, other, wider):
-        return *unrelated_kernels(operand, other), (wider @ WEIGHT).cos() @ WEIGHT
-
     *_, calls = outputs_peak_and_calls(
         beside_more, NARROW, NARROW.flip(0), WIDE, chosen=functions_below_peak)
     *_, as_ever = outputs_peak_and_calls(
@@ -61,9 +62,6 @@ def test_kernels_stay_in_one_function_where_that_takes_no_more():
 
 
 def test_each_kernel_is_a_function_where_layers_are_left_out():
-    def beside_more(operand, other, wider):
-        return *unrelated_kernels(operand, other), (wider @ WEIGHT).cos() @ WEIGHT
-
     *_, calls = outputs_peak_and_calls(
         beside_more, NARROW, NARROW.flip(0), WIDE,
         chosen=lambda: functions_below_peak(lambda: False))

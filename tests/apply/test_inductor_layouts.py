@@ -47,6 +47,23 @@ def tight(prepared):
     return plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
 
 
+def check_as_predicted(plan, make_model):
+    """Peak and gradients of a step after the first."""
+    model, plain = make_model(), make_model()
+    applied = plan.apply(model)
+
+    def step():
+        output = applied(IMAGES)
+        loss_of(output).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    assert record_peak(step, "cpu").peak_bytes + plan.resident_bytes == plan.peak_bytes
+    loss_of(plain(IMAGES)).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+
+
 def test_no_copy_in_the_layout_of_convolutions_is_held(prepared):
     search = CompiledSearch(prepared, prepared.base, EFFORT)
     own = search.recipe(search.proposals.default, strict_order=False)
@@ -59,19 +76,7 @@ def test_no_copy_in_the_layout_of_convolutions_is_held(prepared):
 
 def test_a_plan_within_a_budget_holds_none_and_is_as_predicted(prepared, tight):
     assert tight.recipe.own_layouts and tight.overhead > 0
-    model, plain = convolutions(), convolutions()
-    applied = tight.apply(model)
-
-    def step():
-        output = applied(IMAGES)
-        loss_of(output).backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    assert record_peak(step, "cpu").peak_bytes + tight.resident_bytes == tight.peak_bytes
-    loss_of(plain(IMAGES)).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    check_as_predicted(tight, convolutions)
 
 
 def test_a_file_says_so_and_one_without_the_field_means_what_it_did(tight):
@@ -122,16 +127,4 @@ def test_what_has_its_elements_in_other_dimensions_is_not_laid_out_for_convoluti
 def test_a_plan_for_such_blocks_is_as_predicted(of_blocks):
     default = plan_within(of_blocks, None, EFFORT)
     plan = plan_within(of_blocks, budget_at(of_blocks, default, 0.5), EFFORT)
-    model, plain = (channels_in_the_last_dimension() for _ in range(2))
-    applied = plan.apply(model)
-
-    def step():
-        output = applied(IMAGES)
-        loss_of(output).backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    assert record_peak(step, "cpu").peak_bytes + plan.resident_bytes == plan.peak_bytes
-    loss_of(plain(IMAGES)).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    check_as_predicted(plan, channels_in_the_last_dimension)
