@@ -31,11 +31,13 @@ from graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from graph_capture.torch_compat import PartitionFunction
 from graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
 from graph_capture.torch_compat.kernel_order import KernelOrder
+from graph_capture.torch_compat.kernels_apart import KernelsApart
+from graph_capture.torch_compat.scheduler_pass import SchedulerPass
 from graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
 """A graph of which more ops would be left than this part is compiled whole."""
-_FORMAT = "checkpoint-planner 9"
+_FORMAT = "checkpoint-planner 10"
 """To be changed whenever one recipe makes other graphs than before."""
 
 
@@ -86,11 +88,14 @@ class InductorBackend(PlanBackend):
             planned = inputs[len(inputs) - len(cotangents):]
             return checked_backward(run, planned, cotangents)
 
+        passes: list[SchedulerPass] = [KernelOrder(self._recipe.strict_order)]
+        if self._recipe.lean_code:
+            passes.append(KernelsApart())
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
-            own_layouts=self._recipe.own_layouts,
+            own_layouts=self._recipe.lean_code,
             is_whole=lambda: not self.left_out,
-            settings={"_pre_fusion_custom_pass": KernelOrder(self._recipe.strict_order)},
+            settings={each.setting: each for each in passes},
         )(module, inputs)
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int

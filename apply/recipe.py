@@ -163,10 +163,11 @@ class Recipe:
     strict_order: bool = False
     """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
     stores what is read behind them (`apply.realized`)."""
-    own_layouts: bool = False
-    """Whether Inductor lays out for convolutions only what they read and make, and neither what its
-    graphs hand on to the backward, weights and images, nor what has its elements in other
-    dimensions."""
+    lean_code: bool = False
+    """Whether Inductor's code is to take less memory where that costs little.  It then lays out for
+    convolutions only what they read and make, and neither what its graphs hand on to the backward,
+    weights and images, nor what has its elements in other dimensions; and kernels that read the
+    same are two where as one they would set the peak."""
     circumstances: Circumstances | None = None
     """For errors, not for choosing; `None`: not known."""
     device: str = ""

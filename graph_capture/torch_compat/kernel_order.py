@@ -14,18 +14,13 @@ from graph_capture.torch_compat.requirements import require
 require(__name__)
 
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from graph_capture.torch_compat.compilation import OpOverload
-
-# Only with a pass of this class does Inductor cache.
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
+from graph_capture.torch_compat.scheduler_pass import SchedulerPass
 
 
-class KernelOrder(_SchedulerPass):
-    """`torch._inductor.config._pre_fusion_custom_pass`: kernels of the backward keep to the plan.
+class KernelOrder(SchedulerPass):
+    """Kernels of the backward keep to the plan.
 
     What the backward recomputes depends on no gradient, so that Inductor may fuse it with the first
     kernel of the backward, or run it then, and all recomputed values would be alive at once.  Here
@@ -40,16 +35,17 @@ class KernelOrder(_SchedulerPass):
     each then reads its operands.
     """
 
+    setting = "_pre_fusion_custom_pass"
+
     def __init__(self, strict: bool = False) -> None:
+        super().__init__()
         self._strict = strict
-        self._of_user = inductor_config._pre_fusion_custom_pass
 
-    def __call__(self, nodes: list[Any]) -> list[Any]:
-        """Add the dependencies to the scheduler's nodes, which are in the order of the graph; a
-        pass that the user had set runs first."""
-        return self._add_dependencies(self._of_user(nodes) if self._of_user else nodes)
+    @property
+    def _version(self) -> tuple[object, ...]:
+        return ("checkpoint-planner: order of kernels 3", self._strict)
 
-    def _add_dependencies(self, nodes: list[Any]) -> list[Any]:
+    def _change(self, nodes: list[Any]) -> list[Any]:
         from torch._inductor.virtualized import V
 
         _keep_order([node for node in nodes if _is_random(node) and node.get_buffer_names()])
@@ -77,16 +73,6 @@ class KernelOrder(_SchedulerPass):
                 barrier, since = next(iter(made)), []
             elif self._strict:
                 since.extend(made)
-
-    def uuid(self) -> tuple[object, ...] | None:
-        """What the caches know it by; to be changed with the code above.  `None`, for no caching,
-        where the user's pass is a mere function."""
-        mine = ("checkpoint-planner: order of kernels 3", self._strict)
-        if self._of_user is None:
-            return mine
-        if not isinstance(self._of_user, _SchedulerPass):
-            return None
-        return (*mine, self._of_user.uuid())
 
 
 def _keep_order(nodes: Sequence[Any]) -> None:

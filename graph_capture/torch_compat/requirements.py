@@ -115,12 +115,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "kernel_functions": (
         "torch._inductor.codegen.cpp.CppScheduling.ready_to_flush(self)",
-        *_of("torch._inductor.scheduler", "NopKernelSchedulerNode",
-             "SchedulerBuffer.can_free(self)"),
+        "torch._inductor.scheduler.NopKernelSchedulerNode",
+    ),
+    "kernel_memory": (
+        "torch._inductor.scheduler.SchedulerBuffer.can_free(self)",
+        "torch._inductor.virtualized.V",
     ),
     "kernel_order": (
-        "torch._inductor.config._pre_fusion_custom_pass",
-        "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._inductor.dependencies.WeakDep(name, mutating_buf, is_fake=)",
         "torch._inductor.scheduler.Scheduler.compute_ancestors(self)",
         "torch._inductor.virtualized.V",
@@ -130,6 +131,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "OuterLoopFusedSchedulerNode", "TilingSelect._select_tiling_indices"),
         "torch._inductor.loop_body.MemoryUsageType",
         "torch._inductor.scheduler.SchedulerNode.codegen(self, index_vars)",
+        "torch._inductor.virtualized.V",
+    ),
+    "kernels_apart": (
+        "torch._inductor.codegen.cpp.OuterLoopFusedSchedulerNode(scheduler, nodes, depth)",
+        "torch._inductor.dependencies.WeakDep",
+        *_of("torch._inductor.scheduler", "FusedSchedulerNode(scheduler, nodes)",
+             "Scheduler.topological_sort_schedule(self, nodes)"),
         "torch._inductor.virtualized.V",
     ),
     "memory": (
@@ -158,6 +166,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._decomp.decompositions",
              "one_layer_lstm(inp, hidden, params, has_biases, reverse=)",
              "select_one_layer_lstm_function(input, hx, params)"),
+    ),
+    "scheduler_pass": (
+        *_of("torch._inductor.config", "_post_fusion_custom_pass", "_pre_fusion_custom_pass"),
+        "torch._inductor.custom_graph_pass.CustomGraphPass",
     ),
     "sharding": (
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state(self)",

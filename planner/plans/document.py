@@ -95,7 +95,7 @@ class Document:
     inner_pieces: int
     holds_output: bool
     strict_order: bool
-    own_layouts: bool
+    lean_code: bool
     optimizer: OptimizerMemory | None
     budget_bytes: int | None
     budget_of: str

@@ -46,7 +46,9 @@ def completed(document: dict[str, Any]) -> dict[str, Any]:
     later = {field.name: field.default for field in fields(Predicted)
              if field.default is not MISSING}
     document = {"inner_pieces": 1, "holds_output": _holds_output(document.get("regions")),
-                "own_layouts": document.get("strict_order", False), **document}
+                "lean_code": document.get("strict_order", False), **document}
+    if "own_layouts" in document:  # as the field was called when it decided on layouts alone
+        document["lean_code"] = document.pop("own_layouts")
     if isinstance(parallel := document.get("parallel"), dict):
         document = {**document, "parallel": {"requires_gradient_sync": True, **parallel}}
     return {**document, "predicted": {**later, **predicted}} if isinstance(predicted, dict) else (

@@ -31,7 +31,7 @@ class _Decided(NamedTuple):
 
     decisions: tuple[object, ...]
     strict_order: bool
-    own_layouts: bool
+    lean_code: bool
 
 
 class _Generated(NamedTuple):
@@ -144,7 +144,7 @@ class CompiledAccount:
 
 
 def _decided(shared: SharedCode, recipe: Recipe) -> _Decided:
-    return _Decided(shared.decisions, recipe.strict_order, recipe.own_layouts)
+    return _Decided(shared.decisions, recipe.strict_order, recipe.lean_code)
 
 
 def _shared_code(recipe: Recipe) -> tuple[SharedCode, ...]:

@@ -120,7 +120,7 @@ def test_json_that_is_no_plan_is_refused():
             from_dict(document)
 
 
-LATER = ("offloaded_bytes", "transfer_seconds", "inner_pieces", "holds_output", "own_layouts")
+LATER = ("offloaded_bytes", "transfer_seconds", "inner_pieces", "holds_output", "lean_code")
 """What version 8 got later."""
 
 

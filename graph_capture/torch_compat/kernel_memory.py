@@ -1,0 +1,121 @@
+"""Inductor's scheduler: what the kernels of a graph take, run one by one.
+
+Imported only where a step is planned for or run by Inductor, as `inductor`.
+
+The model of the world: kernels run in the order given, each makes its results and lets go of what
+it reads last.  A result may take the place of something of its size that is read last for it: not
+for another result of the same kernel.  What only the kernel reads that makes it is never in memory.
+
+Blind spots: what library calls take for themselves; results that cannot take the place of others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
+from torch._inductor.virtualized import V
+
+from graph_capture.torch_compat.generated_buffers import (
+    handed_over,
+    has_memory_of_its_own,
+    size_bytes,
+)
+
+
+class Change(NamedTuple):
+    """Bytes that a kernel makes, and bytes that are let go of behind it, without those that change
+    hands."""
+
+    made: int
+    freed: int
+
+
+class KernelMemory:
+    """The memory of the kernels of one graph, in any order and however they are fused."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._given = {name: size_bytes(node) for name, node in handed_over().items()}
+        self._used = cache(self._used_by)
+
+    @cached_property
+    def given_bytes(self) -> int:
+        """What there is before the first kernel, beside what the caller holds anyway."""
+        return sum(self._given.values())
+
+    @cached_property
+    def _made(self) -> dict[str, int]:
+        """Sizes of all buffers that are allocated."""
+        return {name: size_bytes(buffer.node)
+                for name, buffer in self._scheduler.name_to_buf.items()
+                if has_memory_of_its_own(buffer.node)}
+
+    @cached_property
+    def _freed(self) -> dict[str, int]:
+        """Sizes of all that is let go of when it was read last."""
+        buffers = self._scheduler.name_to_buf
+        return self._given | {name: size for name, size in self._made.items()
+                              if buffers[name].can_free()}
+
+    def changes(self, nodes: Sequence[Any]) -> list[Change]:
+        """What each of the scheduler's nodes makes and lets go of."""
+        return [self._change(node, last) for node, last in zip(
+            nodes, self.last_used(nodes), strict=True)]
+
+    def last_used(self, nodes: Sequence[Any]) -> list[frozenset[str]]:
+        """For each node, what no later one uses."""
+        later: set[str] = set(V.graph.get_output_names())
+        found = []
+        for node in reversed(nodes):
+            found.append(self._used(node) - later)
+            later |= found[-1]
+        return found[::-1]
+
+    def levels(self, nodes: Sequence[Any]) -> list[int]:
+        """Bytes alive while each node runs."""
+        return list(_levels(self.given_bytes, self.changes(nodes)))
+
+    def _used_by(self, node: Any) -> frozenset[str]:
+        renamed = self._scheduler.mutation_real_name
+        return frozenset(renamed.get(name, name) for name in node.used_or_aliased_buffer_names())
+
+    def _change(self, node: Any, last: Set[str]) -> Change:
+        members = [node] if is_call(node) else node.get_nodes()
+        inside = set() if is_call(node) else last & node.get_buffer_names()
+        left = last - inside  # and not used by the members that follow
+        total = Change(0, 0)
+        for member in reversed(members):
+            made = _sizes(self._made, member.get_buffer_names() - inside)
+            freed = _sizes(self._freed, left & self._used(member))
+            left = left - self._used(member)
+            if not is_call(node):
+                made, freed = made - freed, freed - made
+            total = Change(total.made + _total(made), total.freed + _total(freed))
+        return total
+
+
+def is_call(node: Any) -> bool:
+    """Whether a node of the scheduler is no kernel of generated code: a call of a library."""
+    return bool(node.is_extern() or node.is_template())
+
+
+def _levels(alive: int, changes: Iterable[Change]) -> Iterator[int]:
+    for made, freed in changes:
+        yield alive + made
+        alive += made - freed
+
+
+def _sizes(known: Mapping[str, int], names: Iterable[str]) -> Counter[int]:
+    """How many buffers there are of each size, of those that are known."""
+    return Counter(known[name] for name in names if name in known)
+
+
+def _total(sizes: Counter[int]) -> int:
+    return sum(size * count for size, count in sizes.items())

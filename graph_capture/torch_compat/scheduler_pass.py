@@ -1,0 +1,53 @@
+"""Inductor's scheduler: changes to its kernels before and after it fuses them.
+
+Imported only where a step is planned for or run by Inductor, as `inductor`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
+from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+# Only with a pass of this class does Inductor cache.
+_Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
+
+
+class SchedulerPass(_Pass):
+    """A pass over the scheduler's nodes, behind what the user has set in its place."""
+
+    setting: str
+    """Where it goes in `torch._inductor.config`."""
+
+    def __init__(self) -> None:
+        self._of_user = getattr(inductor_config, self.setting)
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """Change the scheduler's nodes, which are in the order in which they are to run; a pass
+        that the user had set runs first."""
+        return self._change(self._of_user(nodes) if self._of_user else nodes)
+
+    @abstractmethod
+    def _change(self, nodes: list[Any]) -> list[Any]:
+        """The nodes that are to take the place of these."""
+
+    @property
+    @abstractmethod
+    def _version(self) -> tuple[object, ...]:
+        """What the caches know the pass by; to be changed with its code."""
+
+    def uuid(self) -> tuple[object, ...] | None:
+        """What the caches know this pass and the user's by; `None`, for no caching, where the
+        user's is a mere function."""
+        if self._of_user is None:
+            return self._version
+        if not isinstance(self._of_user, _Pass):
+            return None
+        return (*self._version, self._of_user.uuid())
