@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 from graph_capture.torch_compat.requirements import require
@@ -33,6 +34,10 @@ _TRIES = 8
 """Kernels that are tried for one peak, at most: the nearest."""
 _WORTH = 0.005
 """Part of the peak by which it is to fall for anything to be taken apart."""
+
+_BY_NODE = ("node_to_stream", "node_to_mempool")
+"""What the scheduler knows of nodes besides, by their tables; torch 2.11 has none."""
+_name_of = methodcaller("get_name")
 
 
 class KernelsApart(SchedulerPass):
@@ -108,8 +113,14 @@ class _Split:
 
     def settled(self) -> list[Any]:
         """The nodes, known to the scheduler."""
-        self._scheduler.name_to_fused_node.update(
-            (part.get_name(), node) for node in self.nodes for part in node.get_nodes())
+        scheduler = self._scheduler
+        for node in self.nodes:
+            members = node.get_nodes()
+            scheduler.name_to_fused_node.update(dict.fromkeys(map(_name_of, members), node))
+            for table in _BY_NODE:
+                known = getattr(scheduler, table, {})
+                if node not in known and members[0] in known:
+                    known[node] = known[members[0]]
         return self.nodes
 
 
