@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from apply.recipe import Recipe
+from planner.search.beside import CodeBeside
 from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of, recipe_for_inductor
 from planner.search.effort import Effort
 from planner.search.forms import without_workspace
@@ -41,15 +42,6 @@ _CLOSE_ENOUGH = 0.02
 _MARGIN = 0.004
 """Part of the budget by which the next proposal is to stay below it: code that decides otherwise
 takes a little more or less beside the account (Swin 0.4%)."""
-_USUALLY_BESIDE = 0.004
-"""Part of the budget that code is taken to need beside the problem's account, until some was
-followed (Llama of 12 layers -0.7 to -0.1%, Swin -1.9 to -1%, ConvNeXt -1 to 1.5%)."""
-_MOST_BESIDE = 0.05
-"""Part of the budget that code needs at most beside the account, where there is time for one try
-(Swin at 30%, on its way to the least, 4.6%)."""
-_NEAR_DEFAULT = 0.75
-"""Part of what Inductor takes by itself from which on a plan is enough like that to take as much
-beside the problem's account (at 80% Llama -1.6 and -1.7% of it, ConvNeXt -9.5 and -10.1%)."""
 _WORTH = 1e-3
 """Part of the step's time that must be gained for another step's code to be generated."""
 _STEEP = 0.05
@@ -90,10 +82,7 @@ class CompiledSearch:
         self.proposals = Proposals(form if has_workspace else without_workspace(form), effort,
                                    self.time)
         self.net_peak_bytes = self.proposals.form.net_peak_bytes
-        self._beside: dict[bool, int] = {}
-        """What a whole step that did not fit took beside the account, by the order of kernels."""
-        self._default_bytes: int | None = None
-        """What Inductor's own step takes, if that was followed."""
+        self._beside = CodeBeside(self.net_peak_bytes(self.proposals.default))
         self._is_hopeless = False
         """Whether the workspace that this account leaves out broke the budget."""
         self.followed: list[Candidate] = []
@@ -104,7 +93,7 @@ class CompiledSearch:
         """A search of the same form by an account without workspace."""
         search = CompiledSearch(self.prepared, self.form, self.effort, has_workspace=False,
                                 started=self.time.started)
-        search.followed, search._default_bytes = self.followed, self._default_bytes
+        search.followed, search._beside.default_code = self.followed, self._beside.default_code
         return search
 
     def depends_on_workspace(self, net_bytes: int) -> bool:
@@ -127,6 +116,14 @@ class CompiledSearch:
         """What the solver may be given for code that is to take at most `net_bytes`."""
         return net_bytes - self._expected_beside(net_bytes)[0]
 
+    def _expected_beside(self, net_bytes: int, strict_order: bool = False) -> tuple[int, int]:
+        """What code is taken to need beside the account, and how far that may be off."""
+        if not self.followed and self.is_late():  # the first try is the last one
+            return self._beside.at_most(net_bytes, ()), net_bytes
+        if strict_order or self.form.low_peak:  # near the least, where it may be more or less
+            return 0, net_bytes
+        return self._beside.expected(net_bytes)
+
     def _promised(self, net_bytes: int) -> float:
         """What a schedule costs whose code may be expected to take at most `net_bytes`."""
         return self.proposals.cost_within(self._for_solver(net_bytes))
@@ -134,8 +131,11 @@ class CompiledSearch:
     @property
     def overstated_bytes(self) -> int:
         """By how much, at most, the problem's account was above that of the code."""
-        return max((self.net_peak_bytes(found.schedule) - found.peak_bytes
-                    for found in self.followed), default=0)
+        return -min(self._beside_account(), default=0)
+
+    def _beside_account(self) -> list[int]:
+        """What the code of each try took beside the problem's account."""
+        return [found.peak_bytes - self.net_peak_bytes(found.schedule) for found in self.followed]
 
     def is_late(self) -> bool:
         """Whether there is no time for another try, which is then left out."""
@@ -144,7 +144,7 @@ class CompiledSearch:
     def default(self) -> Candidate:
         """What Inductor does by itself."""
         found = self._judged(self.proposals.default, self.default_recipe, as_whole=False)
-        self._default_bytes = found.peak_bytes
+        self._beside.default_code = found.peak_bytes
         return found
 
     @cached_property
@@ -192,7 +192,7 @@ class CompiledSearch:
             if whole.peak_bytes <= net_bytes:
                 return whole
             target_bytes -= whole.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
-            self._beside[found.recipe.strict_order] = (
+            self._beside.of_whole[found.recipe.strict_order] = (
                 whole.peak_bytes - self.net_peak_bytes(found.schedule))
         return None
 
@@ -211,6 +211,8 @@ class CompiledSearch:
         """The same, as layers that are alike are accounted for together."""
         is_tight = not self.form.low_peak and self._is_tight(net_bytes)
         found = None if is_tight or self.form.low_peak else self._narrow(net_bytes, False)
+        if found is None and not is_tight and self._has_one_try_left():
+            return self._last_try(net_bytes)
         price = _STRICTNESS * self.form.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
         if not self._is_hopeless and (found is None or self._may_gain(2 * price, found, net_bytes)):
@@ -224,6 +226,19 @@ class CompiledSearch:
         if found is not None and found.cost > self.default_cost:
             found = self._filled(found, net_bytes)
         return None if found is None else self._simplified(found, net_bytes)
+
+    def _last_try(self, net_bytes: int) -> Candidate | None:
+        """What the solver proposes for code that is very likely to fit, if it does; an account
+        without workspace leaves that to the other one, whose code fits sooner."""
+        off_bytes = self._beside.at_most(net_bytes, self._beside_account())
+        if not self.has_workspace:
+            return None
+        try:
+            schedules = self.proposals.within(net_bytes - off_bytes)
+        except Refusal:
+            return None
+        found = self.judge(min(schedules, key=self.net_peak_bytes), as_whole=True)
+        return found if found.peak_bytes <= net_bytes else None
 
     def _may_gain(self, seconds: float, found: Candidate, net_bytes: int) -> bool:
         """Whether there is time for another order, which may cost so much less."""
@@ -278,7 +293,8 @@ class CompiledSearch:
         low = self.proposals.least[0] - 1 if self._is_tight(net_bytes) else 0
         high = self.net_peak_bytes(self.proposals.default)
         best: Candidate | None = None
-        seen_bytes = self._beside.get(strict_order) if self._beside and self.is_late() else None
+        beside = self._beside.of_whole
+        seen_bytes = beside.get(strict_order) if beside and self.is_late() else None
         # What the code takes beside the problem's account.
         off_bytes, spread = (seen_bytes, 0) if seen_bytes is not None else (
             self._expected_beside(net_bytes, strict_order))
@@ -339,21 +355,6 @@ class CompiledSearch:
         return (candidate.cost > self.default_cost + _STEEP * step
                 and self.proposals.gain_within(internal_bytes) > 4 * _WORTH * step
                 and candidate.cost > self.proposals.cost_within(internal_bytes) + 4 * _WORTH * step)
-
-    def _expected_beside(self, net_bytes: int, strict_order: bool = False) -> tuple[int, int]:
-        """What code is taken to need beside the problem's account before any was followed, and how
-        far that may be off for a proposal to be tried."""
-        if not self.followed and self.is_late():  # the first try is the last one
-            return int(_MOST_BESIDE * net_bytes), net_bytes
-        if strict_order or self.form.low_peak:  # near the least, where either may be more
-            return 0, net_bytes
-        usual = int(_USUALLY_BESIDE * net_bytes)
-        if self._default_bytes is None:
-            return usual, usual // 2
-        by_default = self._default_bytes - self.net_peak_bytes(self.proposals.default)
-        if net_bytes > _NEAR_DEFAULT * self.net_peak_bytes(self.proposals.default):
-            return by_default + int(_MARGIN * net_bytes), usual // 2
-        return max(usual, by_default), usual // 2
 
     def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, strict_order: bool,
                  as_whole: bool = False) -> Candidate:
