@@ -395,6 +395,6 @@ class CompiledSearch:
             return (refusal.schedule,) if refusal.schedule else ()
 
     def _has_one_try_left(self) -> bool:
-        """Whether there is time for one more try alone, since each takes as long as the code of the
-        whole step."""
-        return bool(self.followed) and self.account.leaves_out_layers is False and self.is_late()
+        """Whether there is time for one more try alone, since each may take as long as a whole."""
+        known = self.account.leaves_out_layers
+        return bool(self.followed) and known is not True and self.is_late()
