@@ -9,6 +9,7 @@ Blind spots: what is proven (`planner.search.fused_bound`) is proven under the p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -125,11 +126,15 @@ def _least_cost(searches: Sequence[CompiledSearch], net_bytes: int) -> float:
     """A bound on the cost of any choice whose code takes at most `net_bytes`, whatever the form, if
     no code takes less beside an account than that of the steps that were followed."""
     least: dict[Form, float] = {}
+    overstated = math.inf
     for has_workspace in (True, False):  # of two accounts of one form each gives a bound
         by_account = [search for search in searches if search.has_workspace is has_workspace]
-        overstated = max((search.overstated_bytes for search in by_account), default=0)
+        more_bytes = max([0, *(search.overstated_bytes for search in by_account)])
+        if more_bytes >= overstated:  # what fits by the first account fits by this one
+            continue
+        overstated = more_bytes
         for search in by_account:
-            found = search.proposals.least_cost_within(net_bytes + max(0, overstated))
+            found = search.proposals.least_cost_within(net_bytes + more_bytes)
             least[search.form] = max(found, least.get(search.form, found))
     return min(least.values())
 
