@@ -10,22 +10,29 @@ the scores: 49 MB of the 485 that a plan for BERT is to take, and 4 MB of 143 fo
 
 Such a kernel is taken apart where that lowers the most that the kernels of its graph take one by
 one (`kernel_memory`), and nowhere else.
+
+Blind spots: kernels are looked for where they hold most in the order of the graph.  Inductor may
+run them in another order that takes less, and where it does, that order decides whether the kernels
+found stay apart, but not which are looked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from itertools import islice
-from operator import methodcaller
 from typing import Any
 
 from graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
+from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.memory import reorder_for_peak_memory
 from torch._inductor.scheduler import FusedSchedulerNode
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from graph_capture.torch_compat.kernel_memory import KernelMemory
 from graph_capture.torch_compat.scheduler_pass import SchedulerPass
@@ -37,7 +44,6 @@ _WORTH = 0.005
 
 _BY_NODE = ("node_to_stream", "node_to_mempool")
 """What the scheduler knows of nodes besides, by their tables; torch 2.11 has none."""
-_name_of = methodcaller("get_name")
 
 
 class KernelsApart(SchedulerPass):
@@ -50,18 +56,16 @@ class KernelsApart(SchedulerPass):
         return ("checkpoint-planner: kernels apart 1",)
 
     def _change(self, nodes: list[Any]) -> list[Any]:
-        from torch._inductor.virtualized import V
-
         memory = KernelMemory(V.graph.scheduler)
-        found = _Split(V.graph.scheduler, nodes)
+        whole = found = best = _Split(V.graph.scheduler, nodes)
         before = lowest = max(memory.levels(nodes), default=0)
-        best = found
         while (lower := _lowered(found, memory)) is not None:
             found = lower
             peak = max(memory.levels(found.nodes))
             if peak < lowest:
                 lowest, best = peak, found
-        if lowest > (1 - _WORTH) * before:
+        worth = 1 - _WORTH
+        if lowest > worth * before or best.peak_bytes(memory) > worth * whole.peak_bytes(memory):
             return nodes
         return best.settled()
 
@@ -111,12 +115,26 @@ class _Split:
             sorted(nodes, key=lambda each: each.min_order))
         return _Split(self._scheduler, nodes, apart)
 
+    def peak_bytes(self, memory: KernelMemory) -> int:
+        """The most that the nodes take in the order in which they will run: Inductor tries others
+        than that of the graph."""
+        scheduler, nodes = self._scheduler, list(self.nodes)
+        if inductor_config.reorder_for_peak_memory:
+            nodes = reorder_for_peak_memory(
+                nodes, scheduler.name_to_buf, scheduler.name_to_fused_node | self._of_members(),
+                OrderedSet(V.graph.graph_inputs), OrderedSet(V.graph.get_output_names()))
+        return max(memory.levels(nodes))
+
+    def _of_members(self) -> dict[str, Any]:
+        """The node that each op is a member of."""
+        return {member.get_name(): node for node in self.nodes for member in node.get_nodes()}
+
     def settled(self) -> list[Any]:
         """The nodes, known to the scheduler."""
         scheduler = self._scheduler
+        scheduler.name_to_fused_node.update(self._of_members())
         for node in self.nodes:
             members = node.get_nodes()
-            scheduler.name_to_fused_node.update(dict.fromkeys(map(_name_of, members), node))
             for table in _BY_NODE:
                 known = getattr(scheduler, table, {})
                 if node not in known and members[0] in known:

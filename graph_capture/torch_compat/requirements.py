@@ -135,10 +135,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "kernels_apart": (
         "torch._inductor.codegen.cpp.OuterLoopFusedSchedulerNode(scheduler, nodes, depth)",
+        "torch._inductor.config.reorder_for_peak_memory",
         "torch._inductor.dependencies.WeakDep",
+        "torch._inductor.memory.reorder_for_peak_memory(nodes, buffers, of_members, given, left)",
         *_of("torch._inductor.scheduler", "FusedSchedulerNode(scheduler, nodes)",
              "Scheduler.topological_sort_schedule(self, nodes)"),
         "torch._inductor.virtualized.V",
+        "torch.utils._ordered_set.OrderedSet",
     ),
     "memory": (
         "torch.Tensor._use_count",

@@ -122,7 +122,8 @@ class CompiledSearch:
             return self._beside.at_most(net_bytes, ()), net_bytes
         if strict_order or self.form.low_peak:  # near the least, where it may be more or less
             return 0, net_bytes
-        return self._beside.expected(net_bytes)
+        is_unsure = self.has_workspace and self.depends_on_workspace(net_bytes)
+        return self._beside.expected(net_bytes, is_unsure)
 
     def _promised(self, net_bytes: int) -> float:
         """What a schedule costs whose code may be expected to take at most `net_bytes`."""
@@ -396,5 +397,4 @@ class CompiledSearch:
 
     def _has_one_try_left(self) -> bool:
         """Whether there is time for one more try alone, since each may take as long as a whole."""
-        known = self.account.leaves_out_layers
-        return bool(self.followed) and known is not True and self.is_late()
+        return bool(self.followed and not self.account.leaves_out_layers and self.is_late())
