@@ -234,3 +234,83 @@ def test_near_the_default_code_is_taken_to_need_what_that_of_the_default_does(de
     lean = search.without_workspace()
     assert lean._expected_beside(far)[0] == max(
         code_bytes - lean.net_peak_bytes(default), int(0.004 * far))
+
+
+def proposals_of(prepared, effort=EFFORT):
+    return CompiledSearch(prepared, prepared.base, effort).proposals
+
+
+def test_what_was_found_for_less_starts_a_later_proposal(deep, monkeypatch):
+    proposals, asked = proposals_of(deep), []
+    ask = proposals._ask
+
+    def noted(form, net_bytes, least_seconds=0.0, start=None):
+        asked.append((net_bytes, start))
+        return ask(form, net_bytes, least_seconds, start)
+
+    monkeypatch.setattr(proposals, "_ask", noted)
+    first = int(0.6 * deep.base.net_peak_bytes(proposals.default))
+    proposals.within(first)
+    (less, nothing), (same, start) = asked
+    assert less < first == same and nothing is None
+    assert deep.base.net_peak_bytes(start) <= less
+    later = (less + first) // 2
+    proposals.within(later)
+    assert [each[0] for each in asked[2:]] == [later]
+    assert deep.base.net_peak_bytes(asked[2][1]) <= later
+
+
+def test_what_more_memory_may_gain_is_no_less_than_what_it_does(deep):
+    proposals = proposals_of(deep)
+    first = int(0.6 * deep.base.net_peak_bytes(proposals.default))
+    assert proposals.gain_within(first) == float("inf")  # nothing is known yet
+    before = proposals._priced.cost(proposals._solve(first))
+    for more in (1.005, 1.02, 1.05):
+        gain = proposals.gain_within(int(more * first))
+        again = proposals_of(deep)  # which does not go on from the first
+        gained = before - again._priced.cost(again._solve(int(more * first)))
+        assert 0.0 <= gain < float("inf")
+        assert gained <= gain + 1e-3 * deep.base.problem.keep_all_cost
+
+
+def of_layers(graph):
+    """Results of the forward of the layers, by module, op and how often that came before in it."""
+    times, found = Counter(), {}
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and ".layers." in op.module:
+            for slot, buffer in enumerate(op.outputs):
+                found[op.module, op.target, times[op.module, op.target], slot] = buffer
+            times[op.module, op.target] += 1
+    return found
+
+
+@pytest.mark.slow
+def test_no_decision_of_plans_by_blocks_is_better_in_the_whole_model():
+    effort = Effort(time_limit=1000.0, work_limit=4.0)  # a search that is cut off may miss them
+    mask = torch.ones(128, 128, dtype=torch.bool).tril().expand(2, 1, -1, -1).contiguous()
+    case = llama(layers=4, seq=128, vocab=128)
+    # Without a mask, blocks and the whole model are not the same ops.
+    inputs = {**case.inputs, "attention_mask": mask}
+    prepared, blocks = (capture(case.model, inputs, regions=regions, backend="inductor")
+                        for regions in ("model", "blocks"))
+    form, account = prepared.base, prepared.base.compiled
+    names = {buffer: name for name, buffer in of_layers(blocks.base.graph).items()}
+    there, proposals = of_layers(form.graph), proposals_of(prepared, effort)
+    outside = account.saved_by_default.difference(there.values())
+    default = plan_within(prepared, None, effort)
+    budget = budget_at(prepared, default, 0.8)
+    plan = plan_within(prepared, budget, effort)
+    assert plan.peak_bytes <= budget
+    by_blocks = CompiledSearch(blocks, blocks.base, effort).within(blocks.budget.net_bytes(budget))
+    assert by_blocks is not None
+    saved = saved_buffers(blocks.base, by_blocks.schedule)
+    mapped = {there[names[buffer]] for buffer in saved if names.get(buffer) in there}
+    assert mapped
+    for choice in (mapped, mapped | outside):
+        schedule = schedule_saving(form, choice)
+        extra = (proposals.cost(schedule) - proposals.cost(proposals.default)
+                 ) / form.problem.keep_all_cost
+        if extra < plan.overhead:  # then it takes more than there is, in either order
+            for strict in (False, True):
+                step = account.trace(recipe_saving(prepared, choice, strict))
+                assert prepared.budget.whole_bytes(step.peak_bytes) > budget
