@@ -132,9 +132,9 @@ class CompiledSearch:
     @property
     def overstated_bytes(self) -> int:
         """By how much, at most, the problem's account was above that of the code."""
-        return -min(self._beside_account(), default=0)
+        return -min(self._taken_beside(), default=0)
 
-    def _beside_account(self) -> list[int]:
+    def _taken_beside(self) -> list[int]:
         """What the code of each try took beside the problem's account."""
         return [found.peak_bytes - self.net_peak_bytes(found.schedule) for found in self.followed]
 
@@ -231,9 +231,9 @@ class CompiledSearch:
     def _last_try(self, net_bytes: int) -> Candidate | None:
         """What the solver proposes for code that is very likely to fit, if it does; an account
         without workspace leaves that to the other one, whose code fits sooner."""
-        off_bytes = self._beside.at_most(net_bytes, self._beside_account())
         if not self.has_workspace:
             return None
+        off_bytes = self._beside.at_most(net_bytes, self._taken_beside())
         try:
             schedules = self.proposals.within(net_bytes - off_bytes)
         except Refusal:
