@@ -50,10 +50,10 @@ def functions_below_peak(is_whole: Callable[[], bool] = lambda: True) -> Iterato
 def _last_of_functions(scheduler: Any, is_whole: bool) -> Iterable[str]:
     """Names of the kernels after which a function is to end."""
     memory = KernelMemory(scheduler)
-    limit = max(memory.levels(scheduler.nodes), default=0) if is_whole else 0
+    changes = memory.changes(scheduler.nodes)
+    limit = max(memory.levels(changes), default=0) if is_whole else 0
     # What is alive where the function begins, and what it has made and will let go of so far.
     alive, made_in, freed_in, last = memory.given_bytes, 0, 0, ""
-    changes = memory.changes(scheduler.nodes)
     for node, (made, freed) in zip(scheduler.nodes, changes, strict=True):
         if is_call(node):
             alive += made_in - freed_in + made - freed

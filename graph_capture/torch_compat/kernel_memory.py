@@ -78,24 +78,25 @@ class KernelMemory:
             later |= found[-1]
         return found[::-1]
 
-    def levels(self, nodes: Sequence[Any]) -> list[int]:
-        """Bytes alive while each node runs."""
-        return list(_levels(self.given_bytes, self.changes(nodes)))
+    def levels(self, changes: Iterable[Change]) -> list[int]:
+        """Bytes alive while each node runs, by what they make and let go of one after the other."""
+        return list(_levels(self.given_bytes, changes))
 
     def _used_by(self, node: Any) -> frozenset[str]:
         renamed = self._scheduler.mutation_real_name
         return frozenset(renamed.get(name, name) for name in node.used_or_aliased_buffer_names())
 
     def _change(self, node: Any, last: Set[str]) -> Change:
-        members = [node] if is_call(node) else node.get_nodes()
-        inside = set() if is_call(node) else last & node.get_buffer_names()
+        is_kernel = not is_call(node)
+        members = node.get_nodes() if is_kernel else [node]
+        inside = last & node.get_buffer_names() if is_kernel else set()
         left = last - inside  # and not used by the members that follow
         total = Change(0, 0)
         for member in reversed(members):
             made = _sizes(self._made, member.get_buffer_names() - inside)
             freed = _sizes(self._freed, left & self._used(member))
             left = left - self._used(member)
-            if not is_call(node):
+            if is_kernel:
                 made, freed = made - freed, freed - made
             total = Change(total.made + _total(made), total.freed + _total(freed))
         return total

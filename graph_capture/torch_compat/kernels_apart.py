@@ -19,6 +19,7 @@ found stay apart, but not which are looked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -56,39 +57,34 @@ class KernelsApart(SchedulerPass):
         return ("checkpoint-planner: kernels apart 1",)
 
     def _change(self, nodes: list[Any]) -> list[Any]:
-        memory = KernelMemory(V.graph.scheduler)
-        whole = found = best = _Split(V.graph.scheduler, nodes)
-        before = lowest = max(memory.levels(nodes), default=0)
-        while (lower := _lowered(found, memory)) is not None:
+        scheduler = V.graph.scheduler
+        whole = found = best = _Split(scheduler, KernelMemory(scheduler), nodes)
+        while (lower := _lowered(found)) is not None:
             found = lower
-            peak = max(memory.levels(found.nodes))
-            if peak < lowest:
-                lowest, best = peak, found
+            if found.peak_bytes < best.peak_bytes:
+                best = found
         worth = 1 - _WORTH
-        if lowest > worth * before or best.peak_bytes(memory) > worth * whole.peak_bytes(memory):
+        if best.peak_bytes > worth * whole.peak_bytes or (
+                best.peak_bytes_as_run() > worth * whole.peak_bytes_as_run()):
             return nodes
         return best.settled()
 
 
-def _lowered(split: _Split, memory: KernelMemory) -> _Split | None:
+def _lowered(split: _Split) -> _Split | None:
     """With one more kernel taken apart, so that less is held, or as much less often; `None` where
     there is no such kernel."""
-    levels = memory.levels(split.nodes)
-    peak = max(levels, default=0)
-    at = levels.index(peak) if levels else 0
-    for node, parts in islice(_candidates(split.nodes, at, memory), _TRIES):
+    for node, parts in islice(_candidates(split), _TRIES):
         lower = split.with_apart(node, parts)
-        changed = memory.levels(lower.nodes)
-        if (max(changed), changed.count(peak)) < (peak, levels.count(peak)):
+        if (lower.peak_bytes, lower.peaks) < (split.peak_bytes, split.peaks):
             return lower
     return None
 
 
-def _candidates(nodes: Sequence[Any], at: int, memory: KernelMemory
-                ) -> Iterator[tuple[Any, list[Any]]]:
-    """Kernels that make something that is alive at a position, or read it, each with a way to take
+def _candidates(split: _Split) -> Iterator[tuple[Any, list[Any]]]:
+    """Kernels that make something that is alive at the peak, or read it, each with a way to take
     it apart; the nearest first."""
-    last_used = memory.last_used(nodes)
+    nodes, last_used = split.nodes, split.memory.last_used(split.nodes)
+    at = split.levels.index(split.peak_bytes) if nodes else 0
     later = set[str]().union(*last_used[at:])
     for position in sorted(range(len(nodes)), key=lambda position: abs(position - at)):
         node = nodes[position]
@@ -99,11 +95,26 @@ def _candidates(nodes: Sequence[Any], at: int, memory: KernelMemory
 class _Split:
     """The scheduler's nodes, some of them taken apart."""
 
-    def __init__(self, scheduler: Any, nodes: Sequence[Any],
+    def __init__(self, scheduler: Any, memory: KernelMemory, nodes: Sequence[Any],
                  apart: frozenset[str] = frozenset()) -> None:
-        self._scheduler, self.nodes = scheduler, list(nodes)
+        self._scheduler, self.memory, self.nodes = scheduler, memory, list(nodes)
         self._apart = apart
         """Buffers of what was taken apart."""
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """Bytes alive while each node runs, in the order of the graph."""
+        return self.memory.levels(self.memory.changes(self.nodes))
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most of these."""
+        return max(self.levels, default=0)
+
+    @cached_property
+    def peaks(self) -> int:
+        """How often that is reached."""
+        return self.levels.count(self.peak_bytes)
 
     def with_apart(self, node: Any, parts: Sequence[Any]) -> _Split:
         """With a node taken apart, in the order of the graph again."""
@@ -113,9 +124,9 @@ class _Split:
             _restore_order(each, apart)
         nodes = self._scheduler.topological_sort_schedule(
             sorted(nodes, key=lambda each: each.min_order))
-        return _Split(self._scheduler, nodes, apart)
+        return _Split(self._scheduler, self.memory, nodes, apart)
 
-    def peak_bytes(self, memory: KernelMemory) -> int:
+    def peak_bytes_as_run(self) -> int:
         """The most that the nodes take in the order in which they will run: Inductor tries others
         than that of the graph."""
         scheduler, nodes = self._scheduler, list(self.nodes)
@@ -123,7 +134,7 @@ class _Split:
             nodes = reorder_for_peak_memory(
                 nodes, scheduler.name_to_buf, scheduler.name_to_fused_node | self._of_members(),
                 OrderedSet(V.graph.graph_inputs), OrderedSet(V.graph.get_output_names()))
-        return max(memory.levels(nodes))
+        return max(self.memory.levels(self.memory.changes(nodes)))
 
     def _of_members(self) -> dict[str, Any]:
         """The node that each op is a member of."""

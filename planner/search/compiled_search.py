@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from apply.recipe import Recipe
-from planner.search.beside import CodeBeside
+from planner.search.beside import MARGIN, CodeBeside, at_most
 from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of, recipe_for_inductor
 from planner.search.effort import Effort
 from planner.search.forms import without_workspace
@@ -39,9 +39,6 @@ _ROUNDS = 4
 """Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
 _CLOSE_ENOUGH = 0.02
 """Part of the budget that may be left unused."""
-_MARGIN = 0.004
-"""Part of the budget by which the next proposal is to stay below it: code that decides otherwise
-takes a little more or less beside the account (Swin 0.4%)."""
 _WORTH = 1e-3
 """Part of the step's time that must be gained for another step's code to be generated."""
 _STEEP = 0.05
@@ -119,7 +116,7 @@ class CompiledSearch:
     def _expected_beside(self, net_bytes: int, strict_order: bool = False) -> tuple[int, int]:
         """What code is taken to need beside the account, and how far that may be off."""
         if not self.followed and self.is_late():  # the first try is the last one
-            return self._beside.at_most(net_bytes, ()), net_bytes
+            return at_most(net_bytes), net_bytes
         if strict_order or self.form.low_peak:  # near the least, where it may be more or less
             return 0, net_bytes
         is_unsure = self.has_workspace and self.depends_on_workspace(net_bytes)
@@ -192,7 +189,7 @@ class CompiledSearch:
             whole = self.confirmed(found)
             if whole.peak_bytes <= net_bytes:
                 return whole
-            target_bytes -= whole.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
+            target_bytes -= whole.peak_bytes - net_bytes + int(MARGIN * net_bytes)
             self._beside.of_whole[found.recipe.strict_order] = (
                 whole.peak_bytes - self.net_peak_bytes(found.schedule))
         return None
@@ -233,7 +230,7 @@ class CompiledSearch:
         without workspace leaves that to the other one, whose code fits sooner."""
         if not self.has_workspace:
             return None
-        off_bytes = self._beside.at_most(net_bytes, self._taken_beside())
+        off_bytes = at_most(net_bytes, self._taken_beside())
         try:
             schedules = self.proposals.within(net_bytes - off_bytes)
         except Refusal:
@@ -255,7 +252,7 @@ class CompiledSearch:
     def _filled(self, found: Candidate, net_bytes: int) -> Candidate:
         """A candidate that puts what is left of the budget to use: it saves in addition what
         Inductor would save by itself, the smallest first."""
-        left = net_bytes - int(_MARGIN * net_bytes) - found.peak_bytes
+        left = net_bytes - int(MARGIN * net_bytes) - found.peak_bytes
         limit = self.net_peak_bytes(found.schedule) + left
         saved = saved_buffers(self.form, found.schedule)
         missing = sorted(self.proposals.costly - saved, key=lambda buffer: (
@@ -302,10 +299,10 @@ class CompiledSearch:
         # The first try is likely to be the plan, if it is of the order that costs least.
         as_whole = seen_bytes is not None or not (strict_order or self.form.low_peak)
         internal = min(high, net_bytes - off_bytes)
-        margin, rounds, foreseen = int(_MARGIN * net_bytes), 0, 0
+        margin, rounds, foreseen = int(MARGIN * net_bytes), 0, 0
         while rounds < _ROUNDS:
             if self._has_one_try_left() or (best is not None and self.is_late()):
-                break  # that one is the smallest
+                break  # that one is `_last_try`, or the smallest
             try:
                 schedules = self.proposals.within(internal)
             except Refusal as refusal:

@@ -1,22 +1,17 @@
 """Which kernels become one function of Inductor's C++ code; the same code without that choice, and
 the allocator's events, are the oracles."""
 
-import contextlib
-import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch._inductor import config
-from torch._inductor.utils import run_and_get_code
 
-from graph_capture.torch_compat import cpu_allocations
 from graph_capture.torch_compat.kernel_functions import functions_below_peak
 from tests.support.compiler import needs_compiler
+from tests.support.generated_code import WEIGHT, WIDE, outputs_peak_and_code
 
 pytestmark = [pytest.mark.compat, needs_compiler]
 
-WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 8
-WIDE = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
 NARROW = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
 
 
@@ -32,15 +27,11 @@ def beside_more(operand, other, wider):
 
 
 def outputs_peak_and_calls(function, *args, chosen):
-    torch.compiler.reset()
-    with (config.patch(fx_graph_cache=False), torch.no_grad(),
-          chosen() if chosen else contextlib.nullcontext()):
-        compiled = torch.compile(function)
-        outputs, (code,) = run_and_get_code(compiled, *args)
-        events = cpu_allocations(lambda: compiled(*args))
+    outputs, peak, code = outputs_peak_and_code(
+        function, *args, inside=chosen() if chosen else nullcontext())
     calls = sum(line.strip().startswith("cpp_fused") and "(" in line and "=" not in line
                 for line in code.splitlines())
-    return outputs, max(itertools.accumulate(events)), calls
+    return outputs, peak, calls
 
 
 def test_a_function_ends_where_it_would_hold_more_than_its_kernels_one_by_one():

@@ -1,22 +1,17 @@
 """Which kernels that read the same become one; Inductor's own choice, and the allocator's events,
 are the oracles."""
 
-import contextlib
-import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._inductor import config
-from torch._inductor.utils import run_and_get_code
 
-from graph_capture.torch_compat import cpu_allocations
 from graph_capture.torch_compat.kernels_apart import KernelsApart
 from tests.support.compiler import needs_compiler
+from tests.support.generated_code import WEIGHT, WIDE, outputs_peak_and_code
 
 pytestmark = [pytest.mark.compat, needs_compiler]
-
-WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 8
-WIDE = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
 
 
 def read_by_both(operand):
@@ -36,14 +31,9 @@ def through_a_result(operand):
 
 
 def outputs_peak_and_kernels(function, operand, *, apart):
-    torch.compiler.reset()
-    chosen = config.patch(_post_fusion_custom_pass=KernelsApart()) if apart else (
-        contextlib.nullcontext())
-    with config.patch(fx_graph_cache=False), chosen, torch.no_grad():
-        compiled = torch.compile(function)
-        outputs, (code,) = run_and_get_code(compiled, operand)
-        events = cpu_allocations(lambda: compiled(operand))
-    return outputs, max(itertools.accumulate(events)), code.count("async_compile.cpp_pybinding(")
+    chosen = config.patch(_post_fusion_custom_pass=KernelsApart()) if apart else nullcontext()
+    outputs, peak, code = outputs_peak_and_code(function, operand, inside=chosen)
+    return outputs, peak, code.count("async_compile.cpp_pybinding(")
 
 
 @pytest.mark.parametrize("function", [read_by_both, through_a_result])
