@@ -64,7 +64,7 @@ class KernelsApart(SchedulerPass):
             if found.peak_bytes < best.peak_bytes:
                 best = found
         worth = 1 - _WORTH
-        if best.peak_bytes > worth * whole.peak_bytes or (
+        if best is whole or best.peak_bytes > worth * whole.peak_bytes or (
                 best.peak_bytes_as_run() > worth * whole.peak_bytes_as_run()):
             return nodes
         return best.settled()

@@ -62,3 +62,9 @@ def test_what_is_written_over_is_read_before():
     outputs = [outputs_peak_and_kernels(updating, operand, apart=apart)[0]
                for operand, apart in zip(given, (True, False), strict=True)]
     assert torch.equal(*outputs) and torch.equal(*given)
+
+
+def test_a_graph_without_kernels_stays_as_it_is():
+    torch.compiler.reset()
+    with config.patch(_post_fusion_custom_pass=KernelsApart(), fx_graph_cache=False):
+        assert torch.equal(torch.compile(torch.t)(WIDE), WIDE.T)
