@@ -37,7 +37,7 @@ from graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
 """A graph of which more ops would be left than this part is compiled whole."""
-_FORMAT = "checkpoint-planner 10"
+_FORMAT = "checkpoint-planner 11"
 """To be changed whenever one recipe makes other graphs than before."""
 
 
@@ -89,13 +89,15 @@ class InductorBackend(PlanBackend):
             return checked_backward(run, planned, cotangents)
 
         passes: list[SchedulerPass] = [KernelOrder(self._recipe.strict_order)]
+        settings: dict[str, Any] = {}
         if self._recipe.lean_code:
             passes.append(KernelsApart())
+            # Inductor reuses a buffer where its own estimate of the peak allows that, and the
+            # estimate is above the peak.
+            settings["allow_buffer_reuse"] = False
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
-            own_layouts=self._recipe.lean_code,
-            is_whole=lambda: not self.left_out,
-            settings={each.setting: each for each in passes},
+            settings=settings | {each.setting: each for each in passes},
         )(module, inputs)
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int

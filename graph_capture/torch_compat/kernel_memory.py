@@ -20,13 +20,12 @@ from graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
+from torch._inductor import ir
+from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
 
-from graph_capture.torch_compat.generated_buffers import (
-    handed_over,
-    has_memory_of_its_own,
-    size_bytes,
-)
+_OF_CALLER = "primals"
+"""Prefix of the names of a backward's inputs that its caller keeps alive anyway."""
 
 
 class Change(NamedTuple):
@@ -42,7 +41,7 @@ class KernelMemory:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._given = {name: size_bytes(node) for name, node in handed_over().items()}
+        self._given = {name: _size_bytes(node) for name, node in _handed_over().items()}
         self._used = cache(self._used_by)
 
     @cached_property
@@ -53,9 +52,9 @@ class KernelMemory:
     @cached_property
     def _made(self) -> dict[str, int]:
         """Sizes of all buffers that are allocated."""
-        return {name: size_bytes(buffer.node)
+        return {name: _size_bytes(buffer.node)
                 for name, buffer in self._scheduler.name_to_buf.items()
-                if has_memory_of_its_own(buffer.node)}
+                if _is_allocated(buffer.node)}
 
     @cached_property
     def _freed(self) -> dict[str, int]:
@@ -120,3 +119,29 @@ def _sizes(known: Mapping[str, int], names: Iterable[str]) -> Counter[int]:
 
 def _total(sizes: Counter[int]) -> int:
     return sum(size * count for size, count in sizes.items())
+
+
+def _handed_over() -> dict[str, Any]:
+    """Inputs that are freed when the code drops them: saved tensors and incoming gradients."""
+    if not V.graph.is_backward:
+        return {}
+    return {name: node for name, node in V.graph.graph_inputs_original.items()
+            if not name.startswith(_OF_CALLER) and _is_tensor(node)}
+
+
+def _is_allocated(buffer: Any) -> bool:
+    """True for a buffer that leaves its kernel and aliases no other one."""
+    return bool(buffer is not None and buffer.get_name() not in V.graph.removed_buffers
+                and _is_tensor(buffer) and not buffer.get_inputs_that_alias_output()
+                and not buffer.get_mutation_names())
+
+
+def _is_tensor(node: Any) -> bool:
+    """True for one tensor; not for several, none or a number."""
+    return isinstance(node, ir.IRNode) and bool(node.has_tensor_output())
+
+
+def _size_bytes(node: Any) -> int:
+    elements = V.graph.sizevars.optimization_hint(
+        V.graph.get_allocation_storage_size(node), fallback=0)
+    return int(elements) * get_dtype_size(node.get_dtype())

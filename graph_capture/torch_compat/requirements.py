@@ -26,15 +26,6 @@ def _of(owner: str, *names: str) -> tuple[str, ...]:
 
 
 REQUIRED: dict[str, tuple[str, ...]] = {
-    "buffer_reuse": (
-        *_of("torch._inductor.codegen.wrapper", "AllocateLine.plan(self, state)",
-             "EfficientPeakEstimate()",
-             "EfficientPeakEstimate.peak_between(self, freed, allocated)",
-             "EfficientPeakEstimate.update_peak_between(self, freed, allocated)",
-             "ExternKernelAllocLine", "FreeIfNotReusedLine", "FreeLine", "MultiOutputLine",
-             "ReuseLine"),
-        "torch._inductor.virtualized.V",
-    ),
     "compilation": (
         "torch._dynamo.backends.common.aot_autograd("
         "fw_compiler=, bw_compiler=, inference_compiler=, partition_fn=)",
@@ -61,9 +52,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),
     ),
-    "convolution_layouts": (
-        "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last(self)",
-    ),
     "dispatch": (
         *_of("torch._C", "DispatchKey.AutocastCPU", "DispatchKey.Autograd",
              "DispatchKey.CompositeImplicitAutograd", "DispatchKey.PythonDispatcher",
@@ -80,12 +68,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._meta_registrations._create_grouped_mm_output_tensor(a, b, offsets, dtype)",
         "torch._subclasses.fake_impls.op_implementations_dict",
         "torch.ops.aten._grouped_mm.default",
-    ),
-    "generated_buffers": (
-        *_of("torch._inductor.ir", "Buffer.get_inputs_that_alias_output(buffer)",
-             "Buffer.get_mutation_names(buffer)", "IRNode.has_tensor_output(node)"),
-        "torch._inductor.utils.get_dtype_size(dtype)",
-        "torch._inductor.virtualized.V",
     ),
     "inductor": (
         *_of("torch._functorch.config", "activation_memory_budget", "patch"),
@@ -113,11 +95,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "tracing(context)"),
         "torch._inductor.compile_fx._recursive_joint_graph_passes(graph)",
     ),
-    "kernel_functions": (
-        "torch._inductor.codegen.cpp.CppScheduling.ready_to_flush(self)",
-        "torch._inductor.scheduler.NopKernelSchedulerNode",
-    ),
     "kernel_memory": (
+        *_of("torch._inductor.ir", "Buffer.get_inputs_that_alias_output(buffer)",
+             "Buffer.get_mutation_names(buffer)", "IRNode.has_tensor_output(node)"),
+        "torch._inductor.utils.get_dtype_size(dtype)",
         "torch._inductor.scheduler.SchedulerBuffer.can_free(self)",
         "torch._inductor.virtualized.V",
     ),

@@ -29,7 +29,6 @@ from planner.search.forms import without_workspace
 from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.time_left import TimeLeft
-from planner.search.unified_blocks import unify_blocks
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from solvers.errors import InfeasibleBudget as Refusal
@@ -56,8 +55,6 @@ order if at all; the least is looked for where a budget is less than so many tim
 """
 _CONFIRMATIONS = 3
 """Whole steps that are compiled for one form, at most, because what was expected does not fit."""
-_SIMPLICITY = 0.005
-"""Part of the step's time that may be given for blocks that are treated alike."""
 
 
 class CompiledSearch:
@@ -223,7 +220,7 @@ class CompiledSearch:
                     found = loose
         if found is not None and found.cost > self.default_cost:
             found = self._filled(found, net_bytes)
-        return None if found is None else self._simplified(found, net_bytes)
+        return found
 
     def _last_try(self, net_bytes: int) -> Candidate | None:
         """What the solver proposes for code that is very likely to fit, if it does; an account
@@ -269,21 +266,6 @@ class CompiledSearch:
             return found
         fuller = self.judge(schedule, found.recipe.strict_order)
         return fuller if fuller.peak_bytes <= net_bytes else found
-
-    def _simplified(self, found: Candidate, net_bytes: int) -> Candidate:
-        """A candidate that treats more blocks alike, where these are compiled one by one and it
-        fits as well."""
-        if not found.recipe.blocks:
-            return found
-        left = net_bytes - found.peak_bytes
-        schedule = unify_blocks(
-            self.proposals.form, found.schedule,
-            net_peak_bytes=self.net_peak_bytes(found.schedule) + left,
-            cost=self.form.cost(found.schedule) + _SIMPLICITY * self.form.problem.keep_all_cost)
-        if schedule == found.schedule or self.is_late():
-            return found
-        simpler = self.judge(schedule, found.recipe.strict_order)
-        return simpler if simpler.peak_bytes <= net_bytes else found
 
     def _narrow(self, net_bytes: int, strict_order: bool) -> Candidate | None:
         """The cheapest candidate found with one order of kernels."""

@@ -13,11 +13,9 @@ from functools import cached_property
 from itertools import accumulate
 
 from planner.search.cheap_to_recompute import free_ops, saving_seconds, without_cheap, without_free
-from planner.search.cheaper_sources import with_cheaper_sources
 from planner.search.effort import Effort
 from planner.search.forms import solve_form
 from planner.search.fused_bound import least_cost
-from planner.search.ordered_layers import LayerOrder
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.time_left import TimeLeft
 from planner.step.form import Form
@@ -59,7 +57,6 @@ class Proposals:
         """What Inductor does by itself."""
         self._saved_by_default = form.compiled.saved_by_default
         self._costs = form.compiled.saving_costs
-        self._layers = LayerOrder(form)
         self._solved: dict[int, Result] = {}
         """What the solver found within net bytes, of the problem that it sees."""
         self.solver_seconds = 0.0
@@ -105,8 +102,7 @@ class Proposals:
         saved = saved_buffers(self.form, found) | self._small(net_bytes)
         saved = without_free(self.form.graph, saved, self._free)
         saved = without_cheap(self.form, saved, self._costs)
-        saved = with_cheaper_sources(self.form, saved, self._costs, net_bytes, self.cost)
-        cheap = schedule_saving(self.form, self._layers.ordered(saved, net_bytes))
+        cheap = schedule_saving(self.form, saved)
         self._costs_nothing |= self.cost(cheap) <= self.cost(self.default)
         peaks = [self.form.net_peak_bytes(schedule) for schedule in (cheap, found)]
         if peaks[0] > _WORTH_TRYING * net_bytes:
