@@ -1,5 +1,6 @@
 # Two commands set up everything: `make demo` and `make test`.  Both use .venv, which they make from
-# PYTHON and the pinned versions in constraints.txt.  `make lint` checks style, types and layers;
+# PYTHON and the pinned versions in constraints.txt.  `make test` has every oracle and a case of every
+# feature; `make test-all` runs the long tests too.  `make lint` checks style, types and layers;
 # `make cuda` runs, on a machine with an NVIDIA GPU, what needs one, with the torch of PYTHON;
 # `make compat TORCH=2.15.0` runs the tests with another torch, in an environment beside .venv.
 
@@ -13,13 +14,18 @@ TORCH ?= 2.15.0
 OTHER ?= .venv-torch-$(TORCH)
 MARKED ?= slow or not slow
 
-.PHONY: demo test lint compat cuda docs clean
+.PHONY: demo test test-slow test-all lint compat cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
+
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m slow
+
+test-all: test test-slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

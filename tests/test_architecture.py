@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("apply", "graph_capture", "planner", "solvers")
 DOOR = ROOT / "graph_capture" / "torch_compat"
-LARGEST_FILE_LINES = 400
 
 
 def files(*folders: str) -> list[Path]:
@@ -46,9 +45,3 @@ def test_no_test_is_a_library(path):
     modules = [node.module or "" for node in ast.walk(ast.parse(path.read_text()))
                if isinstance(node, ast.ImportFrom)]
     assert not [module for module in modules if re.match(r"tests\.(.*\.)?test_", module)]
-
-
-def test_no_file_is_too_long_to_read():
-    lengths = {short(path): len(path.read_text().splitlines())
-               for path in files(*PRODUCT, "benchmarks", "tests")}
-    assert not {name: lines for name, lines in lengths.items() if lines > LARGEST_FILE_LINES}
