@@ -97,6 +97,7 @@ class InductorBackend(PlanBackend):
             settings["allow_buffer_reuse"] = False
         return inductor_backend(
             partition, uuid_of(self._recipe), finish=finish,
+            own_layouts=self._recipe.lean_code,
             settings=settings | {each.setting: each for each in passes},
         )(module, inputs)
 

@@ -25,6 +25,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
+from graph_capture.torch_compat.convolution_layouts import layouts_of_their_own
 from graph_capture.torch_compat.kernel_sketch import sketched_kernels
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
@@ -63,12 +64,14 @@ class JointPartitioner(CustomPartitionerFn):
 def inductor_backend(
     partition: PartitionFunction, uuid: str, *, compile_graph: CompileGraph | None = None,
     finish: FinishGraph | None = None, settings: Mapping[str, Any] | None = None,
+    own_layouts: bool = False,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend: Inductor with another partitioner.
 
     `compile_graph` stands in for the compilation of the forward and backward graphs, whose result
     is otherwise cached by Inductor; `finish` is shown what was compiled, and may wrap it;
-    `settings` are entries of `torch._inductor.config`.
+    `settings` are entries of `torch._inductor.config`.  `own_layouts`: only the operands and
+    results of convolutions are laid out for them (`convolution_layouts`).
     """
     patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
 
@@ -79,7 +82,8 @@ def inductor_backend(
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
         partitioned = _placeholder_values(gm)
-        compiled = compile_fx_inner(gm, example_inputs, **options)
+        with layouts_of_their_own() if own_layouts else contextlib.nullcontext():
+            compiled = compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -52,6 +52,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),
     ),
+    "convolution_layouts": (
+        "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last(self)",
+    ),
     "dispatch": (
         *_of("torch._C", "DispatchKey.AutocastCPU", "DispatchKey.Autograd",
              "DispatchKey.CompositeImplicitAutograd", "DispatchKey.PythonDispatcher",

@@ -1,0 +1,137 @@
+"""What of a compiled step is laid out for convolutions; the measured peak, and the sizes of the
+copies in `channels_last`, are the oracles."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from graph_capture.memory.allocator import record_peak
+from graph_capture.torch_compat import convolution_layouts
+from graph_capture.torch_compat.kernels_apart import KernelsApart
+from graph_capture.training_graph import SavingCosts
+from planner.api import capture
+from planner.plans.file import dumps, loads
+from planner.search.compiled_search import CompiledSearch
+from planner.search.planning import plan_within
+from planner.step.compiled_account import CompiledAccount
+from tests.support.compiler import needs_compiler
+from tests.support.inductor import EFFORT, budget_at
+
+pytestmark = [pytest.mark.compat, needs_compiler]
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def convolutions():
+    torch.manual_seed(0)
+    stack = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(4):
+        stack += [nn.GELU(), nn.Conv2d(16, 16, 3, padding=1)]
+    return nn.Sequential(*stack)
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    return capture(convolutions(), IMAGES, loss_fn=loss_of, backend="inductor")
+
+
+@pytest.fixture(scope="module")
+def tight(prepared):
+    default = plan_within(prepared, None, EFFORT)
+    assert not default.recipe.lean_code  # it is what Inductor does by itself
+    return plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
+
+
+def check_as_predicted(plan, make_model):
+    """Peak and gradients of a step after the first."""
+    model, plain = make_model(), make_model()
+    applied = plan.apply(model)
+
+    def step():
+        output = applied(IMAGES)
+        loss_of(output).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    assert record_peak(step, "cpu").peak_bytes + plan.resident_bytes == plan.peak_bytes
+    loss_of(plain(IMAGES)).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_no_copy_in_the_layout_of_convolutions_is_held(prepared):
+    search = CompiledSearch(prepared, prepared.base, EFFORT)
+    own = search.recipe(search.proposals.default, strict_order=False)
+    peaks = [prepared.base.compiled.trace(replace(own, lean_code=lean)).peak_bytes
+             for lean in (True, False)]
+    copied = 4 * (IMAGES.numel() + sum(p.numel() for p in convolutions()[2:].parameters()
+                                       if p.dim() == 4))
+    assert peaks[1] - peaks[0] >= 0.9 * copied
+
+
+def test_a_plan_within_a_budget_holds_none_and_is_as_predicted(prepared, tight):
+    assert tight.recipe.lean_code and tight.overhead > 0
+    check_as_predicted(tight, convolutions)
+
+
+def test_a_file_says_so_and_one_without_the_field_means_what_it_did(tight):
+    assert loads(dumps(tight)).recipe == tight.recipe
+    assert '"lean_code": true' in dumps(tight)
+    older = dumps(tight).replace('"lean_code": true,', "")
+    assert loads(older).recipe.lean_code is tight.recipe.strict_order
+    assert loads(dumps(tight).replace("lean_code", "own_layouts")).recipe == tight.recipe
+
+
+class Block(nn.Module):
+    """As of a ConvNeXt: all but the convolution has its channels in the last dimension."""
+
+    def __init__(self, channels=16):
+        super().__init__()
+        self.spatial = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+        self.inside = nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, 4 * channels),
+                                    nn.GELU(), nn.Linear(4 * channels, channels))
+        self.scale = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x):
+        inside = self.scale * self.inside(self.spatial(x).permute(0, 2, 3, 1))
+        return x + inside.permute(0, 3, 1, 2)
+
+
+def channels_in_the_last_dimension():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 2, stride=2), *(Block() for _ in range(3)))
+
+
+@pytest.fixture(scope="module")
+def of_blocks():
+    return capture(channels_in_the_last_dimension(), IMAGES, loss_fn=loss_of, backend="inductor")
+
+
+def test_what_has_its_elements_in_other_dimensions_is_not_laid_out_for_convolutions(
+    of_blocks, monkeypatch
+):
+    """Laid out so, it would be copied for products of matrices."""
+    search = CompiledSearch(of_blocks, of_blocks.base, EFFORT)
+    least = search.recipe(search.proposals.least[1], strict_order=False)
+
+    def peak():
+        account = CompiledAccount(search.account.tracer, frozenset(), SavingCosts())
+        return account.trace(least).peak_bytes
+
+    monkeypatch.setattr(KernelsApart, "_change", lambda _, nodes: nodes)  # the peak stays there
+    lower = peak()
+    monkeypatch.setattr(convolution_layouts, "_OTHER_DIMENSIONS", frozenset())
+    feature_map = 4 * 2 * 16 * 16 * 16
+    assert peak() - lower >= feature_map
+
+
+def test_a_plan_for_such_blocks_is_as_predicted(of_blocks):
+    default = plan_within(of_blocks, None, EFFORT)
+    plan = plan_within(of_blocks, budget_at(of_blocks, default, 0.5), EFFORT)
+    check_as_predicted(plan, channels_in_the_last_dimension)
