@@ -1,8 +1,8 @@
-"""Parts of a step in pieces, measured: the smallest peaks with and without `allow="chunk"`, and a
+"""Parts of a step in chunks, measured: the smallest peaks with and without `allow="chunk"`, and a
 chunked loss written by hand at its own peak.
 
-    python -m benchmarks.pieces --model gpt2,llama --vocabulary 32000 --rounds 7
-    python -m benchmarks.pieces --model gpt2,t5 --attention eager --batch 2 --sequence 1024 \\
+    python -m benchmarks.chunks --model gpt2,llama --vocabulary 32000 --rounds 7
+    python -m benchmarks.chunks --model gpt2,t5 --attention eager --batch 2 --sequence 1024 \\
         --vocabulary 1024
 
 All steps of one row of models run in turns in one process; times are medians of their ratios to the
@@ -24,10 +24,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from benchmarks.against_torch import returning_loss_only
 from benchmarks.arguments import add_numbers, benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error, time_steps
-from benchmarks.models import WIDTH, WORKLOADS, Workload
+from benchmarks.models import WIDTH, WORKLOADS, Workload, returning_loss_only
 from benchmarks.table import Table
 
 CHUNKS = 16
@@ -75,7 +74,7 @@ def steps(workload: Workload, time_limit: float) -> Iterator[tuple[str, nn.Modul
     """The steps of one model: what they are called, the model, and what the plan says."""
     returning = returning_loss_only(workload)
     yield "plain", returning.model, ""
-    for name, allow in (("smallest", WITHOUT), ("smallest, in pieces", WITH)):
+    for name, allow in (("smallest", WITHOUT), ("smallest, in chunks", WITH)):
         plan = smallest(returning, allow, time_limit)
         yield name, plan.apply(returning.model), _words(plan)
     if workload.name in NOT_BY_HAND:
@@ -97,13 +96,13 @@ def steps(workload: Workload, time_limit: float) -> Iterator[tuple[str, nn.Modul
 
 def _words(plan: planner.Plan) -> str:
     above = (plan.peak_bytes - plan.resident_bytes) / MEGABYTE
-    return (f"{plan.recipe.pieces} pieces, predicted {above:.2f} MB, "
+    return (f"{plan.recipe.pieces} chunks, predicted {above:.2f} MB, "
             f"{plan.overhead:.1%} >= {plan.overhead_bound:.1%}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = benchmark_parser("pieces", __doc__, models=MODELS, known=MODELS + NOT_BY_HAND,
+    parser = benchmark_parser("chunks", __doc__, models=MODELS, known=MODELS + NOT_BY_HAND,
                               rounds=7, threads=1, time_limit=20.0)
     add_numbers(parser, "--vocabulary", (32000,), "sizes of the vocabulary")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
