@@ -18,7 +18,7 @@ import torch
 from graph_capture.errors import UnsupportedTorch
 
 KNOWN_TO_WORK = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""What was run with each is in docs/torch_versions.md."""
+"""What was run with each is in docs/reference/torch_versions.md."""
 
 
 def _of(owner: str, *names: str) -> tuple[str, ...]:

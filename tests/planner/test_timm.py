@@ -1,7 +1,7 @@
 """Models of timm, by `planner.within` and by a plan that is applied, against the plain run.
 
 timm imports torchvision, whose builds that are not made for the torch at hand lack the compiled
-operators; no model here calls one.  Neither is installed with the tests: docs/measurements.md says
+operators; no model here calls one.  Neither is installed with the tests: docs/reference/measurements.md says
 what was run.
 """
 
