@@ -1,4 +1,4 @@
-"""The scripts for several ranks in the documentation run, each on two ranks that torchrun starts."""
+"""The documentation's scripts for several ranks run, each on two ranks that torchrun starts."""
 
 import os
 import re

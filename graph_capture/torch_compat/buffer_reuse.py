@@ -106,7 +106,7 @@ def _made_by(line: Any) -> Any:
 
 
 def _workspace_bytes(line: Any) -> float:
-    """What a library's kernel may take for itself: copies of its operands; for the gradients of a
+    """Upper bound on a library kernel's workspace: copies of its operands; for the gradients of a
     convolution by groups, whose channels are padded to blocks, no limit is known."""
     if not isinstance(line, wrapper.ExternKernelAllocLine):
         return 0

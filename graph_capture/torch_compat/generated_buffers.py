@@ -16,11 +16,11 @@ from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
 
 _OF_CALLER = "primals"
-"""What the names of a backward's inputs begin with that its caller holds anyway."""
+"""Prefixes of those inputs of a backward that its caller keeps alive anyway."""
 
 
 def handed_over() -> dict[str, Any]:
-    """What the code is given that is gone when it lets go of it: what the forward saved, and the
+    """Inputs that are freed when the code releases them: saved tensors of the forward, and the
     gradients that come in."""
     if not V.graph.is_backward:
         return {}
@@ -29,19 +29,19 @@ def handed_over() -> dict[str, Any]:
 
 
 def has_memory_of_its_own(buffer: Any) -> bool:
-    """Whether a buffer is allocated: it leaves its kernel and is no other one's."""
+    """Return whether a buffer is allocated: it leaves its kernel and is no other one's."""
     return bool(buffer is not None and buffer.get_name() not in V.graph.removed_buffers
                 and is_tensor(buffer) and not buffer.get_inputs_that_alias_output()
                 and not buffer.get_mutation_names())
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether a node is one tensor, not several, none or a number."""
+    """Return whether a node is one tensor, not several, none or a number."""
     return isinstance(node, ir.IRNode) and bool(node.has_tensor_output())
 
 
 def size_bytes(node: Any) -> int:
-    """What a buffer takes."""
+    """Size of a buffer in bytes."""
     elements = V.graph.sizevars.optimization_hint(
         V.graph.get_allocation_storage_size(node), fallback=0)
     return int(elements) * get_dtype_size(node.get_dtype())
