@@ -18,8 +18,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.arguments import benchmark_parser
 from benchmarks.models import WORKLOADS
@@ -45,6 +47,14 @@ for sizes, events in json.load(open(sys.argv[1])):
 """
 Requests = tuple[list[int], list[int]]
 """Sizes, and events as in `graph_capture.memory.trace`; each block is made once."""
+
+
+def no_device_parser(module: str, doc: str | None, **options: Any) -> ArgumentParser:
+    """The parser of a benchmark that asks another Python's torch for CUDA."""
+    parser = benchmark_parser(module, doc, **options)
+    parser.add_argument("--torch", required=True, help="Python with a CUDA build of torch")
+    parser.add_argument("--include", default="/usr/local/cuda/include", help="CUDA's headers")
+    return parser
 
 
 def on_no_device(python: str, include: str, arguments: Sequence[str],
@@ -131,9 +141,7 @@ def of_model(requests: Requests, expandable: bool, torch_version: str) -> list[l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = benchmark_parser("allocator", __doc__, models=("gpt2", "bert"))
-    parser.add_argument("--torch", required=True, help="Python with a CUDA build of torch")
-    parser.add_argument("--include", default="/usr/local/cuda/include", help="CUDA's headers")
+    parser = no_device_parser("allocator", __doc__, models=("gpt2", "bert"))
     parser.add_argument("--sequences", type=int, default=60, help="how many are drawn at random")
     arguments = parser.parse_args(argv)
     given = {"random": [random_requests(seed) for seed in range(arguments.sequences)],

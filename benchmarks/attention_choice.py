@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.allocator import on_no_device
-from benchmarks.arguments import benchmark_parser
+from benchmarks.allocator import no_device_parser, on_no_device
 from graph_capture.device_kernels.attention import AttentionCall, choose_attention
 from graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
 
@@ -87,9 +86,7 @@ def _said(choose: Callable[[AttentionCall], str], call: AttentionCall) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = benchmark_parser("attention_choice", __doc__)
-    parser.add_argument("--torch", required=True, help="Python with a CUDA build of torch")
-    parser.add_argument("--include", default="/usr/local/cuda/include", help="CUDA's headers")
+    parser = no_device_parser("attention_choice", __doc__)
     arguments = parser.parse_args(argv)
     code = ("import torch\nfrom benchmarks.attention_choice import differing\n"
             "count, wrong = differing()\n"

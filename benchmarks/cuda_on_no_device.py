@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.allocator import on_no_device
-from benchmarks.arguments import benchmark_parser
+from benchmarks.allocator import no_device_parser, on_no_device
 from benchmarks.table import Table
 
 GPU = "A100"
@@ -119,9 +118,7 @@ def measure(folder: str, names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = benchmark_parser("cuda_on_no_device", __doc__, models=MODELS, known=MODELS)
-    parser.add_argument("--torch", required=True, help="Python with a CUDA build of torch")
-    parser.add_argument("--include", default="/usr/local/cuda/include", help="CUDA's headers")
+    parser = no_device_parser("cuda_on_no_device", __doc__, models=MODELS, known=MODELS)
     arguments = parser.parse_args(argv)
     here = {"PYTHONPATH": str(Path(__file__).parents[1]), "CHECKPOINT_PLANNER_CACHE": ""}
     table = Table("model:8", "step:8", "predicted:,d", "asked for:,d", "difference:,d", "%:+.3f")

@@ -8,7 +8,7 @@ Hugging Face's gradient checkpointing of every layer, and plans.  Compiled by In
 and plans.  All steps of one executor run in turns in one process; a step's time is the median of
 its ratios to the step of that executor which saves no memory.  Peaks are allocator events above
 resident memory.  The models return nothing but their loss.  With `--allow recompute,chunk`, plans
-that may run parts in pieces are another series of the steps that run op by op.
+that may run parts in chunks are another series of the steps that run op by op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import planner
-from benchmarks.against_torch import returning_loss_only
 from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.compiled import compiled
 from benchmarks.measure import (
@@ -31,14 +30,14 @@ from benchmarks.measure import (
     time_steps,
     with_gradient_checkpointing,
 )
-from benchmarks.models import WORKLOADS, Workload
+from benchmarks.models import WORKLOADS, Workload, returning_loss_only
 from benchmarks.table import Table
 from planner.reporters.figures import new_figure
 
 RATIOS = (0.7, 0.5, 0.4, 0.2)
 """Values of `activation_memory_budget`; 1 is the default, and saves no memory."""
 PLANS = "plans"
-IN_PIECES = "plans, parts in pieces"
+CHUNKED = "plans, parts in chunks"
 
 
 class Point(NamedTuple):
@@ -62,20 +61,20 @@ def measure(workload: Workload, steps: Iterable[tuple[str, str, nn.Module]],
 
 
 def planned(workload: Workload, backend: str, points: int, time_limit: float,
-            in_pieces: bool = False) -> Iterable[tuple[str, str, nn.Module]]:
+            chunked: bool = False) -> Iterable[tuple[str, str, nn.Module]]:
     """Plans from the least memory to the least time, applied."""
     curve = planner.frontier(
         workload.model, workload.inputs, loss_fn=workload.loss_fn, backend=backend, points=points,
-        allow=("recompute", "chunk") if in_pieces else ("recompute",), time_limit=time_limit)
+        allow=("recompute", "chunk") if chunked else ("recompute",), time_limit=time_limit)
     for plan in curve:
-        yield (IN_PIECES if in_pieces else PLANS, f"estimated {plan.overhead:+.1%}",
+        yield (CHUNKED if chunked else PLANS, f"estimated {plan.overhead:+.1%}",
                plan.apply(workload.model))
 
 
 def op_by_op(name: str, points: int, rounds: int, time_limit: float,
-             in_pieces: bool) -> list[Point]:
+             chunked: bool) -> list[Point]:
     """The plain step, gradient checkpointing and plans for the eager backend, with those that may
-    run parts in pieces if asked for."""
+    run parts in chunks if asked for."""
     workload = WORKLOADS[name]()
     checkpointed = with_gradient_checkpointing(workload)
     assert checkpointed is not None, f"{name} has no gradient checkpointing"
@@ -84,7 +83,7 @@ def op_by_op(name: str, points: int, rounds: int, time_limit: float,
     return measure(workload, [
         ("plain PyTorch", "", workload.model), ("gradient_checkpointing_enable()", "", theirs),
         *planned(workload, "eager", points, time_limit),
-        *(planned(workload, "eager", points, time_limit, in_pieces=True) if in_pieces else ())],
+        *(planned(workload, "eager", points, time_limit, chunked=True) if chunked else ())],
         rounds)
 
 
@@ -107,10 +106,10 @@ def draw(panels: Mapping[str, Sequence[Point]], path: str) -> None:
             sizes = [point.peak_bytes / MEGABYTE for point in mine]
             times = [point.time for point in mine]
             panel.errorbar(sizes, [time.median for time in times], label=series, marker="o",
-                           linestyle="-" if series in (PLANS, IN_PIECES) else "", elinewidth=0.7,
+                           linestyle="-" if series in (PLANS, CHUNKED) else "", elinewidth=0.7,
                            yerr=[[time.median - time.low for time in times],
                                  [time.high - time.median for time in times]])
-            for point in mine if series not in (PLANS, IN_PIECES) else ():
+            for point in mine if series not in (PLANS, CHUNKED) else ():
                 panel.annotate(f" {point.label}", (point.peak_bytes / MEGABYTE, point.time.median))
         panel.axhline(1, color="grey", linewidth=0.8, linestyle=":")
         panel.set(title=title, xlim=(0, None), ylim=(0, None),

@@ -5,29 +5,28 @@
     python -m benchmarks.depth --models llama --layers 12 --budgets 40 --measure
 
 Batch 4 x 512 tokens, 256 wide, or 4 images of 128 x 128, one thread.  Seconds are of CPU, those of
-child processes included.  "step s": the estimated step with its extra time, without what runs as it
-is written beside blocks.  "recipe": the beginning of a digest, by which plans are told apart.  The
-row of torch.compile is what its first step takes beside the second, where it finds no code on disk.
-All budgets of a model share its capture and the account of what Inductor does without a plan, which
-counts for the first of them.  "measured": the allocator's peak in the second step of the applied
-model, as a part of the predicted one; only with `--measure`.
+child processes included.  The row of torch.compile is what its first step takes beside the second,
+where it finds no code on disk.  All budgets of a model share its capture.  "measured": the
+allocator's peak in the second step of the applied model, as a part of the predicted one; only with
+`--measure`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
+import os
+import resource
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
+from unittest.mock import patch
 
-import msgspec
 import torch
 
 from benchmarks.arguments import add_names, benchmark_parser, parse
-from benchmarks.compile_time import cpu_seconds, no_code_on_disk
 from benchmarks.models import Workload, bert, gpt2, llama
 from benchmarks.table import Table
 from graph_capture.memory.allocator import record_peak
@@ -35,28 +34,6 @@ from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.effort import Effort
 from planner.search.planning import plan_within
-
-
-def llama_masked(*, layers: int, batch: int, sequence: int) -> Workload:
-    """Llama with a causal mask among its inputs.  Without one, transformers makes one and repeats
-    keys and values for each head where the whole model is traced, and does neither in code that
-    runs as it is written, between blocks: the blocks have less to compute."""
-    workload = llama(layers=layers, batch=batch, sequence=sequence)
-    mask = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(batch, 1, -1, -1)
-    assert isinstance(workload.inputs, dict)
-    return replace(workload, inputs={**workload.inputs, "attention_mask": mask.contiguous()})
-
-
-def swin(*, layers: int, batch: int, sequence: int) -> Workload:
-    """Swin with all but four layers in its third stage, on squares of `sequence` / 4 pixels."""
-    from transformers import SwinConfig, SwinForImageClassification
-
-    side = sequence // 4
-    torch.manual_seed(0)
-    model = SwinForImageClassification(SwinConfig(
-        image_size=side, patch_size=4, embed_dim=48, depths=[2, layers - 4, 2],
-        num_heads=[2, 4, 8], window_size=4, num_labels=10, drop_path_rate=0.0))
-    return _of_images("swin", model, batch, side)
 
 
 def convnext(*, layers: int, batch: int, sequence: int) -> Workload:
@@ -69,17 +46,12 @@ def convnext(*, layers: int, batch: int, sequence: int) -> Workload:
     model = ConvNextForImageClassification(ConvNextConfig(
         image_size=side, num_stages=3, hidden_sizes=[48, 96, 192], depths=[2, layers - 4, 2],
         num_labels=10))
-    return _of_images("convnext", model, batch, side)
-
-
-def _of_images(name: str, model: torch.nn.Module, batch: int, side: int) -> Workload:
-    return Workload(name, model.train(), {"pixel_values": torch.randn(batch, 3, side, side),
-                                          "labels": torch.arange(batch) % 10})
+    return Workload("convnext", model.train(), {"pixel_values": torch.randn(batch, 3, side, side),
+                                                "labels": torch.arange(batch) % 10})
 
 
 MODELS: Mapping[str, Callable[..., Workload]] = MappingProxyType({
-    "llama": llama, "llama_masked": llama_masked, "gpt2": gpt2, "bert": bert, "swin": swin,
-    "convnext": convnext})
+    "llama": llama, "gpt2": gpt2, "bert": bert, "convnext": convnext})
 
 
 _ITSELF = "torch.compile"
@@ -95,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="run the applied model")
     options = parse(parser, arguments)
     table = Table("model:12", "layers:d", "regions:13", "budget:>6", "extra:7.3%", "bound:7.3%",
-                  "step s:7.4f", "capture s:.1f", "plan s:6.1f", "clock s:6.1f", "of budget:.4f",
-                  "measured:>9", "recipe:8", "notes:20")
+                  "capture s:.1f", "plan s:6.1f", "clock s:6.1f", "of budget:.4f", "measured:>9",
+                  "notes:20")
     for name in options.models:
         for layers in map(int, options.layers.split(",")):
             for regions in options.regions:
@@ -118,7 +90,7 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
     workload = MODELS[name](layers=layers, batch=4, sequence=512)
     if regions == _ITSELF:
         cpu, clock = _compiling_seconds(workload)
-        table.row(name, layers, regions, *[None] * 5, cpu, clock, *[None] * 4)
+        table.row(name, layers, regions, *[None] * 4, cpu, clock, *[None] * 3)
         return
     begun = cpu_seconds()
     prepared = workload.prepare(regions=regions, backend="inductor")
@@ -137,10 +109,8 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
         if runs:
             measured = f"{_peak_bytes(workload, plan) / plan.peak_bytes:.4f}"
         said = [word for word in ("cut", "estimate") if any(word in n for n in plan.notes)]
-        table.row(name, layers, regions, budget, plan.overhead, plan.overhead_bound,
-                  (1 + plan.overhead) * prepared.base.base_seconds, captured,
+        table.row(name, layers, regions, budget, plan.overhead, plan.overhead_bound, captured,
                   planned, clock, plan.peak_bytes / limit, measured,
-                  hashlib.sha256(msgspec.json.encode(plan.recipe)).hexdigest()[:8],
                   ", ".join([plan.status, *said]))
 
 
@@ -154,6 +124,20 @@ def _compiling_seconds(workload: Workload) -> tuple[float, float]:
             spent.append((cpu_seconds() - cpu, time.monotonic() - clock))
     (first, first_clock), (second, second_clock) = spent
     return first - second, first_clock - second_clock
+
+
+@contextmanager
+def no_code_on_disk() -> Iterator[None]:
+    """Inside, Inductor finds nothing that it has compiled before."""
+    with tempfile.TemporaryDirectory() as empty, patch.dict(
+            os.environ, TORCHINDUCTOR_CACHE_DIR=empty):
+        yield
+
+
+def cpu_seconds() -> float:
+    """Seconds of CPU of this process and of those that it has waited for."""
+    return sum(usage.ru_utime + usage.ru_stime for usage in map(
+        resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def _peak_bytes(workload: Workload, plan: Plan) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median, quantiles
+from statistics import quantiles
 
 import torch
 from torch import nn
@@ -120,10 +120,6 @@ class Times:
     seconds: tuple[tuple[float, ...], ...]
     """One row for each alternative, one entry for each round."""
 
-    def typical_seconds(self, index: int) -> float:
-        """Median time of an alternative."""
-        return median(self.seconds[index])
-
     def ratio(self, index: int, base: int) -> Ratio:
         """Of the times of two alternatives in the same round."""
         ratios = [a / b for a, b in zip(self.seconds[index], self.seconds[base], strict=True)]
@@ -131,27 +127,24 @@ class Times:
         return Ratio(middle, low, high)
 
 
-def time_steps(workload: Workload, models: Iterable[nn.Module], rounds: int,
-               clock: Callable[[], float] = time.perf_counter) -> Times:
+def time_steps(workload: Workload, models: Iterable[nn.Module], rounds: int) -> Times:
     """Times of a step of each model, run in turns."""
-    return time_in_turns([partial(run_step, workload, model) for model in models], rounds,
-                         clock=clock)
+    return time_in_turns([partial(run_step, workload, model) for model in models], rounds)
 
 
 def time_in_turns(alternatives: Sequence[Callable[[], object]], rounds: int,
-                  warm_up: int = 2, clock: Callable[[], float] = time.perf_counter) -> Times:
+                  warm_up: int = 2) -> Times:
     """Run the alternatives A, B, C, A, B, C, … `rounds` times, after some rounds that do not count.
 
-    Every other round runs backwards, so that none profits from its place.  `time.process_time` as
-    the clock counts seconds of CPU instead, which other load on the machine changes less.
+    Every other round runs backwards, so that none profits from its place.
     """
     seconds: list[list[float]] = [[] for _ in alternatives]
     for count in range(warm_up + rounds):
         order = range(len(alternatives)) if count % 2 else reversed(range(len(alternatives)))
         for index in order:
-            started = clock()
+            started = time.perf_counter()
             alternatives[index]()
-            elapsed = clock() - started
+            elapsed = time.perf_counter() - started
             if count >= warm_up:
                 seconds[index].append(elapsed)
     return Times(tuple(map(tuple, seconds)))

@@ -24,7 +24,7 @@ LAYERS, WIDTH, VOCABULARY = 4, 256, 1024
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a training step needs."""
+    """The parts of a training step."""
 
     name: str
     model: nn.Module
@@ -41,6 +41,25 @@ class Workload:
         if isinstance(self.inputs, tuple):
             return model(*self.inputs)
         return model(**self.inputs)
+
+
+class LossOnly(nn.Module):
+    """A model that returns its loss and drops its other outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Tensor:
+        loss: Tensor = self.model(**inputs).loss
+        return loss
+
+
+def returning_loss_only(workload: Workload) -> Workload:
+    """The workload with a scalar output, where the model makes the loss."""
+    if workload.loss_fn is not None:
+        return workload
+    return replace(workload, model=LossOnly(workload.model))
 
 
 def gpt2(*, batch: int = 8, sequence: int = 192, dropout: float = 0.1, layers: int = LAYERS,
@@ -155,37 +174,12 @@ def _resnet(width: int, blocks: tuple[int, ...], classes: int) -> nn.Module:
                          nn.Linear(channels, classes))
 
 
-def resnet(*, batch: int = 8, image: int = 112, width: int = 32, times: int = 1) -> Workload:
-    """ResNet-50's layout, at half of its width, with so many times as many blocks."""
+def resnet(*, batch: int = 8, image: int = 112, width: int = 32) -> Workload:
+    """ResNet-50's layout at half of its width."""
     torch.manual_seed(0)
     labels = torch.arange(batch) % 10
-    blocks = (3 * times, 4 * times, 6 * times, 3 * times)
-    return Workload("resnet", _resnet(width, blocks, 10).train(),
+    return Workload("resnet", _resnet(width, (3, 4, 6, 3), 10).train(),
                     (torch.randn(batch, 3, image, image),),
-                    lambda logits: F.cross_entropy(logits, labels))
-
-
-class _Separable(nn.Sequential):
-    """A 3x3 convolution of each channel by itself, then a 1x1 one across channels."""
-
-    def __init__(self, inside: int, outside: int, stride: int) -> None:
-        super().__init__(*_normed(inside, inside, 3, stride, groups=inside),
-                         *_normed(inside, outside, 1))
-
-
-def mobilenet(*, batch: int = 8, image: int = 128, width: int = 16) -> Workload:
-    """MobileNet (v1) at half its width; 13 separable convolutions."""
-    torch.manual_seed(0)
-    outsides = [2, 4, 4, 8, 8, 16, 16, 16, 16, 16, 16, 32, 32]
-    strides = [1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1]
-    layers = _normed(3, width, 3, 2)
-    inside = width
-    for outside, stride in zip(outsides, strides, strict=True):
-        layers.append(_Separable(inside, outside * width, stride))
-        inside = outside * width
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 10))
-    labels = torch.arange(batch) % 10
-    return Workload("mobilenet", model.train(), (torch.randn(batch, 3, image, image),),
                     lambda logits: F.cross_entropy(logits, labels))
 
 
@@ -258,5 +252,5 @@ def mlp(*, batch: int = 512, width: int = 128, huge: int = 4096, layers: int = 6
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     build.__name__: build for build in (
         gpt2, bert, llama, t5, vit, resnet, unet, unet_channels_last, unet_large,
-        unet_full, mlp, mobilenet)}
+        unet_full, mlp)}
 """Every model by name."""

@@ -1,4 +1,4 @@
-"""Plans of one rank against real ranks with gloo on this machine.
+"""One rank of many: its memory as predicted, plain and planned, against real ranks with gloo.
 
     python -m benchmarks.planned_ranks --model gpt2,bert --budget "80%,60%,40%,least,layers"
 
@@ -8,11 +8,9 @@ wrapped, from the same seeds; the third step is measured, and the largest peak o
 The budget `layers` is what checkpointing every layer takes, predicted; its measured peak is in the
 last line.  `gradients` is the distance of the gradients (their shards) of the third step from those
 without a plan; `collectives` are those of one step, by the profiler, and `as plain` says whether
-there are as many of each kind, of as many elements in all.  `to overlap` is how many products of
-the plain backward, and of the planned one's own recomputations and backward, begin after the first
-reduction of gradients has.  `time` is that of a planned step in parts of the plain one, `to layers`
-in parts of that with every layer checkpointed, both the median [quartiles] of rounds in which all
-take turns; `planned` is what the plan estimates.
+there are as many of each kind, of as many elements in all.  `time` is that of a planned step as a
+ratio to the plain one, `to layers` to that with every layer checkpointed, both the median
+[quartiles] of rounds in which all take turns; `planned` is the plan's estimate.
 """
 
 from __future__ import annotations
@@ -35,51 +33,62 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import spawn
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
 
 import planner
 from benchmarks.arguments import add_names, benchmark_parser, parse
-from benchmarks.data_parallel import make_optimizer, measure_step
-from benchmarks.measure import MEGABYTE, Times, plan_or_smallest, with_gradient_checkpointing
+from benchmarks.measure import (
+    MEGABYTE,
+    Times,
+    held_by_loss,
+    plan_or_smallest,
+    storage_bytes,
+    with_gradient_checkpointing,
+)
 from benchmarks.models import WORKLOADS, Workload
+from benchmarks.settled_collectives import settle_collectives
 from benchmarks.table import Table
+from graph_capture.memory.allocator import record_peak
 from graph_capture.plain_step.loss import objective
 from planner.search.effort import Effort
 from planner.search.planning import plan_within
 from planner.step.prepared import PreparedStep
+from planner.step.rank_layout import unit_names
 
 STEPS: dict[str, Callable[[], Workload]] = {
     **{name: partial(WORKLOADS[name], batch=8, sequence=128, width=128)
        for name in ("gpt2", "bert", "llama")},
-    "gpt2_deep": partial(WORKLOADS["gpt2"], batch=8, sequence=128, width=128, layers=12),
     "vit": partial(WORKLOADS["vit"], batch=8, width=128),
 }
 WRAPPERS: dict[str, Mapping[str, Any]] = {
     "ddp": {"kind": "ddp"},
     "ddp, bucket views": {"kind": "ddp", "gradient_as_bucket_view": True},
-    "ddp, 1 MiB": {"kind": "ddp", "bucket_cap_mb": 1},
     "zero1": {"kind": "zero1"},
     "fsdp2": {"kind": "fsdp2"},
     "fsdp2, kept": {"kind": "fsdp2", "reshard_after_forward": False},
 }
 PLAIN, LAYERS = "plain", "layers"
 _COLLECTIVES = ("gloo:", "nccl:")
-_REDUCTIONS = ("c10d::allreduce_", "c10d::_reduce_scatter_base_")
-_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """One way to train, on this rank, after its third step."""
 
+    resident_bytes: int
+    """Parameters, buffers, inputs, optimizer state, and the buckets of the wrapper."""
     peak_bytes: int
     gradients: torch.Tensor
     collectives: tuple[Counter[str], Counter[str]]
     """How many of each kind a step has, and of how many elements in all."""
-    overlapped: int
-    """Matrix products that begin after the first reduction of gradients."""
     step: Callable[[], None]
 
 
@@ -98,26 +107,64 @@ def plan_for(workload: Workload, parallel: planner.DataParallel, step: PreparedS
     return plan_within(step, limit, Effort(time_limit=time_limit))
 
 
+def wrap(model: nn.Module, parallel: planner.DataParallel) -> Callable[..., Any]:
+    """The model as its rank calls it."""
+    if parallel.kind in ("ddp", "zero1"):
+        # All ranks make the same model; sending it around would leave traces in the measurement.
+        return DistributedDataParallel(
+            model, gradient_as_bucket_view=parallel.gradient_as_bucket_view, init_sync=False)
+    mesh = init_device_mesh("cpu", (parallel.ranks,))
+    units = [model.get_submodule(name) for name in
+             sorted(unit_names(model, parallel.units), key=len, reverse=True)]
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=parallel.reshard_after_forward)
+        settle_collectives(unit)
+    return model
+
+
+def make_optimizer(model: nn.Module, parallel: planner.DataParallel) -> Optimizer:
+    """AdamW on one rank."""
+    if parallel.kind == "zero1":
+        return ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3)
+    return AdamW(model.parameters(), lr=1e-3)
+
+
 def train_here(workload: Workload, parallel: planner.DataParallel) -> Trained:
-    """What this rank takes in the third step, and its gradients then."""
-    settled: list[Callable[..., Any]] = []
-    measured = measure_step(workload, parallel, "adamw", settled)
+    """This rank's third step, measured, and its gradients then."""
+    wrapped: list[Callable[..., Any]] = []
+    record = record_peak(lambda: wrapped.append(wrap(workload.model, parallel)), "cpu")
+    buckets = record.end_bytes if parallel.kind in ("ddp", "zero1") else 0
+    stepper = make_optimizer(workload.model, parallel)
+
+    def update() -> None:
+        output = workload.call(wrapped[0])
+        objective(output, workload.loss_fn).backward()
+        stepper.step()
+
+    for _ in range(2):
+        update()
+        stepper.zero_grad(set_to_none=True)
+    resident = buckets + storage_bytes([
+        *workload.model.parameters(), *workload.model.buffers(), *held_by_loss(workload),
+        *pytree.tree_leaves(workload.inputs), *pytree.tree_leaves(_state_of(stepper))])
+    peak = resident + record_peak(update, "cpu").peak_bytes
     gradients = torch.cat([_local(p.grad).flatten() for p in workload.model.parameters()
                            if p.grad is not None])
-    step = partial(_step, workload, settled[0], make_optimizer(workload.model, "adamw", parallel))
+    step = partial(_step, workload, wrapped[0], make_optimizer(workload.model, parallel))
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         step()
-    events = seen.events()
     collectives: Counter[str] = Counter()
     elements: Counter[str] = Counter()
-    for event in events:
+    for event in seen.events():
         if event.name.startswith(_COLLECTIVES):
             collectives[event.name] += 1
             elements[event.name] += sum(math.prod(shape) for shape in event.input_shapes)
-    reduced = min(event.time_range.start for event in events if event.name in _REDUCTIONS)
-    return Trained(measured.peak_bytes, gradients, (collectives, elements),
-                   sum(event.name in _PRODUCTS and event.time_range.start > reduced
-                       for event in events), step)
+    return Trained(resident, peak, gradients, (collectives, elements), step)
+
+
+def _state_of(optimizer: Optimizer) -> list[object]:
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return [value for state in inner.state.values() for value in state.values()]
 
 
 def _step(workload: Workload, model: Callable[..., Any], stepper: Optimizer) -> None:
@@ -156,10 +203,10 @@ def _rank(rank: int, port: int, ranks: int, name: str, wrapper: str, plan_paths:
         plain = trained[PLAIN]
         Path(folder, str(rank)).write_text(json.dumps({way: {
             "peak": each.peak_bytes,
+            "resident": each.resident_bytes,
             "off": ((each.gradients - plain.gradients).norm() / plain.gradients.norm()).item(),
             "collectives": sum(each.collectives[0].values()),
             "same": each.collectives == plain.collectives,
-            "overlapped": each.overlapped,
             **{f"to {base}": _ratio(seconds[way], seconds[base]) for base in (PLAIN, LAYERS)},
         } for way, each in trained.items()}))
     finally:
@@ -208,7 +255,6 @@ def compare(name: str, wrapper: str, arguments: argparse.Namespace, table: Table
         table.row(name, wrapper, way[3:], limit / MEGABYTE, plan.peak_bytes / MEGABYTE,
                   fullest / MEGABYTE, 100 * (plan.peak_bytes / fullest - 1), plain / MEGABYTE,
                   max(each["off"] for each in ranks), ranks[0]["collectives"], str(is_same),
-                  f"{seen[0][PLAIN]['overlapped']} → {ranks[0]['overlapped']}",
                   ranks[0]["to plain"], ranks[0]["to layers"], 1 + plan.overhead)
         held = held and fullest <= limit and is_same
     for budget, refusal in refused.items():
@@ -238,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     table = Table("model:6", "wrapper:12", "budget:6", "MB:8.3f", "predicted:9.3f",
                   "measured:9.3f", "off %:6.2f", "plain:9.3f", "gradients:9.1e", "collectives:11d",
-                  "as plain", "to overlap:10", "time:19", "to layers:19", "planned:7.2f")
+                  "as plain", "time:19", "to layers:19", "planned:7.2f")
     held = [compare(name, wrapper, arguments, table)
             for name in arguments.model for wrapper in arguments.wrapper]
     return 0 if all(held) else 1

@@ -1,38 +1,54 @@
-"""Every solver on every instance: overhead found and proven, seconds, peak, published figures.
+"""Every solver on every instance: overhead found and proven, seconds, peak.
 
     python -m benchmarks.solvers --instances FOLDER --budgets .9,.8,.5 --time-limit 60
 
 Instances are networkx node-link JSON files (see `solvers.instances`); `--models` names models that
-are captured first (see `benchmarks.captured`), and `--problems` takes files that it wrote.
-Budgets are fractions of the peak of the plain order.  Overheads are percentages of the cost of
-running every op once.
+are captured first, large ones on the meta device, and kept with `--save`; `--problems` takes what
+was kept.  Budgets are fractions of the peak of the plain order, overheads percentages of the cost
+of running every op once.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+import torch
+
 from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
-from benchmarks.baselines import checkmate, moccasin
-from benchmarks.problem_file import read_problem
-from benchmarks.published import PUBLISHED
+from benchmarks.models import WORKLOADS, Workload, gpt2, llama
 from benchmarks.table import Table
-from solvers import SOLVERS, Algorithm, InfeasibleBudget, load_problem, simulate, solve
+from solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
 from solvers.lazy import cheapest_walk
 from solvers.local_search import improve, repair
 from solvers.minimum import minimum_peak, working_set_floor
 from solvers.problem import Problem, Schedule
 
 
+def save_problem(problem: Problem, path: Path) -> None:
+    """Write a problem; `read_problem` gives an equal one back."""
+    path.write_bytes(msgspec.json.encode(problem) + b"\n")
+
+
+def read_problem(path: Path) -> Problem:
+    """Read what `save_problem` wrote; raises `ValueError` where the file holds no problem."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Problem)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: expected a problem written by `save_problem`, got what lacks "
+                         f"or misnames something ({error})") from error
+
+
 class Found(NamedTuple):
-    """What a solver hands back; None: nothing was found, nothing is proven."""
+    """A solver's answer; None: nothing was found, nothing is proven."""
 
     schedule: Schedule | None
     bound: float | None
@@ -62,7 +78,7 @@ def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> 
                          seed=seed), None)
 
 
-def _solver(solver: str | Algorithm) -> Method:
+def _solver(solver: str) -> Method:
     def method(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
         try:
             result = solve(problem, budget_bytes, solver=solver, time_limit=time_limit, seed=seed)
@@ -74,24 +90,32 @@ def _solver(solver: str | Algorithm) -> Method:
 
 METHODS: dict[str, Method] = {
     "lazy": lazy, "local": local,
-    "checkmate": _solver(checkmate), "moccasin": _solver(moccasin),
     **{name: _solver(name) for name in SOLVERS},
 }
 """Everything that can be compared, by name."""
 
 
-def machine() -> str:
-    """The machine and the versions that the figures belong to, in one line."""
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass  # not Linux: the name that Python knows has to do
-    return (f"{model}, {os.cpu_count()} cores, {platform.system()}, "
-            f"Python {platform.python_version()}, OR-Tools {version('ortools')}")
+def _gpt2(layers: int) -> Workload:
+    """GPT-2 medium's layers, batch 8, 1024 tokens, a small vocabulary, dropout as published."""
+    with torch.device("meta"):
+        return gpt2(layers=layers, sequence=1024, width=1024, heads=16, vocabulary=4096)
+
+
+def _llama(layers: int, width: int, inside: int, heads: int) -> Workload:
+    """Llama 3 in bfloat16, 8 sequences of 4096 tokens."""
+    with torch.device("meta"):
+        work = llama(layers=layers, sequence=4096, width=width, inside=inside, heads=heads,
+                     groups=8, vocabulary=128256)
+    return replace(work, model=work.model.to(torch.bfloat16))
+
+
+STEPS: dict[str, Callable[[], Workload]] = {
+    **{f"gpt2_{layers}": partial(_gpt2, layers) for layers in (12, 24, 48, 96)},
+    "llama_8b": partial(_llama, 32, 4096, 14336, 32),
+    "llama_70b": partial(_llama, 80, 8192, 28672, 64),
+    **WORKLOADS,
+}
+"""Steps to capture, by name; the first six are on the meta device."""
 
 
 def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: Sequence[str],
@@ -103,7 +127,6 @@ def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: 
         return 100 * (cost / problem.keep_all_cost - 1)
 
     for budget in budgets:
-        published = ", ".join(map(str, PUBLISHED.get((instance, round(budget, 6)), ())))
         for name in solvers:
             start = time.monotonic()
             found = METHODS[name](problem, int(budget * plain_peak), time_limit, seed)
@@ -115,8 +138,7 @@ def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: 
                 overhead, peak = percent(simulation.cost), simulation.peak_bytes / plain_peak
             table.row(instance, len(problem), budget, name,
                       "none" if overhead is None else overhead,
-                      None if found.bound is None else percent(found.bound), seconds, peak,
-                      published)
+                      None if found.bound is None else percent(found.bound), seconds, peak)
 
 
 def _smallest(problem: Problem, instance: str, seed: int) -> str:
@@ -133,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = benchmark_parser("solvers", __doc__, time_limit=60.0)
     parser.add_argument("--instances", type=Path, help="folder of node-link JSON instances")
     parser.add_argument("--problems", type=Path, nargs="*", default=[],
-                        help="files written by benchmarks.problem_file.save_problem")
+                        help="files that --save wrote")
+    parser.add_argument("--save", type=Path, help="folder for the problems of --models")
     parser.add_argument("--models", default="",
                         help="names of models to capture, e.g. gpt2,llama_8b")
     parser.add_argument("--only", default="", help="instances whose name contains this")
@@ -151,15 +174,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                      for path in sorted(arguments.instances.glob("*.json"))]
     problems += [(path.stem, read_problem(path)) for path in arguments.problems]
     if arguments.models:
-        from benchmarks.captured import captured
-
-        problems += [(name, captured(name).base.problem) for name in arguments.models.split(",")]
+        for name in arguments.models.split(","):
+            start = time.monotonic()
+            problems.append((name, STEPS[name]().prepare().base.problem))
+            print(f"{name}: captured in {time.monotonic() - start:.1f} s", flush=True)
+            if arguments.save is not None:
+                save_problem(problems[-1][1], arguments.save / f"{name}.problem")
     problems = [(name, problem) for name, problem in problems if arguments.only in name]
-    print(machine())
+    print(f"{platform.machine()}, OR-Tools {version('ortools')}")
     print(f"at most {arguments.time_limit:g} s per run, seed {arguments.seed}; overhead in percent "
           "of the plain cost, budget and peak as fractions of the plain peak\n")
     table = Table("instance:20", "ops:5d", "budget:g", "solver:9", "found %:8.3f", "bound %:8.3f",
-                  "seconds:.1f", "peak:.4f", "published %")
+                  "seconds:.1f", "peak:.4f")
     for name, problem in problems:
         measure(problem, name, arguments.budgets, arguments.solvers, arguments.time_limit,
                 arguments.seed, table)

@@ -11,6 +11,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("apply", "graph_capture", "planner", "solvers")
 DOOR = ROOT / "graph_capture" / "torch_compat"
+PLAIN_DOCSTRINGS = (
+    *(f"graph_capture/{name}" for name in (
+        "torch_compat", "op_costs", "device_kernels", "memory", "data_parallel", "inductor",
+        "optimizer")),
+    *(f"planner/{name}" for name in ("reporters", "ranks", "training_loop")))
 
 
 def files(*folders: str) -> list[Path]:
@@ -38,6 +43,21 @@ def private_torch(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Attribute):
             names = [ast.unparse(node)]
         yield from (name for name in names if re.match(r"torch(?!\.ops\.)(\.\w+)*\._(?!_)", name))
+
+
+def test_docstrings_say_what_a_thing_is_and_begin_with_neither_what_nor_whether():
+    found = [f"{short(path)}: {text.splitlines()[0]}" for path in files(*PLAIN_DOCSTRINGS)
+             for text in strings_that_stand_alone(ast.parse(path.read_text()))
+             if text.startswith(("What ", "Whether "))]
+    assert not found
+
+
+def strings_that_stand_alone(tree: ast.AST) -> Iterator[str]:
+    """Docstrings, also those under fields and constants."""
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)):
+            yield node.value.value
 
 
 @pytest.mark.parametrize("path", files("tests"), ids=short)

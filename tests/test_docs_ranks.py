@@ -1,4 +1,4 @@
-"""The scripts of docs/distributed.md run, each on two ranks that torchrun starts."""
+"""The documentation's scripts for several ranks run, each on two ranks that torchrun starts."""
 
 import os
 import re
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "distributed.md"
-SCRIPTS = re.findall(r"^<!-- torchrun -->\n```python\n(.*?)^```$", PAGE.read_text(),
-                     re.DOTALL | re.MULTILINE)
+PAGES = ("docs/tutorials/several_ranks.md", "docs/how_to/distributed.md")
+SCRIPTS = [script for page in PAGES for script in re.findall(
+    r"^<!-- torchrun -->\n```python\n(.*?)^```$", (ROOT / page).read_text(),
+    re.DOTALL | re.MULTILINE)]
 
 
 def test_there_are_scripts():

@@ -1,4 +1,4 @@
-"""What fully sharded data parallelism (FSDP2, ZeRO) takes on one rank, and when.
+"""Memory timeline of fully sharded data parallelism (FSDP2, ZeRO) on one rank.
 
 The model of the world is that of `torch.distributed.fsdp.fully_shard`: each unit (a wrapped module,
 without what is wrapped inside it; the root is one) holds a shard of each parameter, padded to equal
@@ -58,7 +58,7 @@ class ShardedUnit:
     parameters: tuple[nn.Parameter, ...]
     reshard_after_forward: bool
     done: bool = False
-    """Whether its gradients were reduced in this backward."""
+    """True if its gradients were reduced in this backward."""
     in_backward: bool = False
     gathered: torch.Tensor | None = None
     """Flat buffer of parameters that are gathered and not copied out yet."""
@@ -113,7 +113,7 @@ class FullySharded:
         self.precision = precision or Precision()
         self.units, self.ranks = tuple(units), ranks
         self.sharded_gradients: list[torch.Tensor] = []
-        """What stays of the gradients."""
+        """The part of the gradients that stays."""
         self._library_copies = library_copies
         self._last_gathered: torch.Tensor | None = None
         self._reducing: torch.Tensor | None = None

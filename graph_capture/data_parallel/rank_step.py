@@ -29,7 +29,7 @@ class ParallelStep:
     end_gradients_bytes: int
     """Gradients that are left when the backward has ended (those in buckets are not)."""
     end_activations_bytes: int
-    """What the output holds then."""
+    """Storages that the output keeps alive then."""
 
 
 def trace_parallel_step(twin: FakeTwin, wrapper: Wrapper, loss_fn: LossFn | None = None, *,

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel and fully_shard do while a step runs.
+"""The allocations of DistributedDataParallel and fully_shard while a step runs.
 
 Under DDP the buckets are there from the start; what is followed is when a gradient leaves: with
 `gradient_as_bucket_view` it goes into its bucket as soon as it is made.

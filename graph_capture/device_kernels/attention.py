@@ -58,11 +58,11 @@ class AttentionCall:
     dropout: float
     is_causal: bool
     grouped: bool
-    """Whether fewer heads of keys than of queries are asked for (`enable_gqa`)."""
+    """True if fewer heads of keys than of queries are asked for (`enable_gqa`)."""
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether autograd records it, as far as the kernels ask."""
+        """True if autograd records it, as far as the kernels ask."""
         return torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (self.query, self.key, self.value))
 

@@ -1,4 +1,4 @@
-"""What `torch.autocast("cuda")` casts, for ops that the CPU's autocast leaves alone.
+"""The casts of `torch.autocast("cuda")` for ops that the CPU's autocast leaves alone.
 
 The model of the world: autocast changes what an op is called with, by one of four policies, and the
 op is then run without it.  The lists are those of CUDA in torch's `ATen/autocast_mode.h`; ops that
@@ -55,7 +55,7 @@ WIDEST = _names("""
 
 
 def autocast_kernels() -> Iterator[tuple[Place, Callable[..., Any]]]:
-    """What stands before the ops of these lists while autocast is on; ops that this torch does not
+    """Replacements of the ops of these lists while autocast is on; ops that this torch does not
     have are left out."""
     float32 = FLOAT32 | ({"rms_norm"} if _version() >= (2, 12) else set())
     for names, kernel in ((float32, _float32), (FLOAT32_RESULT, _float32_result),

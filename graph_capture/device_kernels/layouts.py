@@ -1,4 +1,4 @@
-"""What the ops of a graph that was traced on the CPU make on another device.
+"""Results on another device of the ops of a graph that was traced on the CPU.
 
 The model of the world: torch's fake kernels know what an op makes on a device that is not here, as
 long as autograd has no part in it: dtypes of saved statistics, strides of what a library writes.
@@ -52,7 +52,7 @@ class _Mover:
             argument.type == "cpu") else argument
 
     def value(self, node: fx.Node) -> Any:
-        """What a node makes there; its operands have been asked for."""
+        """Result of a node on that device; those of its operands are known."""
         known = node.meta["val"]
         modes = {leaf.fake_mode for leaf in pytree.tree_leaves(known)
                  if isinstance(leaf, FakeTensor)}

@@ -66,7 +66,7 @@ class DeviceKernels:
         return kernels_replaced(self._kernels)
 
     def notes(self) -> tuple[str, ...]:
-        """What was chosen so far, and why, in words."""
+        """Describe the choices so far, and their reasons."""
         major, minor = self.capability
         return (f"there is no such GPU here: kernels are those that torch would choose on compute "
                 f"capability {major}.{minor}",

@@ -1,4 +1,4 @@
-"""What Inductor makes of the buffers of a captured step: which its own partitioner saves, which
+"""Inductor's treatment of the buffers of a captured step: which its own partitioner saves, which
 never leave a kernel, and what it costs a kernel to write one for the backward."""
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class CompiledTracer:
     graphs: CapturedGraphs
     """Of the twin's model."""
     origin: FakeTwin
-    """What `twin` was made of; as long as it is alive, `twin` knows its tensors."""
+    """The original of `twin`; as long as it is alive, `twin` knows its tensors."""
     holds_output: bool = True
-    """Whether the caller holds the model's output until the backward ends."""
+    """True if the caller holds the model's output until the backward ends."""
     capture_seconds: float = 0.0
     """By the clock, what it took to trace and lower the step."""
 
@@ -110,7 +110,8 @@ class CompiledTracer:
             self.costs.seconds(*run) for run in ops.runs)
 
     def _around(self) -> AbstractContextManager[object]:
-        """What generated code runs in: data-less tensors lack the values that it would write."""
+        """Context in which generated code runs: data-less tensors lack the values that it would
+        write."""
         mode = self.twin.mode
         return mode.without_values() if isinstance(mode, DataLessMode) else nullcontext()
 

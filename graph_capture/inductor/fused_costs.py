@@ -1,4 +1,4 @@
-"""What one run of an op costs where Inductor fuses it with its neighbours.
+"""Cost of one run of an op that Inductor fuses with its neighbours.
 
 The model of the world: an op is *pointwise*, a *reduction* or *external* (a matrix product, a
 convolution, attention: a library's kernel).  Pointwise ops are computed in the kernels that read
@@ -103,8 +103,8 @@ class FusedCosts:
         return OpCost(flops, moved, self._seconds(node, fusion), 0)
 
     def saving_seconds(self, node: fx.Node) -> float:
-        """What it takes to write the result of an op and to read it again, if no kernel has to find
-        it in memory otherwise."""
+        """Seconds to write the result of an op and to read it again, if no kernel has to find it in
+        memory otherwise."""
         if fusion_of(node) is not Fusion.POINTWISE or _is_read_from_outside(node):
             return 0.0
         made = tensors_of(node.meta.get("val"))
@@ -114,7 +114,7 @@ class FusedCosts:
             math.ceil(masks * per_mask), torch.float32)
 
     def reading_seconds(self, size_bytes: int) -> float:
-        """What it takes to read so much from memory."""
+        """Seconds to read so many bytes from memory."""
         return self._model.traffic_seconds(size_bytes)
 
     def _seconds(self, node: fx.Node, fusion: Fusion) -> float:
@@ -180,7 +180,7 @@ def _elements(node: fx.Node) -> int:
 
 
 def _is_read_from_outside(node: fx.Node) -> bool:
-    """Whether some kernel that is not generated reads the result, itself or a view of it."""
+    """Return whether some kernel that is not generated reads the result, itself or a view of it."""
     return any(user.op != "output" and fusion_of(user) is Fusion.EXTERNAL
                for user in readers(node, is_view))
 

@@ -31,7 +31,7 @@ class CodeTracker(MemoryTracker):
 
 
 def memory_of_code(compiled: Any, inputs: Sequence[Any]) -> CodeMemory:
-    """What a graph compiled by Inductor takes, run on new tensors like `inputs`, which are fake."""
+    """Memory of a graph compiled by Inductor, run on new tensors like `inputs`, which are fake."""
     from graph_capture.torch_compat.inductor import stub_of
 
     tensors = [value for value in inputs if isinstance(value, FakeTensor)]

@@ -32,8 +32,8 @@ _NUMBERED = frozenset({"inductor_lookup_seed"})
 
 FindRuns = Callable[[Sequence[Hashable], Callable[[int, int], bool], int],
                     Iterable[tuple[int, int, int]]]
-"""What finds repetition, as `solvers.repetition.find_runs`, not known here, does: start, stop and
-period of each run."""
+"""Type of a function that finds repetition, as `solvers.repetition.find_runs` does, which is not
+known here: start, stop and period of each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class LeftOut:
 
     copies: int
     saved_bytes: int
-    """What they would save, all together."""
+    """Bytes that they would save, all together."""
     gradient_bytes: int
-    """What they would leave of gradients."""
+    """Bytes of gradients that they would leave."""
     saved_before_bytes: int
     """Of what stays, what the forward saves before their place."""
     gradients_before_bytes: int
@@ -78,7 +78,7 @@ def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int,
     there.windows, back.windows = [cut.there for cut in cuts], [cut.back for cut in cuts]
 
     def read(reader: int, node: fx.Node) -> fx.Node:
-        """What a node of the backward reads in the place of `node`."""
+        """The node that a node of the backward reads in place of `node`."""
         if node not in maker_of:
             return back.stand_in(node)
         maker = maker_of[node]
@@ -115,7 +115,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What is left out of both graphs."""
+    """The part left out of both graphs."""
 
     there: _Window
     back: _Window
@@ -149,7 +149,7 @@ class _Sequence:
             self._described, self._same_sources, _COPIES_KEPT + 1)]
 
     def _same_sources(self, index: int, period: int) -> bool:
-        """Whether what an op reads comes from where the one a period later has it from."""
+        """Return whether what an op reads comes from where the one a period later has it from."""
         first, second = self.ops[index].all_input_nodes, self.ops[index + period].all_input_nodes
         return len(first) == len(second) and all(
             a is b or (self.index_of[b] - self.index_of[a] == period
@@ -159,12 +159,12 @@ class _Sequence:
             for a, b in zip(first, second, strict=True))
 
     def window_of(self, node: fx.Node) -> _Window | None:
-        """What is left out that a node belongs to."""
+        """The omitted window that a node belongs to."""
         index = self.index_of.get(node, -1)
         return next((w for w in self.windows if w.start <= index < w.stop), None)
 
     def stand_in(self, node: fx.Node) -> fx.Node:
-        """What is read, after what is left out, in the place of a node."""
+        """The node that is read, after the omitted part, in place of a node."""
         while (window := self.window_of(node)) is not None:
             index = self.index_of[node]
             node = self.ops[index - (
@@ -214,8 +214,8 @@ def _layouts(node: fx.Node) -> str:
 
 def _cuts(there: _Sequence, back: _Sequence, maker_of: Mapping[fx.Node, int],
           find_runs: FindRuns) -> list[_Cut]:
-    """What may be left out of both graphs: as many copies of the backward as of the forward that
-    they read."""
+    """Windows that may be left out of both graphs: as many copies of the backward as of the forward
+    that they read."""
     forward_runs, cuts = there.runs(find_runs), list[_Cut]()
     for run in back.runs(find_runs):
         reads: dict[int, set[int]] = {}
@@ -277,7 +277,7 @@ def _root(sequence: _Sequence, node: fx.Node) -> list[tuple[fx.Node, int]]:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of; itself if it is none."""
+    """The base of a view; the node itself if it is none."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

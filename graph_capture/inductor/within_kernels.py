@@ -112,8 +112,8 @@ class _KernelGraph:
         return tuple(changed)
 
     def _read_beside(self, ops: Sequence[TrainingOp]) -> Callable[[int, int], bool]:
-        """Whether, of some buffer, another pointwise op of the backward makes another result that
-        is likely to be of the same kernel as that of some op."""
+        """Return a predicate of a buffer and an op: true if another pointwise op of the backward
+        makes another result of the buffer that is likely to be of the op's kernel."""
         stretch = list(accumulate(not self._is_generated(index) for index in range(len(ops))))
         readers: dict[tuple[int, int], set[int]] = defaultdict(set)
         for index, op in enumerate(ops):
@@ -155,7 +155,7 @@ class _KernelGraph:
 
 
 def _same_place(operand: fx.Node, node: fx.Node) -> bool:
-    """Whether an operand that fills its storage is laid out as the result of a node."""
+    """Return whether an operand that fills its storage is laid out as the result of a node."""
     value, result = operand.meta.get("val"), node.meta.get("val")
     return (isinstance(value, torch.Tensor) and isinstance(result, torch.Tensor)
             and value.shape == result.shape and value.stride() == result.stride()

@@ -1,4 +1,4 @@
-"""What the device's allocator hands out: the size of a block, and the peak of a run of real code.
+"""Measures the device's allocator: the size of a block, and the peak of a run of real code.
 
 The model of the world: memory is what the allocator of torch has handed out and not got back.  This
 is the instrument by which predictions are judged.  On CUDA it is what was asked for:
@@ -42,7 +42,7 @@ class AllocationRecord:
     peak_bytes: int
     """The most at any time; at least 0."""
     end_bytes: int
-    """What is left when it ends; negative if it released more than it took."""
+    """Bytes still allocated when it ends; negative if it freed more than it allocated."""
 
 
 def record_peak(fn: Callable[[], object], device: torch.device | str) -> AllocationRecord:

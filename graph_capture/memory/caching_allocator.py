@@ -45,12 +45,13 @@ _FIRST_MADE_FIRST = ("2.12.",)
 
 
 def takes_first_made(torch_version: str) -> bool:
-    """Whether this version takes the first made of equal blocks, not that at the lowest address."""
+    """Return whether this version takes the first made of equal blocks, not that at the lowest
+    address."""
     return torch_version.startswith(_FIRST_MADE_FIRST)
 
 
 def rounded_bytes(size_bytes: int) -> int:
-    """What a request counts for; 0 for nothing."""
+    """Bytes that a request counts for; 0 for an empty one."""
     return _up(size_bytes, GRANULE_BYTES)
 
 

@@ -26,7 +26,7 @@ _FOLLOWED = frozenset({torch.ops.aten.clone.default, torch.ops.aten._coalesce.de
 
 
 def is_sparse(value: object) -> bool:
-    """Whether this is a sparse tensor in coordinate form."""
+    """Return whether this is a sparse tensor in coordinate form."""
     return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
 
 

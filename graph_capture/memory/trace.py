@@ -1,4 +1,4 @@
-"""What was allocated and released during a stretch of code, in order, with a name on every block.
+"""A record of allocations and frees during a stretch of code, in order, with a name on every block.
 
 The one record of memory over time: the tracker of plain steps makes it, the account of the whole
 training step is put together from it, and reports and snapshots read it.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Category(StrEnum):
-    """What the bytes of a block are to the user."""
+    """The category of a block."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -127,7 +127,7 @@ class MemoryTrace:
 
 @dataclass(frozen=True, slots=True)
 class MicroStep:
-    """What one forward, loss and backward takes above what was there before it."""
+    """Memory of one forward, loss and backward above what was allocated before."""
 
     trace: MemoryTrace
     """To the end of the backward, while the output and the loss are still held."""
@@ -148,5 +148,5 @@ class MicroStep:
     sparse_gradients: Mapping[str, Any] = field(default_factory=dict)
     """Gradients in coordinate form, by parameter: tensors without values."""
     data_less: bool = True
-    """Whether the code ran on data-less tensors, which it takes for ordinary ones; else on fake
+    """True if the code ran on data-less tensors, which it takes for ordinary ones; else on fake
     ones, which some libraries treat in another way."""

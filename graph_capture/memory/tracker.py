@@ -156,7 +156,7 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _made_before(self, func: OpOverload, args: tuple[Any, ...]) -> int:
-        """What is there while an op runs, though it is made behind it under a mode."""
+        """Bytes alive while an op runs, though under a mode they are allocated after it."""
         return bytes_made_before(func, args) if self._device.type == "cpu" else 0
 
     def _note_run(self, begun: int, func: OpOverload, args: tuple[Any, ...],
@@ -182,7 +182,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _made_bytes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                     out: Sequence[torch.Tensor | None]) -> int:
-        """What a call takes for its results and beyond them."""
+        """Bytes of a call's results and of its workspace."""
         return self._workspace(func, args, kwargs, out) + sum(
             self._sizes[number] for number in set(self.numbers_of(list(out))))
 

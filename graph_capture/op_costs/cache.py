@@ -1,4 +1,4 @@
-"""What was measured of single ops, kept between processes.
+"""A cache of measurements of single ops, kept between processes.
 
 One file per device, torch version and number of threads, one line of JSON per fact, appended by a
 single write, so that processes may share it.  A line that is no fact is skipped: a file damaged by

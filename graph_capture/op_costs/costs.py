@@ -1,4 +1,4 @@
-"""What one run of a captured op costs: FLOPs, traffic, seconds and workspace.
+"""Cost of one run of a captured op: FLOPs, traffic, seconds and workspace.
 
 Workspace comes from the probe of `graph_capture.op_costs.probe`.  Three models of seconds:
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one run of an op costs."""
+    """Cost of one run of an op."""
 
     flops: int
     bytes_moved: int
@@ -76,7 +76,7 @@ class OpCosts:
     def workspace_bytes(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> int:
-        """What the op's kernel allocates for itself."""
+        """Workspace of the op's kernel."""
         target, kwargs, beyond = original_call(target, kwargs)
         return self._probe.workspace_bytes(target, args, kwargs, out) + beyond
 

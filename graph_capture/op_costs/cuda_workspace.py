@@ -1,4 +1,4 @@
-"""What kernels of CUDA allocate for themselves, where there is no such device to measure it on.
+"""Workspace of CUDA's kernels, where there is no such device to measure it on.
 
 The model of the world: the sizes that torch's own code asks its allocator for
 (`transformers/cuda/flash_attn/flash_api.cpp`, `transformers/cuda/attention_backward.cu`,
@@ -30,7 +30,7 @@ from graph_capture.op_costs.devices import Gpu
 _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072
 _LT_BYTES = 2 ** 20
-"""What torch gives cuBLASLt, which multiplies and adds."""
+"""Workspace that torch gives cuBLASLt, which multiplies and adds."""
 _TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -44,19 +44,21 @@ def cuda_workspace_bytes(name: str, args: Sequence[Any], gpu: Gpu) -> int | None
 
 
 def product_workspace_bytes(name: str, gpu: Gpu) -> int:
-    """What torch takes for one matrix product by the op of this name, beside what it holds."""
+    """Workspace that torch allocates for one matrix product by the op of this name, without what it
+    holds."""
     if _holds_workspace():
         return 0
     return _LT_BYTES if name == "addmm" else cublas_workspace_bytes(gpu)
 
 
 def held_workspace_bytes(gpu: Gpu | None) -> int:
-    """What torch holds for cuBLAS, for each thread that has multiplied matrices; `None`: a CPU."""
+    """Workspace that torch holds for cuBLAS, for each thread that has multiplied matrices; `None`:
+    a CPU."""
     return 0 if gpu is None or not _holds_workspace() else cublas_workspace_bytes(gpu)
 
 
 def cublas_workspace_bytes(gpu: Gpu, version: tuple[int, ...] = _TORCH) -> int:
-    """What torch lets cuBLAS work in, on each handle and stream."""
+    """Size of the cuBLAS workspace on each handle and stream."""
     given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if given:
         return sum(int(size) * 1024 * int(count) for size, count in given)

@@ -26,7 +26,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """What a device can do per second."""
+    """Throughput of a device."""
 
     name: str
     flops_per_second: Mapping[torch.dtype, float]
@@ -44,7 +44,7 @@ class DeviceModel:
 
     @property
     def host_bytes_per_second(self) -> float:
-        """What copies between a GPU and pinned memory of the host reach each way; infinite for a
+        """Bytes per second of copies between a GPU and pinned host memory, each way; infinite for a
         CPU, which is the host."""
         return math.inf if self.gpu is None else (
             self.gpu.host_bytes_per_second * self.bandwidth_efficiency)
@@ -117,14 +117,14 @@ class Gpu:
 
     @property
     def host_bytes_per_second(self) -> float:
-        """What the link to the host carries each way, as its standard states it (PCI-SIG: 8, 16 and
-        32 GT/s a lane in generations 3 to 5)."""
+        """Nominal bandwidth of the link to the host each way (PCI-SIG: 8, 16 and 32 GT/s a lane in
+        generations 3 to 5)."""
         standard = 64 if self.compute_capability >= (9, 0) else (
             32 if self.compute_capability >= (8, 0) else 16)
         return 1e9 * (standard if self.host_link_gb is None else self.host_link_gb)
 
     def model(self) -> DeviceModel:
-        """What it can do per second."""
+        """Throughput of this GPU."""
         half = self.half_tflops
         return DeviceModel(
             name=self.name,

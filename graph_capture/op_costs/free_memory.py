@@ -19,7 +19,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _available_bytes() -> int | None:
-    """What Linux says is available; elsewhere a cautious figure, since asking differs by system."""
+    """Available memory as Linux reports it; elsewhere a cautious figure, since asking differs by
+    system."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -30,7 +31,7 @@ def _available_bytes() -> int | None:
 
 
 def _left_in_control_group_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the container's limit leaves; `None` where there is no limit."""
+    """Memory that the container's limit leaves; `None` where there is no limit."""
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())

@@ -54,7 +54,8 @@ _TRUSTED_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd")
 
 
 def is_trusted(target: OpOverload) -> bool:
-    """Whether an op checks its operands, and may be run in this process with made-up ones."""
+    """Return whether an op checks its operands, and may be run in this process with made-up ones.
+    """
     name = aten_name(target)
     return (not _TRUSTED_TAGS.isdisjoint(target.tags) or name in _TRUSTED
             or name.startswith(_TRUSTED_PREFIXES))
@@ -73,7 +74,7 @@ def _of_process(device: torch.device, *settings: object) -> IsolatedProbe:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What is told of a strided tensor; the same object for the same tensor."""
+    """Description of a strided tensor; the same object for the same tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""What a single op's kernel allocates for itself while it runs, and how long it takes.
+"""Measures the workspace of a single op's kernel, and its time.
 
-The model of the world: that depends on the op, the shapes, strides and dtypes of its tensors, its
+The model of the world: both depend on the op, the shapes, strides and dtypes of its tensors, its
 other arguments, the device, the torch version and the number of threads, and on nothing else.  So
 it is measured by running the op alone on throw-away tensors, once per such signature, and kept.
 Ops whose kernels are known to need nothing are not run; those that may not bear made-up operands
@@ -130,7 +130,8 @@ class OpProbe:
 
     def known_seconds(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                       ) -> float | None:
-        """What `seconds_of_function` found for a function of this text and such arguments."""
+        """Return the time that `seconds_of_function` found for a function of this text and such
+        arguments."""
         return self._cache.get(_kernel_key(text, args, kwargs))
 
     def seconds_of_function(self, text: str, function: Callable[[], Callable[..., Any]],
@@ -196,7 +197,7 @@ class OpProbe:
                 <= _SAFE_FRACTION * free_bytes(self.device))
 
     def _fits_here(self, tensors: list[torch.Tensor], margin_bytes: int = 0) -> bool:
-        """Whether such tensors, and a margin, are within what the caller's budget leaves."""
+        """Return whether such tensors, and a margin, are within what the caller's budget leaves."""
         return self._room is None or (
             sum(map(_extent_bytes, tensors)) + margin_bytes <= self._room())
 
@@ -275,7 +276,7 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def _allocates(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Whether the op makes a storage; one that only makes views runs no kernel."""
+    """Return whether the op makes a storage; one that only makes views runs no kernel."""
     of_inputs = {storage_key(tensor) for tensor in inputs}
     return any(storage_key(tensor) not in of_inputs for tensor in outputs)
 
@@ -301,7 +302,8 @@ def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[to
 
 
 def has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether a number stands where the op has an operand (not a mere setting such as `alpha`)."""
+    """Return whether a number stands where the op has an operand (not a mere setting such as
+    `alpha`)."""
     return any(isinstance(value, (bool, int, float, complex)) and argument.name in ("self", "other")
                for argument, value in zip(schema_of(target).arguments, args, strict=False))
 

@@ -15,12 +15,12 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class ProbeRoom:
-    """What a budget leaves to throw-away tensors."""
+    """Memory that a budget leaves to dummy inputs."""
 
     limit: int | Fraction
     """Bytes, or a share of the plain step's peak."""
     held_bytes: Callable[[], int]
-    """What is allocated on the device at the moment."""
+    """Bytes allocated on the device at the moment."""
     resident_bytes: int
     """Of that, what is held before a step begins: parameters, buffers and inputs."""
 

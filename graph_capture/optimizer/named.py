@@ -31,7 +31,7 @@ class _Selective:
     others: type[Any]
     """For the parameters that it does not take."""
     wanted: str
-    """What it takes, in words."""
+    """Its arguments, in words."""
 
 
 _SELECTIVE: dict[str, _Selective] = {

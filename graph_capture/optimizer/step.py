@@ -1,4 +1,4 @@
-"""What an optimizer holds from step to step, and what one step of it takes meanwhile.
+"""Memory of an optimizer: its state, and the temporaries of one step.
 
 The model of the world: the state depends on the shapes and dtypes of the trainable parameters and
 on the optimizer's settings.  So the optimizer's own `step()` runs on data-less tensors, which works
@@ -40,12 +40,12 @@ from graph_capture.twins.fake import FakeTwin
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """What the training loop does around `optimizer.step()`."""
+    """Settings of the training loop around `optimizer.step()`."""
 
     grad_clip: float | None = None
     """Largest norm of all gradients, by `torch.nn.utils.clip_grad_norm_`."""
     grad_scaler: bool = False
-    """Whether a `torch.amp.GradScaler` unscales the gradients and makes the step."""
+    """True if a `torch.amp.GradScaler` unscales the gradients and makes the step."""
     set_to_none: bool = True
     """As in `optimizer.zero_grad`; it matters here for gradients of the optimizer's own copies."""
     implementation: Literal["for-loop", "fused"] | None = None
@@ -298,8 +298,8 @@ def _without_multi_tensor_ops(workspace: Workspace) -> Workspace:
 
 def _choose_implementation(group: dict[str, Any], device: torch.device,
                            wanted: str | None) -> None:
-    """What is wanted, else what torch chooses on a GPU when the user left the choice to it; the
-    trace is on the CPU, where it would choose the loop over single tensors."""
+    """The requested implementation, else torch's own choice on a GPU; the trace is on the CPU,
+    where it would choose the loop over single tensors."""
     if wanted is not None:
         if "foreach" not in group or (wanted == "fused" and "fused" not in group):
             raise ValueError(f"the optimizer has no variant {wanted}")

@@ -35,7 +35,7 @@ _MOST_EVALUATIONS = 2000
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot be called without a closure."""
+    """Return whether `step` cannot be called without a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -77,7 +77,7 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
 
 
 AUTOGRAD_HOLDS_COTANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
-"""Whether what flows into a compiled backward stays allocated until that ends (torch before 2.13),
+"""True if what flows into a compiled backward stays allocated until that ends (torch before 2.13),
 or only until its last use."""
 
 
@@ -211,8 +211,8 @@ def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weakly(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch calls in the place of `call`, which its maker holds: torch keeps what was compiled
-    for code of the user's, where a graph breaks in it, after the model has gone."""
+    """A weak function that torch calls in place of `call`: torch keeps what was compiled for code
+    of the user's, where a graph breaks in it, after the model has gone."""
     reference = weakref.ref(call)
 
     def run(*args: Any) -> Any:

@@ -54,7 +54,7 @@ def layouts_of_their_own() -> Iterator[None]:
 
 
 def _related_to_convolutions(graph: fx.Graph) -> set[fx.Node]:
-    """What convolutions read, and what is computed from that or from their results, dimension by
+    """Operands of convolutions, and nodes computed from these or from their results, dimension by
     dimension."""
     related: set[fx.Node] = set()
     for node in reversed(graph.nodes):

@@ -76,7 +76,7 @@ def kernels_replaced(kernels: Mapping[Place, Callable[..., Any]]) -> Iterator[No
 
 
 def has_kernel(op: OpOverload, key: str) -> bool:
-    """Whether an op has a kernel at a dispatch key."""
+    """Return whether an op has a kernel at a dispatch key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
@@ -93,7 +93,8 @@ def _run(place: Place, *args: Any, **kwargs: Any) -> Any:
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """What AOTAutograd traces an op as, where that is other ops than torch composes it of."""
+    """Return AOTAutograd's own decomposition of an op, where it differs from torch's composition.
+    """
     found: Callable[..., Any] | None = op.py_kernels.get(torch._C.DispatchKey.Autograd)
     return found
 
@@ -111,7 +112,7 @@ def beneath_autocast() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSwitches:
-    """What the caller says of the kernels of `scaled_dot_product_attention`."""
+    """The caller's settings for the kernels of `scaled_dot_product_attention`."""
 
     enabled: frozenset[str]
     """Kernels that are switched on: `flash`, `efficient`, `cudnn`, `math`."""
@@ -126,7 +127,8 @@ _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 def kernel_chosen_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                            mask: torch.Tensor | None, dropout: float, is_causal: bool,
                            grouped: bool) -> str:
-    """What `scaled_dot_product_attention` runs on the device of its operands, which is here."""
+    """Return the kernel of `scaled_dot_product_attention` on the device of its operands, which is
+    present."""
     return _BACKENDS[torch._fused_sdp_choice(query, key, value, mask, dropout, is_causal,
                                              enable_gqa=grouped)]
 

@@ -54,7 +54,7 @@ class JointPartitioner(CustomPartitionerFn):
         return self._partition(gm, joint_inputs, **options)
 
     def uuid(self) -> str:
-        """What the caches know it by."""
+        """Key in the compilation caches."""
         return self._uuid
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ def _placeholder_values(gm: fx.GraphModule) -> list[Any]:
 
 
 class _Chosen(BaseException):
-    """What torch's partitioner would save is known."""
+    """Raised once the choices of torch's partitioner are known."""
 
 
 def chosen_by_default(joint: fx.GraphModule, num_forward_outputs: int
@@ -145,7 +145,7 @@ def store_result(node: fx.Node) -> None:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether that was asked for the node."""
+    """Return whether that was asked for the node."""
     return _STORED in node.meta
 
 
@@ -153,7 +153,7 @@ _STORED = "inductor_realize_to_strides"
 
 
 def lays_out_for_convolutions(module: fx.GraphModule) -> bool:
-    """Whether Inductor would give the operands of a training graph's convolutions the layout
+    """Return whether Inductor would give the operands of a training graph's convolutions the layout
     `channels_last`."""
     from torch._inductor.graph import GraphLowering
 
@@ -161,7 +161,7 @@ def lays_out_for_convolutions(module: fx.GraphModule) -> bool:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What Inductor needs for `device` and does not find; empty if nothing."""
+    """Return the requirement of Inductor for `device` that is missing; empty if none is."""
     if device.type != "cpu":
         return ""
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -289,7 +289,7 @@ _KERNEL_MAKERS = ("triton", "cpp", "cpp_pybinding", "cuda", "cutlass", "halide",
 
 
 _CHECKS_OF_MEMORY = ("assert_size_stride", "assert_alignment")
-"""What generated code calls to check tensors, and cannot on fake ones."""
+"""Checks of tensors that generated code calls, and that do not work on fake ones."""
 
 
 def _load_stub(text: str, path: str, constants: Mapping[str, Any],

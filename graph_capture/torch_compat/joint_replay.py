@@ -27,7 +27,7 @@ from graph_capture.torch_compat.compilation import copied_module
 
 
 class JointReplay:
-    """What torch makes of one Dynamo graph up to its partition.
+    """The result of torch's passes over one Dynamo graph up to its partition.
 
     `record()` around the first compilation of the graph keeps it, `replay()` around the later ones
     puts it in the place of new traces and passes.
@@ -42,7 +42,7 @@ class JointReplay:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is something to replay: the graph has a backward."""
+        """True if there is something to replay: the graph has a backward."""
         return self._joint is not None
 
     @contextlib.contextmanager

@@ -46,7 +46,7 @@ class KernelMemory:
 
     @cached_property
     def given_bytes(self) -> int:
-        """What there is before the first kernel, beside what the caller holds anyway."""
+        """Bytes alive before the first kernel, without what the caller keeps alive anyway."""
         return sum(self._given.values())
 
     @cached_property
@@ -64,7 +64,7 @@ class KernelMemory:
                               if buffers[name].can_free()}
 
     def changes(self, nodes: Sequence[Any]) -> list[Change]:
-        """What each of the scheduler's nodes makes and lets go of."""
+        """Bytes that each of the scheduler's nodes allocates and frees."""
         return [self._change(node, last) for node, last in zip(
             nodes, self.last_used(nodes), strict=True)]
 
@@ -102,7 +102,8 @@ class KernelMemory:
 
 
 def is_call(node: Any) -> bool:
-    """Whether a node of the scheduler is no kernel of generated code: a call of a library."""
+    """Return whether a node of the scheduler is no kernel of generated code: a call of a library.
+    """
     return bool(node.is_extern() or node.is_template())
 
 

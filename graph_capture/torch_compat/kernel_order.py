@@ -89,7 +89,7 @@ def _run_after(node: Any, buffer: str) -> None:
 
 
 def _is_random(node: Any) -> bool:
-    """Whether a scheduler node draws from one of torch's generators."""
+    """Return whether a scheduler node draws from one of torch's generators."""
     op = getattr(node.node, "op_overload", None)
     return (node.is_extern() and isinstance(op, OpOverload)
             and torch.Tag.nondeterministic_seeded in op.tags)

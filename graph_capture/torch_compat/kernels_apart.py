@@ -44,7 +44,7 @@ _WORTH = 0.005
 """Part of the peak by which it is to fall for anything to be taken apart."""
 
 _BY_NODE = ("node_to_stream", "node_to_mempool")
-"""What the scheduler knows of nodes besides, by their tables; torch 2.11 has none."""
+"""Further tables of the scheduler, by node; torch 2.11 has none."""
 
 
 class KernelsApart(SchedulerPass):

@@ -6,7 +6,7 @@ import torch
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side, in whatever order of dimensions."""
+    """Return whether the elements lie side by side, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

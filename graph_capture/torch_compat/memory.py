@@ -105,7 +105,7 @@ def running_node_number() -> int | None:
 
 
 def bytes_made_before(op: object, args: tuple[Any, ...]) -> int:
-    """What a derivative that runs on this thread makes on a CPU, left alone, before this op of its,
+    """Bytes that a derivative on this thread allocates on a CPU, left alone, before this op of its,
     and only behind it while a dispatch mode is active, or for tensors of a subclass: the gradient
     of a maximum over all elements, before those that share it are counted
     (`evenly_distribute_backward` in `torch/csrc/autograd/FunctionsManual.cpp`)."""
@@ -133,7 +133,7 @@ def cpu_allocations(fn: Callable[[], object]) -> list[int]:
 
 
 def profiler_is_running() -> bool:
-    """Whether a profiler of torch's is at work in this thread."""
+    """Return whether a profiler of torch's is at work in this thread."""
     return bool(torch.autograd._profiler_enabled())
 
 
@@ -172,7 +172,7 @@ def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[li
 
 
 def _changes(block: Any, live: dict[int, int]) -> list[int]:
-    """What an event of the allocator means, by the sizes of the blocks alive, by address.
+    """Interpret an event of the allocator by the sizes of the blocks alive, by address.
 
     A block that was allocated within a recording and released after it stays in the profiler's own
     table; the release of another one, allocated since at that address, then looks as if it were
@@ -241,7 +241,8 @@ class GradientSums:
                     torch.Tensor: _counts_of_a_gradient_held_by_the_engine_alone()}
 
     def in_place(self, args: tuple[Any, ...]) -> bool:
-        """Whether `aten.add.Tensor(*args)`, seen by a dispatch mode during a backward, is one."""
+        """Return whether `aten.add.Tensor(*args)`, seen by a dispatch mode during a backward, is
+        one."""
         if len(args) != 2 or not all(isinstance(arg, torch.Tensor) for arg in args):
             return False
         held, added = args

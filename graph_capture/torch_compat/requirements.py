@@ -18,7 +18,7 @@ import torch
 from graph_capture.errors import UnsupportedTorch
 
 KNOWN_TO_WORK = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""What was run with each is in docs/torch_versions.md."""
+"""The tests that were run with each are in docs/reference/torch_versions.md."""
 
 
 def _of(owner: str, *names: str) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ def require(module: str) -> None:
 
 
 def _problem(requirement: str) -> str:
-    """What is wrong with a private name, in words; empty if nothing."""
+    """Describe the fault of a private name; empty if there is none."""
     name, called, arguments = requirement.partition("(")
     try:
         found = _resolve(name)

@@ -41,11 +41,11 @@ class SchedulerPass(_Pass):
     @property
     @abstractmethod
     def _version(self) -> tuple[object, ...]:
-        """What the caches know the pass by; to be changed with its code."""
+        """Key of the pass in the compilation caches; to be changed with its code."""
 
     def uuid(self) -> tuple[object, ...] | None:
-        """What the caches know this pass and the user's by; `None`, for no caching, where the
-        user's is a mere function."""
+        """Key of this pass and the user's in the compilation caches; `None`, for no caching, where
+        the user's is a mere function."""
         if self._of_user is None:
             return self._version
         if not isinstance(self._of_user, _Pass):

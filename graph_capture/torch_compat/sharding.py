@@ -1,4 +1,4 @@
-"""What `torch.distributed.fsdp.fully_shard` has made of a model."""
+"""The state of a model under `torch.distributed.fsdp.fully_shard`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class ShardedModule:
     group: dist.ProcessGroup
     """The ranks over which its parameters are sharded."""
     reshards: bool
-    """Whether it lets its whole parameters go after its forward."""
+    """True if it lets its whole parameters go after its forward."""
     param_dtype: torch.dtype | None
     """Of the whole parameters, where that is another than that of the shards."""
     reduce_dtype: torch.dtype | None
     """Of the gradients that are reduced, where that is another than theirs."""
     is_offloaded: bool
-    """Whether the shards lie in the host's memory."""
+    """True if the shards lie in the host's memory."""
     reduces: bool
-    """Whether this step reduces its gradients; else they stay whole for a later one to do so
+    """True if this step reduces its gradients; else they stay whole for a later one to do so
     (`set_requires_gradient_sync(False)`)."""
 
 
@@ -65,7 +65,8 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 
 def is_of_sharding(name: str, value: object) -> bool:
-    """Whether an attribute of a module, or a hook (of no name), was put there by `fully_shard`."""
+    """Return whether an attribute of a module, or a hook (of no name), was put there by
+    `fully_shard`."""
     if name.startswith(("__composable_api", "_is_fsdp_managed", "_fsdp_use_orig_params")):
         return True
     owner = getattr(value, "__self__", value)
@@ -74,5 +75,5 @@ def is_of_sharding(name: str, value: object) -> bool:
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is there in shards."""
+    """Return whether a parameter is there in shards."""
     return isinstance(tensor, DTensor)

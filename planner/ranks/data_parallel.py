@@ -1,4 +1,4 @@
-"""What one rank of a data-parallel run holds, without running one.
+"""Predicts the memory of one rank of a data-parallel run, without running one.
 
 The model of the world: every rank runs the plain step on a batch of its own; the report is of the
 rank that holds the most.

@@ -1,4 +1,4 @@
-"""What one rank of a data-parallel run holds: the report."""
+"""Report of the memory of one rank of a data-parallel run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What people and programs read: `table` for people, `machine` for programs."""
+"""Reports: `table` for people, `machine` for programs."""

@@ -19,7 +19,7 @@ _READABLE_ROWS = 48
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What happens to the ops of a module, or of several that are treated alike."""
+    """Decisions for the ops of a module, or of several that are treated alike."""
 
     ops: int = 0
     recomputed_ops: int = 0
@@ -32,7 +32,8 @@ class Totals:
 
     @property
     def freed_bytes(self) -> int:
-        """What the plan no longer keeps; below 0 where it keeps more so that others keep less."""
+        """Bytes that the plan no longer keeps; below 0 where it keeps more so that others keep
+        less."""
         return self.plain_saved_bytes - self.saved_bytes
 
     def __add__(self, other: Totals) -> Totals:

@@ -1,4 +1,4 @@
-"""What the reports for people have in common: titles, tables, notes."""
+"""Shared parts of the reports for people: titles, tables, notes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def memory_report(report: MemoryReport) -> RenderableType:
 
 
 def budget_report(check: BudgetCheck) -> RenderableType:
-    """Whether the loop fits, and which phases do not."""
+    """Report whether the loop fits, and which phases do not."""
     within = f"{format_bytes(check.budget_bytes)} ({check.budget_bytes:,} bytes)"
     if check.fits:
         left = format_bytes(check.budget_bytes - check.peak_bytes)

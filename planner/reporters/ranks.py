@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def rank_report(report: RankMemory) -> RenderableType:
-    """What one rank holds at its peak, and what is communicated in which portions."""
+    """Memory of one rank at its peak, and the size of its collectives."""
     moment = peak_moment(report.forward_backward_peak_bytes, report.optimizer_step_peak_bytes)
     parts: list[RenderableType] = [
         title(f"One of {report.parallel.ranks} ranks under {report.parallel.kind}, at the peak in "

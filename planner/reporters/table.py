@@ -31,7 +31,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def plain_text(report: RenderableType) -> str:
-    """What rich would print, without colour, to the width of the terminal."""
+    """Render as rich would print, without colour, to the width of the terminal."""
     stream, width = io.StringIO(), shutil.get_terminal_size((_NO_TERMINAL, 24)).columns
     # In a notebook rich would display the report instead of writing it to the stream.
     console = Console(file=stream, width=width, color_system=None, force_terminal=False,
@@ -64,7 +64,7 @@ def frontier_report(plans: Sequence[Plan]) -> RenderableType:
 
 
 def verification_report(verification: Verification) -> RenderableType:
-    """What two real steps showed, and whether that is as planned."""
+    """Report of two executed steps, and whether they are as planned."""
     table = new_table("", ">", "")
     predicted, measured = verification.predicted_peak_bytes, verification.peak_bytes
     if verification.budget_bytes is not None:

@@ -77,7 +77,7 @@ class LoopAccount:
 
     @property
     def resident_bytes(self) -> int:
-        """What is held between steps."""
+        """Bytes held between steps."""
         return self.resident.total_bytes
 
 
@@ -97,7 +97,7 @@ class MemoryHolder:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What recomputation cannot lower, however much of it there is."""
+    """Memory that no recomputation lowers."""
 
     size_bytes: int
     """Everything that is held during the op whose own tensors need the most."""
@@ -110,7 +110,7 @@ class Floor:
 
     @property
     def is_of_optimizer(self) -> bool:
-        """Whether that is the optimizer's step, as a whole."""
+        """True if that is the optimizer's step, as a whole."""
         return self.phase is StepPhase.OPTIMIZER_STEP
 
 
@@ -134,7 +134,7 @@ def account_of(loop: LoopTrace) -> LoopAccount:
 
 
 def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
-    """What is alive after so many events, by category, module and op, largest first."""
+    """Tensors alive after so many events, by category, module and op, largest first."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
     for number in trace.alive_after(event):

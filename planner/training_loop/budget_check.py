@@ -1,4 +1,4 @@
-"""Whether a training loop fits a budget, what is over it, and whether recomputation could help."""
+"""Checks a training loop against a budget, and whether recomputation could help."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class BudgetCheck:
     """Phases that allocate more than the budget, in the order of the loop; empty where it fits, and
     where only what is reserved does not."""
     remedy: str
-    """What could make it fit, in words; empty where it fits."""
+    """Advice to make it fit; empty where it fits."""
     bottleneck: str
-    """What holds most at the peak, in words."""
+    """The largest tensors at the peak, in words."""
 
     @property
     def fits(self) -> bool:
-        """Whether the loop never takes more than the budget."""
+        """True if the loop never takes more than the budget."""
         return self.peak_bytes <= self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:

@@ -38,8 +38,9 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
            device: torch.device | str | None = None, gpu: str | Gpu | None = None,
            probe: bool = True,
            progress: Progress | None = None) -> MemoryReport:
-    """What a training loop of `model` takes, phase by phase: loading, forward, loss, backward, the
-    optimizer's step, and what is left for the next iteration; in the first step and in later ones.
+    """Predict the memory of a training loop of `model`, phase by phase: loading, forward, loss,
+    backward, the optimizer's step, and what is left for the next iteration; in the first step and
+    in later ones.
 
     The model is not executed: the plain step, and two steps of the optimizer, are traced on
     tensors without memory.  Nothing of the model changes.

@@ -1,4 +1,5 @@
-"""What would lower the peak of a training loop: known remedies, each with the peak that it gives.
+"""Proposals that lower the peak of a training loop: known remedies, each with the peak that it
+gives.
 
 Where a remedy changes only how the loop goes about its parts, or the optimizer, the changed loop is
 put together and accounted for like the present one, and the figure is exact.  Where it would change
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _WORTH = 0.99
 """A remedy is proposed if it brings the peak below this part of what it is."""
 _SHARE = 0.2
-"""What holds less than this part of the peak is not looked at."""
+"""Share of the peak below which a tensor is not considered."""
 _CHUNKS = 8
 _CROSS_ENTROPY = frozenset({
     "aten._log_softmax", "aten._log_softmax_backward_data", "aten.nll_loss_forward",

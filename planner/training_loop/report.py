@@ -1,4 +1,4 @@
-"""What `planner.memory` returns: the account of a training loop, as plain data."""
+"""The result of `planner.memory`: the memory breakdown of a training loop, as plain data."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Proposal:
     """A change of the training loop that lowers its peak."""
 
     change: str
-    """What to do, in words."""
+    """The change, in words."""
     peak_bytes: int
     """Peak of the loop with that change."""
     exact: bool
-    """Whether the changed loop was traced like the present one; else it is an estimate."""
+    """True if the changed loop was traced like the present one; else it is an estimate."""
     caveat: str = ""
-    """What else the change does, e.g. that training takes another course."""
+    """Side effects of the change, e.g. on the course of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class MemoryReport(LoopAccount):
     optimizer: str | None
     """Name of its class; `None`: no optimizer is counted."""
     planned: bool
-    """Whether forward and backward are those of a plan."""
+    """True if forward and backward are those of a plan."""
     inference_peak_bytes: int
     """Peak of a forward in `eval()` mode without gradients, parameters and inputs included."""
     floor: Floor
@@ -62,7 +62,7 @@ class MemoryReport(LoopAccount):
     """Changes that lower the peak, the most effective first."""
     notes: tuple[str, ...]
     reserved_bytes: int | None = None
-    """What torch's allocator is predicted to reserve on a GPU for the loop, the workspaces of
+    """Predicted bytes that torch's allocator reserves on a GPU for the loop, the workspaces of
     cuBLAS included; `None` on a CPU, whose allocator reserves nothing beyond what is allocated."""
 
     @property
@@ -77,7 +77,7 @@ class MemoryReport(LoopAccount):
 
     @property
     def holders(self) -> tuple[MemoryHolder, ...]:
-        """What holds memory at the peak, by category, module and op, largest first."""
+        """Tensors alive at the peak, by category, module and op, largest first."""
         return holders_at(self.trace.trace, self.fullest.event)
 
     @property

@@ -1,8 +1,8 @@
 """Models of timm, by `planner.within` and by a plan that is applied, against the plain run.
 
 timm imports torchvision, whose builds that are not made for the torch at hand lack the compiled
-operators; no model here calls one.  Neither is installed with the tests: docs/measurements.md says
-what was run.
+operators; no model here calls one.  Neither is installed with the tests:
+docs/reference/measurements.md says what was run.
 """
 
 from __future__ import annotations
