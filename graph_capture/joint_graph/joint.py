@@ -22,7 +22,8 @@ from torch import fx
 
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
-from graph_capture.joint_graph.walks import descendants
+from graph_capture.joint_graph.inplace import can_write_inplace
+from graph_capture.joint_graph.walks import descendants, operands
 from graph_capture.torch_compat import (
     OpOverload,
     copied_module,
@@ -146,18 +147,33 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     rank: dict[fx.Node, float] = {}
     in_backward = _in_backward(graph)
     start = float("inf")  # where the backward begins
+    latest = 0.0  # rank of the last op that is not hastened
     for position, node in enumerate(nodes):
         rank[node] = position
         if node.op == "call_function" and node in in_backward:
             start = min(start, position)
             if node in hastened:
                 last = max(rank[operand] for operand in node.all_input_nodes)
+                if _makes_anew(node, hastened):
+                    last = max(last, latest)
                 rank[node] = last if last >= start else start - 0.5
+            else:
+                latest = position
     previous = nodes[0]
     for node in sorted(nodes, key=rank.__getitem__):  # stable: operands stay in front
         if node is not previous:
             previous.append(node)
         previous = node
+
+
+def _makes_anew(node: fx.Node, hastened: set[fx.Node]) -> bool:
+    """Whether an op allocates a gradient while it reads another one, as weight normalization does.
+
+    It waits for the gradient of the layer's input, which may be the last to read the weight.
+    """
+    return (len(node.all_input_nodes) > 1 and not is_view(node)
+            and not can_write_inplace(node.target)
+            and any(source in hastened for source in operands(node, is_view)))
 
 
 def _in_backward(graph: fx.Graph) -> set[fx.Node]:
