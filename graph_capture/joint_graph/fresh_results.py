@@ -22,9 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, tensors_of
+from graph_capture.joint_graph.joint import (
+    JointGraph,
+    eliminate_dead_code,
+    is_tuple_element,
+    tensors_of,
+)
 from graph_capture.joint_graph.lower import last_forward_node
-from graph_capture.joint_graph.replay import UNINITIALISED
+from graph_capture.joint_graph.replay import UNINITIALISED, is_random
 from graph_capture.torch_compat import OpOverload, schema_of
 
 _aten = torch.ops.aten
@@ -123,7 +128,8 @@ def make_results_fresh(joint: JointGraph) -> JointGraph:
             _scatter_source(node)
         if node.target in _FRESH and node.users:
             _make_fresh(graph, node)
-    graph.eliminate_dead_code()
+    eliminate_dead_code(graph)
+    joint = joint.described_anew()
     last = last_forward_node(joint)
     for node in graph.nodes:
         if last is None or node is last:
@@ -131,7 +137,7 @@ def make_results_fresh(joint: JointGraph) -> JointGraph:
         if isinstance(node.target, OpOverload) and schema_of(node.target).name in UNINITIALISED:
             _replace(graph, node, _FRESH[_aten.zero.default], node.meta["val"])
     graph.lint()
-    return joint.described_anew()
+    return joint
 
 
 def _scatter_source(copy: fx.Node) -> None:
@@ -156,10 +162,25 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         # Random numbers are dealt out in the order of the memory that the plain step writes.
         like = node.args[rule.position].meta["val"]
-    if not _overlaps(like) and (like.stride() == traced.stride() or (
-            rule.position == 0 and traced.is_contiguous())):
+    if not _overlaps(like) and not _alone_reads_random(node, node.args[rule.position]) and (
+            like.stride() == traced.stride() or (
+                rule.position == 0 and traced.is_contiguous())):
         _replace(graph, node, _FRESH[node.target], like,
                  (*node.args[:rule.position], *node.args[rule.position + 1:]), node.kwargs)
+
+
+def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:
+    """Whether a random op would have no reader left without this operand: it would not run, and
+    later ones would draw other numbers."""
+    unread, pending = {reader}, [operand]
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and unread.issuperset(node.users):
+            if is_random(node):
+                return True
+            unread.add(node)
+            pending.extend(node.all_input_nodes)
+    return False
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -188,6 +209,7 @@ def _call(graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: Ma
           replaced: fx.Node) -> fx.Node:
     new = graph.call_function(target, args, dict(kwargs))
     new.meta = dict(replaced.meta)
-    with tensors_of(replaced.meta["val"])[0].fake_mode:
+    traced: Any = tensors_of(replaced.meta["val"])[0]
+    with traced.fake_mode:
         new.meta["val"] = target(*fx.map_arg(args, lambda node: node.meta["val"]), **kwargs)
     return new

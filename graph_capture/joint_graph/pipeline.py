@@ -2,8 +2,9 @@
 
 A plan names ops by what the rewriting makes of them: what capture plans and what a backend runs
 must be rewritten by the same steps in the same order.  These are called from here alone: clean,
-run a part in pieces, make results fresh (where it runs op by op), copy late parts of gradients (low-peak form), move what the forward can have
-into it and remake dropouts (where Inductor compiles), hoist, lower.
+run a part in pieces, make results fresh (where the step runs op by op), copy late parts of
+gradients (low-peak form), move what the forward can have into it and remake dropouts (where
+Inductor compiles), hoist, lower.
 """
 
 from __future__ import annotations
