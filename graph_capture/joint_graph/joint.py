@@ -22,7 +22,9 @@ from torch import fx
 
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
-from graph_capture.joint_graph.walks import descendants
+from graph_capture.joint_graph.inplace import can_write_inplace
+from graph_capture.joint_graph.replay import is_random
+from graph_capture.joint_graph.walks import descendants, operands
 from graph_capture.torch_compat import (
     OpOverload,
     copied_module,
@@ -32,6 +34,9 @@ from graph_capture.torch_compat import (
     mutated_inputs,
     pytree,
 )
+
+_NUMBER = "checkpoint_planner_number"
+"""A keyword that tells random ops apart while duplicates are looked for."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def clean_joint_graph(
 ) -> JointGraph:
     """The joint graph without dead code, duplicates, and the backward of outputs for which
     `cotangents` is false.  The given module is not changed."""
-    graph = eliminate_common_subexpressions(module.graph)
+    graph = _without_duplicates(module.graph)
     placeholders = graph.find_nodes(op="placeholder")
     tangents = tuple(node for node in placeholders if is_cotangent(node))
     primals = tuple(node for node in placeholders if not is_cotangent(node))
@@ -100,11 +105,36 @@ def clean_joint_graph(
                 "not a tensor: capture with static shapes")
     _prune_backward(graph, num_forward_outputs,
                     [t for t, used in zip(tangents, cotangents, strict=True) if not used])
-    graph.eliminate_dead_code()
+    eliminate_dead_code(graph)
     halve_convolution_backwards(graph)
     _hasten_gradients(graph, num_forward_outputs)
     graph.lint()
     return _described(graph, module, primals, tangents, num_forward_outputs)
+
+
+def _without_duplicates(graph: fx.Graph) -> fx.Graph:
+    """A copy of the graph in which ops that compute the same value are one.
+
+    Each random op stays: torch's pass knows some of them only, so that all are numbered for it.
+    """
+    random = {node: node.kwargs for node in graph.nodes if is_random(node)}
+    try:
+        for number, (node, kwargs) in enumerate(random.items()):
+            node.kwargs = {**kwargs, _NUMBER: number}
+        unique = eliminate_common_subexpressions(graph)
+    finally:
+        for node, kwargs in random.items():
+            node.kwargs = kwargs
+    for node in unique.nodes:
+        if _NUMBER in node.kwargs:
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != _NUMBER}
+    return unique
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erase what nothing reads, but for random ops: later ones would draw other numbers.  Within a
+    compilation fx would erase these, too."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure())
 
 
 def _described(graph: fx.Graph, owner: fx.GraphModule, primals: tuple[fx.Node, ...],
@@ -146,18 +176,33 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     rank: dict[fx.Node, float] = {}
     in_backward = _in_backward(graph)
     start = float("inf")  # where the backward begins
+    latest = 0.0  # rank of the last op that is not hastened
     for position, node in enumerate(nodes):
         rank[node] = position
         if node.op == "call_function" and node in in_backward:
             start = min(start, position)
             if node in hastened:
                 last = max(rank[operand] for operand in node.all_input_nodes)
+                if _makes_anew(node, hastened):
+                    last = max(last, latest)
                 rank[node] = last if last >= start else start - 0.5
+            else:
+                latest = position
     previous = nodes[0]
     for node in sorted(nodes, key=rank.__getitem__):  # stable: operands stay in front
         if node is not previous:
             previous.append(node)
         previous = node
+
+
+def _makes_anew(node: fx.Node, hastened: set[fx.Node]) -> bool:
+    """Whether an op allocates a gradient while it reads another one, as weight normalization does.
+
+    It waits for the gradient of the layer's input, which may be the last to read the weight.
+    """
+    return (len(node.all_input_nodes) > 1 and not is_view(node)
+            and not can_write_inplace(node.target)
+            and any(source in hastened for source in operands(node, is_view)))
 
 
 def _in_backward(graph: fx.Graph) -> set[fx.Node]:

@@ -2,8 +2,9 @@
 
 A plan names ops by what the rewriting makes of them: what capture plans and what a backend runs
 must be rewritten by the same steps in the same order.  These are called from here alone: clean,
-run a part in pieces, copy late parts of gradients (low-peak form), move what the forward can have
-into it and remake dropouts (where Inductor compiles), hoist, lower.
+run a part in pieces, make results fresh (where the step runs op by op), copy late parts of
+gradients (low-peak form), move what the forward can have into it and remake dropouts (where
+Inductor compiles), hoist, lower.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from graph_capture.joint_graph.fresh_results import make_results_fresh
 from graph_capture.joint_graph.hoisting import hoist, hoist_updates, ops_to_hoist, saved_by_default
 from graph_capture.joint_graph.joint import clean_joint_graph
 from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
@@ -54,6 +56,8 @@ def lower_joint_graph(
     if form.pieces > 1:
         cut = run_in_pieces(joint, form.pieces, unmade, form.inner_pieces)
         joint = cut.joint
+    if not form.compiled:
+        joint = make_results_fresh(joint)
     if form.low_peak:
         lower_backward_peak(joint, compiled=form.compiled)
     saved: frozenset[str] = frozenset()

@@ -28,7 +28,7 @@ COPY_LIMIT_BYTES = 1 << 20
 RUNS_ONCE = "checkpoint_planner_runs_once"
 """In the metadata of a node: it is never replayed."""
 
-_UNINITIALISED = frozenset({
+UNINITIALISED = frozenset({
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
     "aten::new_empty_strided", "aten::empty_permuted",
 })
@@ -89,7 +89,7 @@ def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
         return Replay(pinned="writes into its inputs")
     if name.startswith(("_c10d_functional::", "c10d_functional::", "c10d::")):
         return Replay(pinned="collective communication")
-    if name in _UNINITIALISED:
+    if name in UNINITIALISED:
         return Replay(pinned="its result is uninitialised memory")
     if name in _SEEDS:
         return Replay(pinned="seeds are drawn once")

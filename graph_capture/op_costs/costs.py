@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from graph_capture.joint_graph.fresh_results import written_in_place
 from graph_capture.joint_graph.joint import tensors_of
 from graph_capture.joint_graph.random_ops import original_call
 from graph_capture.joint_graph.replay import draws
@@ -78,6 +79,7 @@ class OpCosts:
     ) -> int:
         """Workspace of the op's kernel."""
         target, kwargs, beyond = original_call(target, kwargs)
+        target, args = written_in_place(target, args, out)
         return self._probe.workspace_bytes(target, args, kwargs, out) + beyond
 
     def __call__(self, node: fx.Node) -> OpCost:
@@ -89,7 +91,7 @@ class OpCosts:
         if not isinstance(target, OpOverload):
             moved = sum(t.numel() * t.element_size() for t in tensors_of((args, kwargs, out)))
             return OpCost(0, moved, self._seconds(0, moved, torch.float32), 0)
-        flops = op_flops(target, args, kwargs, out)
+        flops = op_flops(*written_in_place(target, args, out), kwargs, out)
         moved = bytes_moved(target, args, kwargs, out)
         return OpCost(flops, moved, self.seconds(target, args, kwargs, out),
                       self.workspace_bytes(target, args, kwargs, out))
@@ -98,10 +100,11 @@ class OpCosts:
                 out: Any) -> float:
         """Duration of one run of an op; tensors may be fake."""
         target, kwargs, _ = original_call(target, kwargs)
+        moved = bytes_moved(target, args, kwargs, out)
+        target, args = written_in_place(target, args, out)
         tensors = tensors_of(out) or tensors_of(args)
         dtype = tensors[0].dtype if tensors else torch.float32
-        seconds = self._seconds(op_flops(target, args, kwargs, out),
-                                bytes_moved(target, args, kwargs, out), dtype,
+        seconds = self._seconds(op_flops(target, args, kwargs, out), moved, dtype,
                                 _numbers_drawn(target, args, kwargs, out))
         if self._cost_model == "measured" and seconds > 0:
             seconds = self._measured(target, args, kwargs, out, seconds)

@@ -26,6 +26,8 @@ from solvers.simulator import unroll
 OFFLOAD_IS_EXPERIMENTAL = (
     "storing results on the host is experimental: no GPU has run it, and the extra time counts on "
     "the nominal rate of its link")
+_TOLERATED_SHARE = 0.001
+"""Without a budget nothing is recomputed to save less than this share of the plain step's peak."""
 _DIAGNOSIS_SECONDS = 1.0
 """Longest search for a cheap schedule that only serves to explain a refusal."""
 
@@ -35,7 +37,7 @@ def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Ef
     """The cheapest schedule found, and the form of the step that it is of; raises
     `InfeasibleBudget`."""
     if budget_bytes is None:
-        return prepared.base, solve_form(prepared.base, None, Effort(solver="none"))
+        return _schedule_without_budget(prepared, effort)
     if not prepared.budget.is_possible(budget_bytes):
         raise infeasible(prepared, budget_bytes, effort)
     form, found = cheapest(
@@ -43,6 +45,23 @@ def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Ef
     if isinstance(found, Refusal):
         raise _refusal(form, budget_bytes, found.minimum_bytes, found.schedule)
     return form, found
+
+
+def _schedule_without_budget(prepared: PreparedStep, effort: Effort) -> tuple[Form, Result]:
+    """The schedule that recomputes nothing, unless the plain step uses less memory than that: then
+    the cheapest schedule found within the peak of the plain step.
+
+    A captured backward may read results of the forward that the plain step does not save.
+    """
+    keep_all = prepared.base, solve_form(prepared.base, None, Effort(solver="none"))
+    limit_bytes = prepared.baseline_peak_bytes
+    if effort.solver == "none" or (
+            prepared.keep_all_peak_bytes <= (1 + _TOLERATED_SHARE) * limit_bytes):
+        return keep_all
+    try:
+        return schedule_within(prepared, limit_bytes, effort)
+    except InfeasibleBudget:
+        return keep_all
 
 
 def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[Form, Result]:

@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph, is_tuple_element
+from graph_capture.joint_graph.joint import JointGraph, eliminate_dead_code, is_tuple_element
 from graph_capture.joint_graph.pieces.emit import Emitter
 from graph_capture.joint_graph.pieces.inner_parts import find_inner_parts
 from graph_capture.joint_graph.pieces.means import means_to_sums
@@ -101,7 +101,7 @@ def run_in_pieces(joint: JointGraph, count: int, unread: Collection[int] = (),
         for node in reversed(part.nodes):
             joint.graph.erase_node(node)
     _sort(joint.graph)
-    joint.graph.eliminate_dead_code()
+    eliminate_dead_code(joint.graph)
     joint.graph.lint()
     return InPieces(
         joint.described_anew(), 1 if widest is None else min(count, widest.rows),

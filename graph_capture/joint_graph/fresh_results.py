@@ -1,0 +1,215 @@
+"""Ops that overwrite a whole operand, called without it.
+
+`torch.empty_like(x).normal_()` becomes, in a functional graph, a random op that takes the empty
+tensor as an operand, of which it reads nothing but the layout.  The operand is memory to hold, and
+cannot be made again where it is not initialised.  Here such a call becomes one op that allocates
+its result and writes it in place, as the plain step does: the same kernel, on the same layout, so
+that random numbers are the same.  A copy that is scattered into another tensor is its source.
+
+What is left of uninitialised memory in the forward, parts of which are written one after the other,
+starts as zeros: a second run then gives the same bytes.
+
+Blind spot: a program whose result depends on what was in uninitialised memory finds zeros there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_capture.joint_graph.joint import (
+    JointGraph,
+    eliminate_dead_code,
+    is_tuple_element,
+    tensors_of,
+)
+from graph_capture.joint_graph.lower import last_forward_node
+from graph_capture.joint_graph.replay import UNINITIALISED, is_random
+from graph_capture.torch_compat import OpOverload, schema_of
+
+_aten = torch.ops.aten
+_LIBRARY = torch.library.Library("checkpoint_planner", "FRAGMENT")
+_LAYOUT = "SymInt[] size, SymInt[] stride, ScalarType dtype, Device device"
+_NUM_LAYOUT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Overwriting:
+    """An op of functional graphs that reads nothing of one of its operands."""
+
+    inplace: OpOverload
+    """Writes into that operand."""
+    position: int = 0
+    """Of the operand."""
+
+    def run(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype,
+            device: torch.device, *others: Any, **kwargs: Any) -> Any:
+        """The op on memory of its own."""
+        written = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        result = self.inplace(*others[:self.position], written, *others[self.position:], **kwargs)
+        return written if self.position == 0 else (result, written)
+
+    def written(self, results: Any) -> Any:
+        """Of the op's results, or the nodes or values that stand for them, the operand."""
+        return results if self.position == 0 else results[self.position]
+
+
+_OVERWRITING: dict[OpOverload, _Overwriting] = {
+    _aten.bernoulli.p: _Overwriting(_aten.bernoulli_.float),
+    _aten.bernoulli.Tensor: _Overwriting(_aten.bernoulli_.Tensor),
+    _aten.normal_functional.default: _Overwriting(_aten.normal_.default),
+    _aten.exponential.default: _Overwriting(_aten.exponential_.default),
+    _aten.uniform.default: _Overwriting(_aten.uniform_.default),
+    _aten.cauchy.default: _Overwriting(_aten.cauchy_.default),
+    _aten.log_normal.default: _Overwriting(_aten.log_normal_.default),
+    _aten.geometric.default: _Overwriting(_aten.geometric_.default),
+    _aten.random.default: _Overwriting(_aten.random_.default),
+    getattr(_aten.random, "from"): _Overwriting(getattr(_aten.random_, "from")),
+    _aten.random.to: _Overwriting(_aten.random_.to),
+    _aten.copy.default: _Overwriting(_aten.copy_.default),
+    _aten.fill.Scalar: _Overwriting(_aten.fill_.Scalar),
+    _aten.fill.Tensor: _Overwriting(_aten.fill_.Tensor),
+    _aten.zero.default: _Overwriting(_aten.zero_.default),
+    # Outside of training it leaves the noise as it is.
+    _aten.rrelu_with_noise_functional.default: _Overwriting(_aten.rrelu_with_noise.default, 1),
+}
+_TRAINING = 4
+"""Position of that argument of `rrelu_with_noise_functional`."""
+
+_SCATTERS = frozenset({
+    _aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default,
+    _aten.as_strided_scatter.default})
+"""Ops that copy their second operand, whatever its layout, into a part of the first."""
+
+
+def _define(op: OpOverload, rule: _Overwriting) -> OpOverload:
+    """The op that makes the result of `op` without the operand that it overwrites."""
+    schema = schema_of(rule.inplace)
+    name = f"fresh_{schema.name.partition('::')[2].removesuffix('_')}"
+    takes, _, gives = str(schema_of(op)).partition("(")[2].rpartition(" -> ")
+    others = takes.removesuffix(")").split(", ")
+    del others[rule.position]
+    overload = f".{schema.overload_name}" if schema.overload_name else ""
+    _LIBRARY.define(f"{name}{overload}({', '.join((_LAYOUT, *others))}) -> {gives}",
+                    tags=tuple({torch.Tag.nondeterministic_seeded} & set(op.tags)))
+    _LIBRARY.impl(name + overload, rule.run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"checkpoint_planner::{name}{overload}", rule.run, lib=_LIBRARY)
+    defined: OpOverload = getattr(getattr(torch.ops.checkpoint_planner, name),
+                                  schema.overload_name or "default")
+    return defined
+
+
+_FRESH: dict[OpOverload, OpOverload] = {op: _define(op, rule) for op, rule in _OVERWRITING.items()}
+_RULES: dict[OpOverload, _Overwriting] = {_FRESH[op]: rule for op, rule in _OVERWRITING.items()}
+
+
+def written_in_place(op: OpOverload, args: tuple[Any, ...], out: Any
+                     ) -> tuple[OpOverload, tuple[Any, ...]]:
+    """The op of torch that writes a fresh result, with its arguments; any other op as it is.
+    `out`: the result."""
+    rule = _RULES.get(op)
+    if rule is None:
+        return op, args
+    others, place = args[_NUM_LAYOUT:], rule.position
+    return rule.inplace, (*others[:place], rule.written(out), *others[place:])
+
+
+def make_results_fresh(joint: JointGraph) -> JointGraph:
+    """Call each op of a clean joint graph that overwrites an operand without it, and let other
+    uninitialised memory of the forward be zeros."""
+    graph = joint.graph
+    for node in graph.nodes:
+        if node.target is _aten.copy.default:
+            _scatter_source(node)
+        if node.target in _FRESH and node.users:
+            _make_fresh(graph, node)
+    eliminate_dead_code(graph)
+    joint = joint.described_anew()
+    last = last_forward_node(joint)
+    for node in graph.nodes:
+        if last is None or node is last:
+            break
+        if isinstance(node.target, OpOverload) and schema_of(node.target).name in UNINITIALISED:
+            _replace(graph, node, _FRESH[_aten.zero.default], node.meta["val"])
+    graph.lint()
+    return joint
+
+
+def _scatter_source(copy: fx.Node) -> None:
+    """Let what only scatters a copy read its source, where that has the same shape and dtype."""
+    source, result = copy.args[1], copy.meta["val"]
+    if not isinstance(source, fx.Node):
+        return
+    value = source.meta["val"]
+    if (value.shape == result.shape and value.dtype == result.dtype
+            and value.device == result.device
+            and all(user.target in _SCATTERS and user.args[1] is copy and user.args[0] is not copy
+                    for user in copy.users)):
+        copy.replace_all_uses_with(source)
+
+
+def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
+    rule = _OVERWRITING[node.target]
+    if node.target is _aten.rrelu_with_noise_functional.default and not (
+            len(node.args) > _TRAINING and node.args[_TRAINING]):
+        return
+    like = traced = rule.written(node.meta["val"])
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        # Random numbers are dealt out in the order of the memory that the plain step writes.
+        like = node.args[rule.position].meta["val"]
+    if not _overlaps(like) and not _alone_reads_random(node, node.args[rule.position]) and (
+            like.stride() == traced.stride() or (
+                rule.position == 0 and traced.is_contiguous())):
+        _replace(graph, node, _FRESH[node.target], like,
+                 (*node.args[:rule.position], *node.args[rule.position + 1:]), node.kwargs)
+
+
+def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:
+    """Whether a random op would have no reader left without this operand: it would not run, and
+    later ones would draw other numbers."""
+    unread, pending = {reader}, [operand]
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and unread.issuperset(node.users):
+            if is_random(node):
+                return True
+            unread.add(node)
+            pending.extend(node.all_input_nodes)
+    return False
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1
+               for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, like: torch.Tensor,
+             others: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+             ) -> None:
+    """Put a call of a fresh op, laid out as `like`, in the place of a node."""
+    layout = (list(like.shape), list(like.stride()), like.dtype, like.device)
+    with graph.inserting_before(node):
+        new = _call(graph, target, (*layout, *others), kwargs, node)
+        traced = node.meta["val"]
+        if isinstance(traced, torch.Tensor) and new.meta["val"].stride() != traced.stride():
+            new = _call(graph, _aten.clone.default, (new,),
+                        {"memory_format": torch.contiguous_format}, node)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    for element in filter(is_tuple_element, new.users):
+        element.meta["val"] = new.meta["val"][element.args[1]]
+
+
+def _call(graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+          replaced: fx.Node) -> fx.Node:
+    new = graph.call_function(target, args, dict(kwargs))
+    new.meta = dict(replaced.meta)
+    traced: Any = tensors_of(replaced.meta["val"])[0]
+    with traced.fake_mode:
+        new.meta["val"] = target(*fx.map_arg(args, lambda node: node.meta["val"]), **kwargs)
+    return new
