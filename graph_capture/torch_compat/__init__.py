@@ -57,6 +57,7 @@ from graph_capture.torch_compat.memory import fake_tensor as fake_tensor
 from graph_capture.torch_compat.memory import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
+from graph_capture.torch_compat.memory import mark_as_parameter as mark_as_parameter
 from graph_capture.torch_compat.memory import next_node_number as next_node_number
 from graph_capture.torch_compat.memory import no_active_modes as no_active_modes
 from graph_capture.torch_compat.memory import no_subclass_functions as no_subclass_functions

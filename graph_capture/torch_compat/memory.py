@@ -89,6 +89,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Make a tensor of a subclass a parameter, as `nn.Parameter` does with a copy of it."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
 def runs_its_own_ops(types: Iterable[type]) -> bool:
     """Whether one of these types of tensors is a wrapper subclass, whose `__torch_dispatch__` is to
     run before a mode looks at the ops on the tensors inside."""

@@ -35,6 +35,7 @@ from graph_capture.torch_compat import (
     TorchDispatchMode,
     fake_tensor,
     is_traceable_wrapper_subclass,
+    mark_as_parameter,
     no_subclass_functions,
     pytree,
     storage_key,
@@ -302,7 +303,7 @@ class TwinCopier(TorchFunctionMode):
             fake: torch.Tensor = type(real).__tensor_unflatten__(
                 inside, context, real.size(), real.stride())
         if isinstance(real, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=real.requires_grad)
+            mark_as_parameter(fake)
         return fake.requires_grad_(real.requires_grad)
 
     def _uncopyable(self, model: nn.Module) -> str:
