@@ -38,7 +38,7 @@ from graph_capture.torch_compat import (
     boxed,
     mutated_inputs,
     pass_absent_gradients,
-    primal_indices,
+    primal_sources,
     schema_of,
 )
 from graph_capture.training_graph import Outline
@@ -191,7 +191,7 @@ class PlanBackend:
     ) -> Match:
         """The recipe's region that this graph is, whose inputs have these names, if any; raises
         `PlanMismatch`."""
-        names = [given[i] for i in primal_indices(primals_of(joint))]
+        names = [source.name(given) for source in primal_sources(primals_of(joint))]
         form = JointForm(self._recipe.backend == "inductor", self._recipe.low_peak,
                          self._recipe.pieces, self._recipe.inner_pieces)
         first_difference = ""

@@ -200,7 +200,8 @@ def capture_step(
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
         traced, traced_loss = twin, twin_loss
-        if (blocks or answers is not None) and twin.trace_device.type == "cpu":
+        if (blocks or answers is not None or twin.has_subclasses) and (
+                twin.trace_device.type == "cpu"):
             traced = data_less_twin(twin, extra=(twin_loss,))
             traced_loss = traced.extra[-1]
         return traced, traced_loss, *record_training_step(

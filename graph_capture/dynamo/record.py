@@ -38,7 +38,8 @@ from graph_capture.torch_compat import (
     compile_module,
     compile_settings,
     pass_absent_gradients,
-    primal_indices,
+    PrimalSource,
+    primal_sources,
     pytree,
     weakly,
 )
@@ -236,7 +237,7 @@ class _Recorder:
         # holds them: torch hides such circles from the garbage collector.
         mode, device, planned, again = self.mode, self.device, self.planned, self.again
         region: RecordedRegion | None = None
-        primal_positions: list[int] = []
+        sources: list[PrimalSource] = []  # of the primals
         open_calls: list[int] = []  # forwards, by number, whose backward is still to come
         name_modules(module, self.model.get_submodule(self.running_block()))
 
@@ -244,7 +245,7 @@ class _Recorder:
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal region
-            primal_positions.extend(primal_indices(primals_of(joint)))
+            sources.extend(primal_sources(primals_of(joint)))
             region = RecordedRegion(
                 joint if planned == device else on_device(joint, planned),
                 num_fwd_outputs)
@@ -285,12 +286,12 @@ class _Recorder:
                 self.recording.inference_graphs += self.again.tracker is None
             else:
                 self.recording.calls.append(RegionCall(
-                    region, tuple(args[i] for i in primal_positions),
+                    region, tuple(source.of(args) for source in sources),
                     tuple(pytree.tree_leaves(outputs)), self.running_block()))
             return outputs
 
         def followed(tracker: GapTracker, args: tuple[Any, ...]) -> Any:
-            number = tracker.begin_forward([args[i] for i in primal_positions])
+            number = tracker.begin_forward([source.of(args) for source in sources])
             open_calls.append(number)
             try:
                 outputs = compiled(*args)

@@ -9,13 +9,18 @@ Blind spot: a sparse gradient that is added to another one, which grows with eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from graph_capture.errors import CaptureError
-from graph_capture.torch_compat import OpOverload, no_active_modes, pytree
+from graph_capture.torch_compat import (
+    OpOverload,
+    is_traceable_wrapper_subclass,
+    no_active_modes,
+    pytree,
+)
 
 MAKE_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 _QUESTIONS = frozenset({torch.ops.aten.is_coalesced.default, torch.ops.aten._nnz.default,
@@ -31,16 +36,28 @@ def is_sparse(value: object) -> bool:
 
 
 def strided_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree that have a storage: values and indices in the place of a sparse one.
-    """
+    """The tensors of a tree that have a storage: values and indices in the place of a sparse one,
+    the tensors inside in the place of a wrapper subclass."""
     found: list[torch.Tensor] = []
     for leaf in pytree.tree_leaves(tree):
         if is_sparse(leaf):
             with no_active_modes():
                 found += (leaf._values(), leaf._indices())
+        elif is_traceable_wrapper_subclass(leaf):
+            found += strided_tensors([inside for _, inside in tensors_inside(leaf)])
         elif isinstance(leaf, torch.Tensor):
             found.append(leaf)
     return found
+
+
+def tensors_inside(tensor: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor that holds its memory itself, or those that a wrapper subclass consists of, with
+    their names in it."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        yield from tensors_inside(getattr(tensor, attribute), f"{name}.{attribute}")
 
 
 def run_sparse(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],

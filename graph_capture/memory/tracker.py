@@ -31,6 +31,7 @@ from graph_capture.torch_compat import (
     OpOverload,
     TorchDispatchMode,
     bytes_made_before,
+    runs_its_own_ops,
     schema_of,
     storage_key,
 )
@@ -53,7 +54,7 @@ class MemoryTracker(TorchDispatchMode):
         self._module_of_op = module_of_op
         # By key, as long as they live: later another storage may be where one was.
         self._resident: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for tensor in resident:
+        for tensor in strided_tensors(list(resident)):
             self._leave_out(tensor)
         self._number_of: dict[int, int] = {}  # key of a live storage -> its number
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -77,8 +78,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def follow(self, tensor: torch.Tensor) -> None:
         """From here on a tensor that was made out of sight counts, too."""
-        self._resident.pop(storage_key(tensor), None)
-        self._follow(tensor)
+        for part in strided_tensors([tensor]):
+            self._resident.pop(storage_key(part), None)
+            self._follow(part)
 
     def _leave_out(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
@@ -132,6 +134,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
+        if runs_its_own_ops(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)

@@ -3,7 +3,7 @@
 The model of the world: a kernel that checks its operands raises where made-up ones do not suit it.
 One that does not - the backward of a fused recurrent layer reads a reserve that its forward laid
 out - may read what is not there, and take the process along, or wait for what never comes.  Such
-ops are run in a child, which is started when the first of them comes, and again after one that has
+ops, and those of other libraries, are run in a child, which is started when the first of them comes, and again after one that has
 ended it; a child that does not answer is ended.
 """
 
@@ -57,7 +57,8 @@ def is_trusted(target: OpOverload) -> bool:
     """Return whether an op checks its operands, and may be run in this process with made-up ones.
     """
     name = aten_name(target)
-    return (not _TRUSTED_TAGS.isdisjoint(target.tags) or name in _TRUSTED
+    return target.namespace in ("aten", "prims") and (
+            not _TRUSTED_TAGS.isdisjoint(target.tags) or name in _TRUSTED
             or name.startswith(_TRUSTED_PREFIXES))
 
 

@@ -8,8 +8,8 @@ run in a process of their own (`graph_capture.op_costs.isolated`); on a CPU also
 would exceed what the caller's budget leaves in this process.
 
 Where an op cannot be run (no such device here, too large for the memory that is free or, on a GPU,
-for what the budget leaves, an error, an op that is not torch's own) a margin stands in, and the
-op's name is added to `assumed`: a convolution counts its operands and results once more, a matrix
+for what the budget leaves, an error, an op that no package of its namespace's name registers) a
+margin stands in, and the op's name is added to `assumed`: a convolution counts its operands and results once more, a matrix
 product copies of its operands where the kernel may want them rearranged; on CUDA attention,
 embeddings, sums and products what their code asks for (`cuda_workspace`); any other op nothing.
 
@@ -152,7 +152,7 @@ class OpProbe:
                  inputs: list[torch.Tensor], outputs: list[torch.Tensor],
                  quantity: str) -> float | None:
         """A quantity of a run of the op on throw-away tensors; `None` if it cannot be run."""
-        if not self._enabled or target.namespace not in ("aten", "prims"):
+        if not self._enabled:
             return None
         if self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS:
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import pickle
 import sys
@@ -26,6 +28,9 @@ def answer_questions() -> None:
             name, args, kwargs, quantity = pickle.load(questions)
         except EOFError:
             return
+        if (namespace := name.split(".")[0]) not in ("aten", "prims"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(namespace)  # which registers the op
         target: Any = torch.ops
         for part in name.split("."):
             target = getattr(target, part)

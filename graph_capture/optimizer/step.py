@@ -132,7 +132,8 @@ def trace_optimizer_steps(
     """
     name = optimizer_name(optimizer)
     try:
-        with optimizers_as_on(twin.device):
+        # A step that compiles parts of itself runs them as they are written: no less memory.
+        with optimizers_as_on(twin.device), torch.compiler.set_stance("force_eager"):
             return _Steps(optimizer, twin, with_gradient, sparse or {},
                           settings or OptimizerSettings(), workspace).trace()
     except Exception as error:
@@ -188,7 +189,8 @@ class _Steps:
             return OptimizerTrace("none", MemoryTrace((), ()), 0, 0, 0, frozenset())
         tracker, data_less = self.tracker, self.data_less
         for stepper in self.steppers:
-            for tensor in (*self.own_copies, *_tensors(list(stepper.state.values()))):
+            own = [value for name, value in vars(stepper).items() if name != "param_groups"]
+            for tensor in (*self.own_copies, *_tensors(own)):
                 tracker.follow(tensor)
         scaler = None
         if self.settings.grad_scaler:
@@ -211,8 +213,7 @@ class _Steps:
         tracker.close()
         labels = {number: self.names.get(id(owner), "")
                   for stepper in self.steppers for owner, state in stepper.state.items()
-                  for tensor in _tensors(state)
-                  if (number := tracker.number_of(tensor)) is not None}
+                  for number in tracker.numbers_of(state)}
 
         def category_of(number: int) -> Category:
             if number in own_gradients:

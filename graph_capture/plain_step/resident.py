@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.memory.sparse import strided_tensors
 from graph_capture.memory.trace import Block, Category
 from graph_capture.torch_compat import pytree, storage_key
 from graph_capture.training_graph import ResidentMemory
@@ -42,10 +43,11 @@ def resident_blocks(twin: FakeTwin, resident: ResidentMemory, *, is_sharded: boo
 def _blocks(twin: FakeTwin, category: Category, named: Iterable[tuple[str, torch.Tensor]],
             seen: set[int]) -> list[Block]:
     blocks = []
-    for name, tensor in named:
-        key = storage_key(tensor)
-        if key not in seen:
-            seen.add(key)
-            size = allocated_bytes(tensor.untyped_storage().nbytes(), twin.device)
-            blocks.append(Block(size, category, label=name))
+    for name, whole in named:
+        for tensor in strided_tensors([whole]):
+            key = storage_key(tensor)
+            if key not in seen:
+                seen.add(key)
+                size = allocated_bytes(tensor.untyped_storage().nbytes(), twin.device)
+                blocks.append(Block(size, category, label=name))
     return blocks

@@ -13,6 +13,7 @@ from graph_capture.dynamo.record import Recording, RegionCall
 from graph_capture.joint_graph.joint import count_cotangents
 from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
 from graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
+from graph_capture.memory.sparse import tensors_inside
 from graph_capture.plain_step.loss import output_tensors
 from graph_capture.torch_compat import storage_key
 from graph_capture.twins.fake import FakeTwin
@@ -47,7 +48,9 @@ def region_uses(twin: FakeTwin, recording: Recording, output: object, form: Join
     """
     recording.check_any()
     trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
-    names = trainable | {id(tensor): name for name, tensor in twin.model.named_buffers()}
+    names = {id(inside): inner_name
+             for name, tensor in (*twin.model.named_buffers(), *twin.model.named_parameters())
+             for inner_name, inside in tensors_inside(tensor, name)}
     held: dict[int, list[int]] = {}  # storage -> the tensors of the model's output in it
     for place, returned_tensor in enumerate(output_tensors(output)):
         held.setdefault(storage_key(returned_tensor), []).append(place)

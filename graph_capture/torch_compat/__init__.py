@@ -13,6 +13,7 @@ from graph_capture.torch_compat.compilation import BoxedCodeGen as BoxedCodeGen
 from graph_capture.torch_compat.compilation import HigherOrderOperator as HigherOrderOperator
 from graph_capture.torch_compat.compilation import OpOverload as OpOverload
 from graph_capture.torch_compat.compilation import PartitionFunction as PartitionFunction
+from graph_capture.torch_compat.compilation import PrimalSource as PrimalSource
 from graph_capture.torch_compat.compilation import TorchDynamoException as TorchDynamoException
 from graph_capture.torch_compat.compilation import aot_backend as aot_backend
 from graph_capture.torch_compat.compilation import aten_name as aten_name
@@ -32,7 +33,7 @@ from graph_capture.torch_compat.compilation import gradient_targets as gradient_
 from graph_capture.torch_compat.compilation import lookup_backend as lookup_backend
 from graph_capture.torch_compat.compilation import mutated_inputs as mutated_inputs
 from graph_capture.torch_compat.compilation import pass_absent_gradients as pass_absent_gradients
-from graph_capture.torch_compat.compilation import primal_indices as primal_indices
+from graph_capture.torch_compat.compilation import primal_sources as primal_sources
 from graph_capture.torch_compat.compilation import pytree as pytree
 from graph_capture.torch_compat.compilation import quiet_fake_tensors as quiet_fake_tensors
 from graph_capture.torch_compat.compilation import schema_of as schema_of
@@ -56,11 +57,13 @@ from graph_capture.torch_compat.memory import fake_tensor as fake_tensor
 from graph_capture.torch_compat.memory import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
+from graph_capture.torch_compat.memory import mark_as_parameter as mark_as_parameter
 from graph_capture.torch_compat.memory import next_node_number as next_node_number
 from graph_capture.torch_compat.memory import no_active_modes as no_active_modes
 from graph_capture.torch_compat.memory import no_subclass_functions as no_subclass_functions
 from graph_capture.torch_compat.memory import profiler_is_running as profiler_is_running
 from graph_capture.torch_compat.memory import running_node_number as running_node_number
+from graph_capture.torch_compat.memory import runs_its_own_ops as runs_its_own_ops
 from graph_capture.torch_compat.memory import storage_at as storage_at
 from graph_capture.torch_compat.memory import storage_key as storage_key
 from graph_capture.torch_compat.memory import tensor_clone as tensor_clone

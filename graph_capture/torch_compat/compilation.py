@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from graph_capture.module_forward import call_forward, own_forward
 from graph_capture.torch_compat.recurrent import recurrent_layers_trained
@@ -279,12 +279,30 @@ def gradient_targets(output: fx.Node) -> dict[int, int]:
 
 
 def _described_inputs(output: fx.Node, kind: type, attribute: str) -> dict[int, int]:
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+    from torch._functorch._aot_autograd.descriptors import (
+        DifferentiableAOTInput,
+        SubclassGetAttrAOTInput,
+        SubclassGetAttrAOTOutput,
+    )
 
-    return {position: source.idx
-            for position, description in enumerate(output.meta.get("desc", ()))
-            if isinstance(description, kind)
-            and isinstance(source := getattr(description, attribute), PlainAOTInput)}
+    # A tensor subclass is a placeholder for each tensor in it.
+    place_of = {description: place for place, description in enumerate(
+        node.meta.get("desc") for node in output.graph.find_nodes(op="placeholder"))}
+    found: dict[int, int] = {}
+    for position, description in enumerate(output.meta.get("desc", ())):
+        attributes: list[str] = []
+        while isinstance(description, SubclassGetAttrAOTOutput):
+            attributes.append(description.attr)
+            description = description.base
+        if not isinstance(description, kind):
+            continue
+        source: Any = getattr(description, attribute)
+        for name in reversed(attributes):
+            source = SubclassGetAttrAOTInput(source, name)
+        if isinstance(source, SubclassGetAttrAOTInput | DifferentiableAOTInput) and (
+                source in place_of):
+            found[position] = place_of[source]
+    return found
 
 
 class BoxedCodeGen(CodeGen):
@@ -373,12 +391,34 @@ def uncompiled_operations(outputs: object, inputs: object, *, behind_regions: bo
     return count
 
 
-def primal_indices(primals: Sequence[fx.Node]) -> list[int]:
-    """For each input of a joint graph, its position among the inputs given to the backend."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+class PrimalSource(NamedTuple):
+    """Where an input of a joint graph comes from."""
 
-    return [
-        description.idx if isinstance(description := node.meta.get("desc"), PlainAOTInput)
-        else position
-        for position, node in enumerate(primals)
-    ]
+    position: int
+    """Among the inputs given to the backend."""
+    attributes: tuple[str, ...] = ()
+    """From a tensor subclass given there, inwards to the tensor that it is."""
+
+    def of(self, inputs: Sequence[Any]) -> Any:
+        """The input, where these are given to the backend."""
+        return functools.reduce(getattr, self.attributes, inputs[self.position])
+
+    def name(self, names: Sequence[str | None]) -> str | None:
+        """Its name, where those given to the backend have these."""
+        known = names[self.position]
+        return None if known is None else ".".join((known, *self.attributes))
+
+
+def primal_sources(primals: Sequence[fx.Node]) -> list[PrimalSource]:
+    """For each input of a joint graph, where it comes from."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+
+    sources = []
+    for position, node in enumerate(primals):
+        description, attributes = node.meta.get("desc"), ()
+        while isinstance(description, SubclassGetAttrAOTInput):
+            attributes = (description.attr, *attributes)
+            description = description.base
+        sources.append(PrimalSource(description.idx, attributes)
+                       if isinstance(description, PlainAOTInput) else PrimalSource(position))
+    return sources

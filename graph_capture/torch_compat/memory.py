@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -87,6 +87,17 @@ def storage_key(tensor: torch.Tensor) -> int:
     in older versions, so the address of the C++ storage is what is left.
     """
     return tensor.untyped_storage()._cdata
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Make a tensor of a subclass a parameter, as `nn.Parameter` does with a copy of it."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def runs_its_own_ops(types: Iterable[type]) -> bool:
+    """Whether one of these types of tensors is a wrapper subclass, whose `__torch_dispatch__` is to
+    run before a mode looks at the ops on the tensors inside."""
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def next_node_number() -> int:

@@ -33,7 +33,9 @@ from graph_capture.torch_compat import (
     OpOverload,
     TorchDispatchMode,
     fake_tensor,
+    is_traceable_wrapper_subclass,
     pytree,
+    runs_its_own_ops,
     schema_of,
     storage_at,
     storage_key,
@@ -149,6 +151,8 @@ class DataLessMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
+        if runs_its_own_ops(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             raise CaptureError(f"cannot trace the higher-order op {func} without data")
@@ -330,6 +334,9 @@ class DataLessCopier(TwinCopier):
     def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         return data_less_tensor(like, storage)
 
+    def of_class(self, plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        return torch.Tensor._make_subclass(kind, plain, plain.requires_grad)
+
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         original = self._original_of.get(id(real), real)
         if real not in self.fake_of and _worth_knowing(original):
@@ -341,6 +348,7 @@ class DataLessCopier(TwinCopier):
 
 def _worth_knowing(tensor: torch.Tensor) -> bool:
     return (tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor | nn.Parameter)
+            and not is_traceable_wrapper_subclass(tensor)
             and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
             and tensor.numel() * tensor.dtype.itemsize <= _KNOWN_BYTES)
 

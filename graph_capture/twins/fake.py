@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graph_capture.device_kernels.replacement import DeviceKernels
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
+from graph_capture.memory.sparse import strided_tensors
 from graph_capture.module_forward import take_down
 from graph_capture.torch_compat import (
     FakeTensor,
@@ -34,6 +35,7 @@ from graph_capture.torch_compat import (
     TorchDispatchMode,
     fake_tensor,
     is_traceable_wrapper_subclass,
+    mark_as_parameter,
     no_subclass_functions,
     pytree,
     storage_key,
@@ -85,6 +87,11 @@ class FakeTwin:
         return nullcontext() if self.kernels is None else self.kernels.active()
 
     @property
+    def has_subclasses(self) -> bool:
+        """Whether some of its tensors stand for ones of a subclass whose methods they lack."""
+        return any(class_of(tensor) is not type(tensor) for tensor in self.fake_of.values())
+
+    @property
     def callee(self) -> Callable[..., Any]:
         """The model, as it is called in a step."""
         if self.answers is None:
@@ -128,7 +135,7 @@ def twin_by(copier: TwinCopier, model: nn.Module, args: tuple[Any, ...], kwargs:
     take_down(twin)  # A plan that the model runs under is none of the model's.
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     buffers = dict(twin.named_buffers(remove_duplicate=False))
-    of_parameters = {storage_key(fake) for fake in parameters.values()}
+    of_parameters = set(map(storage_key, strided_tensors(list(parameters.values()))))
     of_model = set(copier.storage_bytes)
     # The inputs are copied after the model, so that an input which is a parameter stays one.
     twin_args = tuple(copier.tree(arg, f"argument {index}") for index, arg in enumerate(args))
@@ -149,6 +156,18 @@ def twin_by(copier: TwinCopier, model: nn.Module, args: tuple[Any, ...], kwargs:
             buffers_bytes=total_bytes(lambda key: key not in of_parameters | of_inputs),
             inputs_bytes=total_bytes(of_inputs.__contains__)),
         parameters=parameters, buffers=buffers, fake_of=copier.fake_of)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+"""Classes of tensors that have nothing but their storage."""
+
+_class_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by fake tensor
+
+
+def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """The class of a tensor; of a fake one, that of the tensor that it is the copy of."""
+    found: type[torch.Tensor] = _class_of.get(tensor, type(tensor))
+    return found
 
 
 class TwinCopier(TorchFunctionMode):
@@ -182,6 +201,15 @@ class TwinCopier(TorchFunctionMode):
         meta = torch.empty(0, dtype=like.dtype, device="meta")
         meta.set_(storage, like.storage_offset(), like.size(), like.stride())
         return fake_tensor(self.mode, meta, self.device)
+
+    def of_class(self, plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        """`plain` in the place of a tensor of a subclass without ops of its own.
+
+        A fake tensor has its class already: it has the attributes of the other, not the methods.
+        """
+        fake = nn.Parameter(plain, plain.requires_grad) if issubclass(kind, nn.Parameter) else plain
+        _class_of[fake] = kind
+        return fake
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__deepcopy__ or func is tensor_clone:
@@ -227,10 +255,17 @@ class TwinCopier(TorchFunctionMode):
         if fake is None:
             fake = self.fake_of[real] = self.memo[id(real)] = self._fake(real)
             self._alive.append(real)
+            if class_of(real) not in _PLAIN and not is_traceable_wrapper_subclass(real):
+                with self:  # which may refer to the tensor itself, and to the module that has it
+                    vars(fake).update({
+                        name: copy.deepcopy(value, self.memo) for name, value in vars(real).items()
+                        if name != "_is_param"})
         return fake
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
-        if is_traceable_wrapper_subclass(real) or real.layout is not torch.strided:
+        if is_traceable_wrapper_subclass(real):
+            return self._fake_wrapper(real)
+        if real.layout is not torch.strided:
             if real.device != self.device:
                 raise CaptureError(
                     f"a tensor of type {type(real).__name__} and layout {real.layout} is on "
@@ -252,11 +287,24 @@ class TwinCopier(TorchFunctionMode):
         with torch.no_grad():
             fake = self.new_tensor(real, self._storages[key])
         self.storage_bytes[storage_key(fake)] = storage.nbytes()
+        if (kind := class_of(real)) not in _PLAIN:
+            return self.of_class(fake.requires_grad_(real.requires_grad), kind)
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)
         fake.requires_grad_(real.requires_grad)
         # Dynamo treats an attribute that was made so in another way than a registered buffer.
         return nn.Buffer(fake, persistent=real.persistent) if isinstance(real, nn.Buffer) else fake
+
+    def _fake_wrapper(self, real: Any) -> torch.Tensor:
+        """Copy of a wrapper subclass, around copies of the tensors inside."""
+        names, context = real.__tensor_flatten__()
+        inside = {name: self.tensor(getattr(real, name)) for name in names}
+        with torch.no_grad():
+            fake: torch.Tensor = type(real).__tensor_unflatten__(
+                inside, context, real.size(), real.stride())
+        if isinstance(real, nn.Parameter):
+            mark_as_parameter(fake)
+        return fake.requires_grad_(real.requires_grad)
 
     def _uncopyable(self, model: nn.Module) -> str:
         """The attribute that `copy.deepcopy` fails on, in words."""
