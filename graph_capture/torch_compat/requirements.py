@@ -81,6 +81,15 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._subclasses.fake_impls.op_implementations_dict",
         "torch.ops.aten._grouped_mm.default",
     ),
+    "foreign_calls": (
+        "torch._C._autograd._pop_saved_tensors_default_hooks()",
+        "torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)",
+        "torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)",
+        "torch._C._functorch.maybe_current_level()",
+        "torch.autograd.forward_ad._current_level",
+        "torch.fx._symbolic_trace.is_fx_symbolic_tracing()",
+        "torch.fx.experimental.proxy_tensor.get_proxy_mode()",
+    ),
     "generated_buffers": (
         *_of("torch._inductor.ir", "Buffer.get_inputs_that_alias_output(buffer)",
              "Buffer.get_mutation_names(buffer)", "IRNode.has_tensor_output(node)"),
