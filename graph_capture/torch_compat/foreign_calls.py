@@ -33,8 +33,8 @@ def is_traced() -> bool:
 
 @contextmanager
 def undisturbed_autograd() -> Iterator[None]:
-    """Inside, autograd neither packs saved tensors by hooks of the caller's nor looks for anomalies:
-    for steps that are traced without data while the caller's is under way."""
+    """Inside, no hooks of the caller's pack what autograd saves, and anomaly mode is off: for steps
+    that are traced without data while the caller's is under way."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

@@ -253,7 +253,8 @@ class PlanningForward(CountingForward):
     def _bring_up_to_date(self, graph: PlannedGraph, call: Call, has_gradients: bool,
                           args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a graph again where more is known than its plan counts."""
-        if graph.planner is None:
+        # What a checkpoint calls again must save what the first call did.
+        if graph.planner is None or running_node_number() is not None:
             return
         if graph.unmeasured is not None:
             graph.loss, graph.unmeasured = graph.planner.measured(graph.unmeasured), None
