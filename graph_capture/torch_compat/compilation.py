@@ -92,6 +92,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - One code object may be compiled for many models and plans.
     - Under DistributedDataParallel the graph is not cut at the buckets.
     - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
+    - Hooks that modules get or lose later are seen; torch would go on without them.
     - Code in which there was nothing to capture when it first ran is looked at again when it runs
       another way; torch would pass it by for ever.
     """
@@ -107,6 +108,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             allow_rnn=True,
             automatic_dynamic_shapes=False,
             optimize_ddp=False,
+            skip_nnmodule_hook_guards=False,
         ),
         functorch_config.patch(
             enable_autograd_cache=False, debug_assert=False,

@@ -41,7 +41,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.convert_frame.input_codes.seen",
         *_of("torch._dynamo.config", "accumulated_recompile_limit", "allow_empty_graphs",
              "allow_rnn", "automatic_dynamic_shapes", "ignore_logging_functions", "optimize_ddp",
-             "patch", "recompile_limit", "suppress_errors"),
+             "patch", "recompile_limit", "skip_nnmodule_hook_guards", "suppress_errors"),
         "torch._dynamo.eval_frame.reset_code(code)",
         "torch._dynamo.eval_frame.set_code_exec_strategy(code, strategy)",
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
