@@ -46,6 +46,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.eval_frame.set_code_exec_strategy(code, strategy)",
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.lookup_backend(name)",
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase.maybe_has_backedge(self)",
         *_of("torch._dynamo.types", "FrameAction.DEFAULT", "FrameExecStrategy"),
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
              "InputMutationAOTOutput(mutated_input=)", "PlainAOTInput(idx=)"),
