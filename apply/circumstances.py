@@ -45,18 +45,20 @@ class Call:
     training: bool
     trainable: tuple[bool, ...]
     """Of each parameter, in the order of `parameters()`."""
+    hooks: tuple[int, ...] = ()
+    """Numbers of the hooks of its submodules, none of which has that of another hook."""
 
     @classmethod
     def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The call `model(*args, **kwargs)` here and now."""
         return cls(circumstances_of(model, args, kwargs), model.training,
-                   tuple(p.requires_grad for p in model.parameters()))
+                   tuple(p.requires_grad for p in model.parameters()), hooks_within(model))
 
     def may_be_served_as(self, planned: Call) -> bool:
         """Whether this may be the same graph with no tensor larger."""
         mine, theirs = self.circumstances, planned.circumstances
-        return ((self.training, self.trainable, mine.autocast)
-                == (planned.training, planned.trainable, theirs.autocast)
+        return ((self.training, self.trainable, self.hooks, mine.autocast)
+                == (planned.training, planned.trainable, planned.hooks, theirs.autocast)
                 and [key.name for key in mine.inputs] == [key.name for key in theirs.inputs]
                 and all(map(_is_no_larger, mine.inputs, theirs.inputs)))
 
@@ -67,6 +69,25 @@ class Call:
         words += ["..."] * (len(found.inputs) > 3)
         words += [f"autocast {found.autocast}"] * bool(found.autocast)
         return ", ".join([*words, *([] if self.training else ["eval mode"])])
+
+
+def hooks_within(model: nn.Module) -> tuple[int, ...]:
+    """Numbers of the hooks of a model's submodules; those of the model itself run around its
+    forward, whatever that is."""
+    found: list[int] = []
+    waiting = [*model._modules.values()]
+    while waiting:  # at each step, so without `modules()`, which takes ten times as long
+        module = waiting.pop()
+        if module is not None:
+            attributes = vars(module)
+            for kind in _HOOKS:
+                if attributes[kind]:
+                    found += attributes[kind]
+            waiting += attributes["_modules"].values()
+    return tuple(found)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:

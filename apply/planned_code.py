@@ -11,6 +11,7 @@ from apply.errors import PlanMismatch
 from apply.plan_backend import Fallback, PlanBackend
 from apply.recipe import Recipe
 from graph_capture.module_forward import Forward
+from graph_capture.output_tensors import output_tensors
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     compile_forward,
@@ -98,7 +99,7 @@ class PlannedCode:
                 raise
             finally:
                 backend.running = None
-        outside = uncompiled_operations(output, (args, kwargs),
+        outside = uncompiled_operations(output_tensors(output), (args, kwargs),
                                         behind_regions=self._has_several_regions)
         if self._operations_outside is None:
             self._operations_outside = outside

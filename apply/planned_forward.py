@@ -27,6 +27,7 @@ from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
 from apply.recipe import Recipe
 from apply.step_counts import StepCounts, reason_of_mode
+from graph_capture.foreign_calls import foreign_call
 from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
@@ -42,6 +43,16 @@ class CountingForward(StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "steps": StepCounts()}
+
+    def is_foreign(self) -> bool:
+        """Whether this call is no training step that a plan may serve, and runs as it is written;
+        one with gradients is counted."""
+        foreign = foreign_call()
+        if foreign is None:
+            return False
+        if torch.is_grad_enabled() and not foreign.is_traced:
+            self.steps.count(foreign.reason)
+        return True
 
     def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call of the forward beneath this one."""
@@ -82,7 +93,7 @@ class PlannedForward(CountingForward):
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self.without_self(args)
-        if not torch.is_grad_enabled():
+        if self.is_foreign() or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         known = [number for number, recipe in enumerate(self.recipes)
                  if recipe.training == self.__self__.training]

@@ -48,7 +48,7 @@ from graph_capture.step.assemble import LossMemory, assemble
 from graph_capture.step.kept import Keeper
 from graph_capture.step.regions import RegionUse, count_runs, region_uses
 from graph_capture.step.released_output import with_output_released
-from graph_capture.torch_compat import quiet_fake_tensors
+from graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
@@ -141,6 +141,7 @@ class CapturedStep:
 
 
 @quiet_fake_tensors()
+@undisturbed_autograd()
 @fewer_collections()
 def capture_step(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,

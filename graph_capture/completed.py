@@ -21,7 +21,7 @@ from graph_capture.plain_step.eager_step import EagerStep
 from graph_capture.plain_step.loss import LossFn, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
 from graph_capture.step.released_output import with_output_released
-from graph_capture.torch_compat import quiet_fake_tensors
+from graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from graph_capture.training_graph import LOSS_BACKWARD, TrainingGraph
 
 
@@ -76,6 +76,7 @@ def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
 
 
 @quiet_fake_tensors()
+@undisturbed_autograd()
 def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
             ) -> EagerStep | None:
     """The plain step; `None` where it depends on inputs that are gone since."""

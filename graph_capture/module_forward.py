@@ -78,6 +78,12 @@ class StandIn:
         return forward
 
     @property
+    def __code__(self) -> types.CodeType:
+        """That of the class's method: `torch.export` reads it."""
+        code: types.CodeType = inspect.unwrap(type(self.__self__).forward).__code__
+        return code
+
+    @property
     def __signature__(self) -> inspect.Signature:
         """That of what this stands in for."""
         return inspect.signature(self.inner if self.inner is not None else

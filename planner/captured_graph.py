@@ -16,6 +16,7 @@ Blind spots: in what Dynamo captured, ops do not know their modules, so `keep` c
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graph_capture.foreign_calls import foreign_call
 from planner.api import plan
 from planner.arguments.planning import PlanArguments
 from planner.errors import InfeasibleBudget, PlanMismatch
@@ -70,10 +72,16 @@ class PlannedGraph:
         self._applied: dict[tuple[object, ...], _Applied] = {}
         self._made: list[Plan] = []
         """Plans of this graph, with whatever parameters."""
+        self._has_warned = False
 
     def __call__(self, *args: Any) -> Any:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return self._module(*args)
+        if (foreign := foreign_call()) is not None:
+            if not (foreign.is_traced or self._has_warned):
+                self._has_warned = True
+                warnings.warn(foreign.reason, stacklevel=2)
             return self._module(*args)
         key = tuple(
             arg if not isinstance(arg, torch.Tensor) else

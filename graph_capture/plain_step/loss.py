@@ -8,8 +8,6 @@ held by the caller to the end of the backward.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +18,8 @@ import torch
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.tracker import MemoryTracker, Workspace
-from graph_capture.torch_compat import pytree, storage_key
+from graph_capture.output_tensors import output_tensors, with_changed_tensors
+from graph_capture.torch_compat import storage_key
 from graph_capture.twins.fake import FakeTwin
 
 
@@ -118,37 +117,12 @@ def objective(output: Any, loss_fn: LossFn | None) -> Objective:
         return Objective((output,), (None,))
     roots = tuple(tensor for tensor in output_tensors(output) if tensor.requires_grad)
     if not roots:
-        raise CaptureError("no tensor of the model's output needs a gradient; expected a loss to "
-                           "differentiate: give `loss_fn`, labels, or trainable parameters")
+        raise CaptureError(
+            "no tensor that needs a gradient was found in what the model returns "
+            f"({_described(output)}): give labels, so that it returns a loss, or trainable "
+            "parameters; where tensors are hidden in an object, keep them in its attributes, or "
+            "return them")
     return Objective(roots, tuple(torch.ones_like(root) for root in roots))
-
-
-def output_tensors(output: Any) -> list[torch.Tensor]:
-    """Every tensor of a model's output, in order: through containers and dataclasses."""
-    found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                found.extend(output_tensors(getattr(leaf, field.name)))
-    return found
-
-
-def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """`output` with each of `output_tensors` changed; containers and dataclasses are copied."""
-    def leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return change(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            changed = copy.copy(value)
-            for field in dataclasses.fields(value):
-                object.__setattr__(changed, field.name,
-                                   _map_tensors(change, getattr(value, field.name)))
-            return changed
-        return value
-
-    return pytree.tree_map(leaf, output)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,11 +137,16 @@ def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
     model's own graph is not touched.
     """
     with twin.mode:
-        output = _map_tensors(_as_leaf, output)
+        output = with_changed_tensors(_as_leaf, output)
     tensors = output_tensors(output)
     tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
                             resident=(*tensors, *twin.fake_of.values()))
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not wanted:
+        raise CaptureError(
+            "no tensor that needs a gradient was found in what the model returns "
+            f"({_described(output)}), so what the loss takes cannot be followed: keep tensors in "
+            "attributes of an object, not in closures, or return them")
     saved: set[int] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,6 +174,12 @@ def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
     return LossFootprint(retained, forward_peak, tracker.peak_bytes,
                          tuple(gradient(tensor) for tensor in tensors),
                          is_missing=any(seed is not None for seed in goal.seeds))
+
+
+def _described(output: Any) -> str:
+    """The kind of an output, for an error."""
+    count = len(output_tensors(output))
+    return f"{type(output).__name__} with {count} tensors" if count else type(output).__name__
 
 
 def _of_scalar(loss: Any, what: str) -> Objective:

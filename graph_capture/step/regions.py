@@ -14,7 +14,7 @@ from graph_capture.joint_graph.joint import count_cotangents
 from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
 from graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
 from graph_capture.memory.sparse import tensors_inside
-from graph_capture.plain_step.loss import output_tensors
+from graph_capture.output_tensors import output_tensors
 from graph_capture.torch_compat import storage_key
 from graph_capture.twins.fake import FakeTwin
 

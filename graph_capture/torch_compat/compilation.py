@@ -10,6 +10,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 from graph_capture.module_forward import call_forward, own_forward
 from graph_capture.torch_compat.recurrent import recurrent_layers_trained
@@ -27,6 +28,7 @@ from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
@@ -92,6 +94,9 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - One code object may be compiled for many models and plans.
     - Under DistributedDataParallel the graph is not cut at the buckets.
     - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
+    - Hooks that modules get or lose later are seen; torch would go on without them.
+    - Where the graph breaks in a loop, the pieces in between are captured, those of each turn by
+      themselves; torch would run all of the code as it is written.
     - Code in which there was nothing to capture when it first ran is looked at again when it runs
       another way; torch would pass it by for ever.
     """
@@ -107,14 +112,23 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             allow_rnn=True,
             automatic_dynamic_shapes=False,
             optimize_ddp=False,
+            skip_nnmodule_hook_guards=False,
         ),
         functorch_config.patch(
             enable_autograd_cache=False, debug_assert=False,
             donated_buffer=donated_buffers and functorch_config.donated_buffer,
         ),
+        mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", lambda self: False),
+        # Dynamo can break inside of an iteration over a tuple, and not over the values of a dict.
+        mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),
+        mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
         _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot log a set of functions
     ):
         yield
+
+
+def _over_tuple(modules: nn.Module) -> Iterator[nn.Module]:
+    return iter(tuple(modules._modules.values()))
 
 
 _LOG_METHODS = frozenset({

@@ -37,7 +37,7 @@ from apply.planned_forward import CountingForward, can_be_pickled
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import Until
 from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss, UnmeasuredLoss, watch_output
-from graph_capture.torch_compat import active_modes, pytree
+from graph_capture.torch_compat import pytree, running_node_number
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
 from planner.attached.known import GraphPlanner, Known
@@ -170,11 +170,8 @@ class PlanningForward(CountingForward):
         """The module's forward, in a training step under a plan."""
         self._end_watch()
         args = self.without_self(args)
-        if not torch.is_grad_enabled() or not _needs_gradient(
+        if self.is_foreign() or not torch.is_grad_enabled() or not _needs_gradient(
                 self.__self__, args, kwargs):
-            return self.plain(*args, **kwargs)
-        if any(not isinstance(mode, LossWatch) for mode in active_modes()):
-            self.steps.count("a dispatch mode of torch is active, so the step runs without a plan")
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
         has_gradients = any(p.grad is not None for p in self.__self__.parameters())
@@ -256,7 +253,8 @@ class PlanningForward(CountingForward):
     def _bring_up_to_date(self, graph: PlannedGraph, call: Call, has_gradients: bool,
                           args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a graph again where more is known than its plan counts."""
-        if graph.planner is None:
+        # What a checkpoint calls again must save what the first call did.
+        if graph.planner is None or running_node_number() is not None:
             return
         if graph.unmeasured is not None:
             graph.loss, graph.unmeasured = graph.planner.measured(graph.unmeasured), None
@@ -326,7 +324,7 @@ class PlanningForward(CountingForward):
     def _observe(self, graph: PlannedGraph, output: Any) -> None:
         """See what comes after the forward, as long as it is not known."""
         planner = graph.planner
-        if planner is None:
+        if planner is None or running_node_number() is not None:  # a checkpoint calls it again
             return
         if planner.loss_is_outside and graph.loss is None and graph.unmeasured is None:
             watch = LossWatch(output, partial(_note_loss, ref(graph)))
@@ -343,7 +341,9 @@ class PlanningForward(CountingForward):
         self._backward_seen = True
 
     def _end_watch(self) -> None:
-        if self._watch is not None and self._watch.end():
+        # What is left in a backward is there again behind it.
+        if (self._watch is not None and running_node_number() is None
+                and self._watch.end()):
             self._watch = None
 
     @contextlib.contextmanager

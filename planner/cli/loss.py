@@ -75,7 +75,7 @@ class _FunctionalLoss:
         """The loss."""
         import torch
 
-        from graph_capture.plain_step.loss import output_tensors
+        from graph_capture.output_tensors import output_tensors
 
         logits = getattr(output, "logits", None)
         tensors = [logits] if isinstance(logits, torch.Tensor) else output_tensors(output)

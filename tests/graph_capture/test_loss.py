@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from graph_capture.errors import CaptureError
-from graph_capture.plain_step.loss import objective, output_tensors, trace_loss
+from graph_capture.output_tensors import output_tensors
+from graph_capture.plain_step.loss import objective, trace_loss
 from graph_capture.twins.fake import make_twin
 
 pytestmark = pytest.mark.compat

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from apply.runtime import apply_recipe
 from graph_capture.memory.allocator import record_peak
-from graph_capture.plain_step.loss import objective, output_tensors
+from graph_capture.output_tensors import output_tensors
+from graph_capture.plain_step.loss import objective
 from graph_capture.torch_compat import compile_settings
 from planner.api import capture
 from planner.errors import InfeasibleBudget

@@ -1,0 +1,52 @@
+"""Calls of a model that are no training step: it then runs as it is written.
+
+The model of the world: a plan is compiled code, which torch runs under autograd alone.  Under a
+dispatch mode it runs something else, a transform of `torch.func` has no place for it, and a tracer
+must see the model itself.  These are seen before anything is compiled or looked up, so that the
+call leaves no trace and the next step runs under the plan as before.
+
+Blind spots: modes for functions (`TorchFunctionMode`) count as part of the step; `torch.export`
+with `strict=True` does not call the model at all, and refuses the function that stands in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graph_capture.memory.tracker import MemoryTracker
+from graph_capture.torch_compat import (
+    FakeTensorMode,
+    active_modes,
+    is_forward_mode,
+    is_traced,
+    is_under_transform,
+)
+
+_RUNS_AS_WRITTEN = ("so this call runs as the model is written, and may take more than the budget; "
+                    "the next step without it runs under the plan")
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCall:
+    """Why a call is none that a plan serves."""
+
+    reason: str
+    is_traced: bool = False
+    """Whether nothing is trained, so that no budget is at stake."""
+
+
+def foreign_call() -> ForeignCall | None:
+    """What the call that is being made is under; `None`: it may be a training step."""
+    if is_traced():
+        return ForeignCall("the model is being traced", is_traced=True)
+    if is_under_transform():
+        return ForeignCall("the model is called inside a transform of torch.func (vmap, grad, jvp, "
+                           f"vjp), {_RUNS_AS_WRITTEN}")
+    if is_forward_mode():
+        return ForeignCall("forward-mode differentiation is on (torch.autograd.forward_ad), "
+                           f"{_RUNS_AS_WRITTEN}")
+    mode = next((mode for mode in active_modes() if not isinstance(mode, MemoryTracker)), None)
+    if mode is None:
+        return None
+    return ForeignCall(f"the dispatch mode {type(mode).__name__} is active, {_RUNS_AS_WRITTEN}",
+                       is_traced=isinstance(mode, FakeTensorMode))
