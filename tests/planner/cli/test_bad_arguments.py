@@ -319,8 +319,8 @@ def test_without_arguments_the_help_is_shown():
 
 def test_inputs_in_text_take_no_memory_to_plan(folder):
     """A batch of 1.2 TB."""
-    found = run("plan", "own_bad:alone", "--input", "input:float32[100000000000,3]", "--json")
-    assert json.loads(found.stdout)["peak_bytes"] > 12 * 10**11
+    found = run("plan", "own_bad:alone", "--input", "input:float32[100000000000,3]")
+    assert "1.20 TB" in found.stdout
 
 
 def test_a_model_that_computes_its_positions_takes_longer_sequences():
