@@ -14,6 +14,7 @@ from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.errors import InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
+from planner.reporters.one_line import summarize
 from planner.search.agreement import agreed
 from planner.search.alternatives import with_alternatives
 from planner.search.planning import Effort, plan_within
@@ -108,7 +109,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             where the environment asks for them.  A percentage is then of what the plain step
             reserves.
         progress: called with one line of text now and then; by default a line on stderr if that is
-            a terminal.
+            a terminal, else a line in the log `planner.progress` after a second and one at the
+            end, which are printed where logging is not set up.
 
     Raises:
         InfeasibleBudget: nothing fits; with the smallest budget that works, what holds it, and
@@ -123,7 +125,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         probe=probe, accumulation=accumulation, regions=regions,
         autocast=autocast, output=output, parallel=parallel, allow=allow, budget_of=budget_of)
     started = time.monotonic()
-    with watched(progress) as report:
+    with watched(progress, f"planning a training step of {_kind(model)}") as report:
         prepared = prepare_step(model, inputs, planning, report)
         left = 0.9 * time_limit - (time.monotonic() - started)
         effort = Effort(solver=solver, time_limit=max(left, time_limit / 2),
@@ -131,14 +133,17 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         limit_bytes = resolve(limit, prepared)
         if prepared.parallel is None:
             try:
-                return plan_within(prepared, limit_bytes, effort)
+                made = plan_within(prepared, limit_bytes, effort)
             except InfeasibleBudget as refusal:
                 raise with_alternatives(
                     refusal, planning, prepared,
                     lambda wider: prepare_step(model, inputs, wider, None),
                     effort) from None
-        return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
-                      effort)
+        else:
+            made = agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
+                          effort)
+        report.conclude(f": {summarize(made)}")
+        return made
 
 
 @takes_planning()

@@ -1,53 +1,151 @@
-"""One line that says what a long planning run is doing, on a terminal and nowhere else."""
+"""Progress of long planning: one line on a terminal, two log lines elsewhere.
+
+On a terminal a line on stderr says from the start on what is going on, and for how long.  Elsewhere
+the log `planner.progress` gets a line (level INFO) when planning has taken a second, and one when
+it ends.  Where nobody has set up logging, stderr gets them.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import TextIO
 
 from graph_capture.progress import Progress as Progress
 
+log = logging.getLogger("planner.progress")
+
+_SECONDS = 1.0
+"""Between two times that the line is written, and before the log says anything."""
+
+
+class Watch:
+    """Takes reports of one piece of long work; mutable."""
+
+    def __init__(self, what: str, progress: Progress | None, stream: TextIO | None) -> None:
+        """`progress`: a callback that takes the reports instead; `stream`: a terminal."""
+        self._what, self._progress, self._stream = what, progress, stream
+        self._message, self._result, self._is_told = what, "", False
+        self._started = time.monotonic()
+        self._ended, self._lock = threading.Event(), threading.Lock()
+
+    def __call__(self, message: str) -> None:
+        """Report what is going on, in one line."""
+        self._message = message
+        if self._progress is not None:
+            self._progress(message)
+        elif self._stream is not None:
+            self._draw()
+
+    def conclude(self, result: str) -> None:
+        """Note what the last line is to say."""
+        self._result = result
+
+    def begin(self) -> None:
+        """Show the line, and keep it up to date."""
+        if self._progress is None:
+            if self._stream is not None:
+                self._draw()
+            threading.Thread(target=self._tick, daemon=True, name="planner.progress").start()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Take the line away, or log the end."""
+        with self._lock:
+            self._ended.set()
+            if self._stream is not None:
+                _write(self._stream, "")
+            is_told = self._is_told
+        if is_told:
+            seconds = f"{time.monotonic() - self._started:.1f} s"
+            _announce(f"the planner finished {self._what} after {seconds}{self._result}"
+                      if error is None else
+                      f"the planner stopped {self._what} after {seconds}: {type(error).__name__}")
+
+    def _tick(self) -> None:
+        while not self._ended.wait(_SECONDS):
+            if self._stream is not None:
+                self._draw()
+                continue
+            with self._lock:
+                if not self._ended.is_set():
+                    self._is_told = True
+                    _announce(f"the planner is {self._what}")
+            return
+
+    def _draw(self) -> None:
+        assert self._stream is not None
+        width = shutil.get_terminal_size().columns - 1
+        text = f"[{time.monotonic() - self._started:5.1f} s] {self._message}".replace("\n", " ")
+        with self._lock:
+            if not self._ended.is_set():
+                _write(self._stream, text[:width])
+
+
+_current: ContextVar[Watch | None] = ContextVar("_current", default=None)
+_on_terminals_only: ContextVar[bool] = ContextVar("_on_terminals_only", default=False)
+
 
 @contextmanager
-def watched(progress: Progress | None, stream: TextIO | None = None) -> Iterator[Progress]:
-    """The callback to report to: the given one, else a line on stderr if that is a terminal."""
-    stream = sys.stderr if stream is None else stream
-    if progress is not None:
-        yield progress
+def watched(progress: Progress | None, what: str = "planning") -> Iterator[Watch]:
+    """Reports inside go to `progress`, else to whoever watches already, else to a line on stderr or
+    the log.  `what`: the work, as in "the planner is planning a step"."""
+    known = _current.get()
+    if progress is None and known is not None:
+        yield known
         return
-    if not stream.isatty():
-        yield _ignore
-        return
-    line = _TerminalLine(stream)
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    watch = Watch(what, progress, sys.stderr if is_terminal else None)
+    token = _current.set(watch)
+    if is_terminal or not _on_terminals_only.get():
+        watch.begin()
     try:
-        yield line.show
+        yield watch
+    except BaseException as error:
+        watch.end(error)
+        raise
+    else:
+        watch.end()
     finally:
-        line.clear()
+        _current.reset(token)
 
 
-class _TerminalLine:
-    """A line that is written over; the time since the start stands in front."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._started = time.monotonic()
-
-    def show(self, message: str) -> None:
-        """Replace the line."""
-        width = shutil.get_terminal_size().columns - 1
-        text = f"[{time.monotonic() - self._started:5.1f} s] {message}".replace("\n", " ")
-        self._stream.write("\r\x1b[2K" + text[:width])
-        self._stream.flush()
-
-    def clear(self) -> None:
-        """Remove the line."""
-        self._stream.write("\r\x1b[2K")
-        self._stream.flush()
+def active() -> Progress | None:
+    """Takes reports of what goes on now; `None`: nobody watches."""
+    return _current.get()
 
 
-def _ignore(message: str) -> None:
-    """Nobody watches."""
+@contextmanager
+def on_terminals_only() -> Iterator[None]:
+    """Inside, progress is shown on terminals, and not logged."""
+    token = _on_terminals_only.set(True)
+    try:
+        yield
+    finally:
+        _on_terminals_only.reset(token)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Replace the line on a terminal."""
+    with suppress(OSError, ValueError):  # it is gone
+        stream.write("\r\x1b[2K" + text)
+        stream.flush()
+
+
+def _announce(message: str) -> None:
+    if log.hasHandlers():
+        log.info("%s", message)
+        return
+    # Python alone would print warnings only.  Levels that the user has raised are respected.
+    is_wanted = (log.getEffectiveLevel() <= logging.WARNING
+                 and logging.root.manager.disable < logging.INFO)
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    if is_wanted and is_first_rank and sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(f"planner: {message}", file=sys.stderr, flush=True)

@@ -136,11 +136,11 @@ class Incumbent:
     def report(self, stage: str) -> None:
         """Tell where the search stands."""
         plain = self._task.problem.keep_all_cost or 1.0
-        bound = f"bound {self.lower_bound / plain - 1:.3%}"
         if self.fits:
-            self._task.report(f"{stage}: overhead {self.cost / plain - 1:.3%}, {bound}")
+            self._task.report(f"searching ({stage}): extra time {self.cost / plain - 1:.2%}, "
+                              f"gap {self.gap:.2%}")
         else:
-            self._task.report(f"{stage}: no schedule within the budget yet, {bound}")
+            self._task.report(f"searching ({stage}): no schedule within the budget yet")
 
     def proposal(self) -> Proposal:
         """What was found."""

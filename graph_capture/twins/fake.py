@@ -341,7 +341,11 @@ def _refuse_what_has_no_twin(model: nn.Module) -> None:
 def device_planned_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """The device that a plan is for; `device`: what the user says, if anything."""
     if device is not None:
-        planned = torch.device(device)
+        try:
+            planned = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"unknown device {device!r}; name one such as 'cpu', 'cuda' or "
+                             "'cuda:0'") from None
         if planned.type == "meta":
             raise ValueError("expected the device to plan for, got `meta`; name a real device, "
                              "e.g. 'cuda' or 'cpu'")

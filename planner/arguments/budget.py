@@ -19,6 +19,8 @@ from planner.units import BYTES_PER_UNIT, GIGABYTE
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*|%)\s*")
 _UNITS = {name.lower(): size for name, size in BYTES_PER_UNIT.items()}
+_MOST_BYTES = 2**63 - 1
+_MOST_PERCENT = 1_000_000
 _FORMS = 'a number of bytes (int), "8GB" (1e9 bytes), "8GiB" (2**30), "500MB" or "60%"'
 
 
@@ -59,7 +61,7 @@ def parse_budget(budget_gb: float | None = None, budget: int | str | None = None
     size = operator.index(budget)
     if size <= 0:
         raise ValueError(f"budget must be more than 0 bytes, got {size}")
-    return Budget(size_bytes=size)
+    return Budget(size_bytes=_bytes(size, budget))
 
 
 def absolute_budget(budget_gb: float | None, budget: int | str | None, percentage: str) -> int:
@@ -85,7 +87,7 @@ def _from_gigabytes(budget_gb: float) -> Budget:
     if not math.isfinite(budget_gb) or budget_gb <= 0:
         raise ValueError("budget_gb must be a finite number of gigabytes above 0, "
                          f"got {budget_gb!r}")
-    return Budget(size_bytes=_positive(math.floor(_decimal(budget_gb) * GIGABYTE), budget_gb))
+    return Budget(size_bytes=_bytes(math.floor(_decimal(budget_gb) * GIGABYTE), budget_gb))
 
 
 def _decimal(value: float) -> Fraction:
@@ -104,18 +106,23 @@ def _from_text(text: str) -> Budget:
         raise ValueError(f"budget must be finite and above 0, got {text!r}")
     value = Fraction(number)
     if unit == "%":
+        if value > _MOST_PERCENT:
+            raise ValueError(f"budget {text!r} is more than {_MOST_PERCENT:,}% of the plain step's "
+                             "peak; for no limit give none")
         return Budget(fraction=value / 100)
     if not unit:
         if value.denominator != 1:
             raise ValueError(f"budget {text!r} has no unit: write {_FORMS}")
-        return Budget(size_bytes=int(value))
+        return Budget(size_bytes=_bytes(int(value), text))
     if unit.lower() not in _UNITS or (unit.endswith("b") and not unit.islower()):
         raise ValueError(f"budget {text!r} has an unknown unit {unit!r}: "
                          f"known are {', '.join(BYTES_PER_UNIT)} and %")
-    return Budget(size_bytes=_positive(math.floor(value * _UNITS[unit.lower()]), text))
+    return Budget(size_bytes=_bytes(math.floor(value * _UNITS[unit.lower()]), text))
 
 
-def _positive(size_bytes: int, given: object) -> int:
+def _bytes(size_bytes: int, given: object) -> int:
     if size_bytes < 1:
         raise ValueError(f"budget {given!r} is less than one byte")
+    if size_bytes > _MOST_BYTES:
+        raise ValueError(f"the budget is more than {_MOST_BYTES:,} bytes; for no limit give none")
     return size_bytes

@@ -44,6 +44,7 @@ from planner.attached.known import GraphPlanner, Known
 from planner.attached.optimizers import observe
 from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
+from planner.progress import Watch, watched
 from planner.reporters.one_line import summarize
 from planner.step.wrapped import defers_reduction, other_ranks
 
@@ -233,7 +234,7 @@ class PlanningForward(CountingForward):
                    kwargs: dict[str, Any]) -> PlannedGraph:
         """Capture and plan a step that no plan serves."""
         settings, module = self.settings, self.__self__
-        with self._planning():
+        with self._planning() as watch:
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
                                    settings.batches_ahead, partial(_alive, self._optimizers))
             known = self._known(planner, None, has_gradients, self._expected_output(planner))
@@ -243,6 +244,7 @@ class PlanningForward(CountingForward):
                 plan = planner.provisional_plan(Known(
                     self._stepping, self._accumulates, self._expected_loss(planner),
                     defers_reduction=self._defers_reduction))
+            watch.conclude(f": {summarize(plan)}")
         graph = PlannedGraph(module, plan, call, planner)
         graph.known = known
         self._say(graph, "" if known is not None else
@@ -261,12 +263,13 @@ class PlanningForward(CountingForward):
         known = self._known(graph.planner, graph.loss, has_gradients, graph.lives)
         if known is None or known == graph.known:
             return
-        with self._planning():
+        with self._planning() as watch:
             if graph.planner.needs_capture_for(known):
                 if call != graph.call:
                     return
                 graph.planner.capture_again(self.__self__, args, kwargs, known)
             graph.adopt(self.__self__, graph.planner.plan(known))
+            watch.conclude(f": {summarize(graph.plan)}")
         graph.known = known
         self._say(graph, self._words(known))
 
@@ -347,11 +350,12 @@ class PlanningForward(CountingForward):
             self._watch = None
 
     @contextlib.contextmanager
-    def _planning(self) -> Iterator[None]:
+    def _planning(self) -> Iterator[Watch]:
         """Inside, the module has the forward that is planned."""
         try:
-            with in_place_of_forward(self.__self__, self.inner):
-                yield
+            with (in_place_of_forward(self.__self__, self.inner),
+                  watched(None, f"planning a training step of {self._name}") as watch):
+                yield watch
         finally:
             # Caught errors and the compiler's garbage refer to frames, which refer to the caller's
             # frame, and so would hold its variables beyond the step.

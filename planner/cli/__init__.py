@@ -1,5 +1,5 @@
 """The command line `checkpoint-planner`: commands prepare and run, `planner.reporters` prints."""
 
-from planner.cli.application import app, main
+from planner.cli.process import main
 
-__all__ = ["app", "main"]
+__all__ = ["main"]

@@ -1,25 +1,25 @@
-"""The commands of `checkpoint-planner` by name.
-
-Results go to stdout, progress to stderr and only on a terminal.
-"""
+"""The commands of `checkpoint-planner` by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import typer
+from typer.main import get_command
 
 COMMANDS = ("plan", "show", "frontier", "verify", "max-batch", "max-seq", "advise", "memory")
 """In the order of the help; each is the function `run` of a file in `planner.cli.commands`."""
 
-app = typer.Typer(
-    name="checkpoint-planner", add_completion=False, pretty_exceptions_enable=False,
-    no_args_is_help=True, rich_markup_mode=None,
-    help="Plan which activations of a PyTorch training step to keep and which to recompute.")
-for _name in COMMANDS:
-    app.command(_name)(import_module(f"planner.cli.commands.{_name.replace('-', '_')}").run)
+NAME = "checkpoint-planner"
 
 
-def main() -> None:
-    """Entry point of `checkpoint-planner`."""
-    app()
+def commands() -> Callable[..., Any]:
+    """All of them as one that takes a list of arguments."""
+    app = typer.Typer(
+        name=NAME, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        help="Plan which activations of a PyTorch training step to keep and which to recompute.")
+    for name in COMMANDS:
+        app.command(name)(import_module(f"planner.cli.commands.{name.replace('-', '_')}").run)
+    return get_command(app)  # what Typer puts around it takes over sys.excepthook

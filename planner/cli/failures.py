@@ -1,17 +1,18 @@
-"""Errors at the command line: one line on stderr and an exit code, no traceback for a mistake.
-
-Exit codes: 0 done, 1 error, 2 usage, 3 infeasible budget, 4 the plan does not match the model.
-"""
+"""Errors at the command line: one line on stderr and an exit code, no traceback for a mistake."""
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
+from typing import Any
 
 import typer
 
+from planner.cli.interrupts import INTERRUPTED, INTERRUPTS
 from planner.errors import InfeasibleBudget, PlanMismatch, PlannerError
 
 
@@ -23,6 +24,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     INFEASIBLE_BUDGET = 3
     PLAN_MISMATCH = 4
+    INTERRUPTED = INTERRUPTED
 
 
 class UsageError(Exception):
@@ -35,23 +37,67 @@ class TargetError(Exception):
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn what the planner raises into a message and an exit code."""
+    """Turn what the planner and the user's code raise into a message and an exit code."""
     try:
         yield
-    except InfeasibleBudget as error:
-        _fail(error, ExitCode.INFEASIBLE_BUDGET)
-    except PlanMismatch as error:
-        _fail(error, ExitCode.PLAN_MISMATCH)
-    except (PlannerError, TargetError, ImportError) as error:
-        _fail(error, ExitCode.ERROR)
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else error, ExitCode.ERROR)
-    except (UsageError, TypeError, ValueError) as error:
-        _fail(error, ExitCode.USAGE)
-    except KeyboardInterrupt:
-        _fail("interrupted", ExitCode.ERROR)
+    except typer.Exit:
+        raise
+    except BaseException as error:
+        raise typer.Exit(report(error)) from None
 
 
-def _fail(message: object, code: ExitCode) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    raise typer.Exit(int(code))
+def report(error: BaseException) -> int:
+    """Print an error in one line on stderr; returns the exit code."""
+    if INTERRUPTS.is_ending or isinstance(error, KeyboardInterrupt | typer.Abort):
+        INTERRUPTS.say()
+        return ExitCode.INTERRUPTED
+    message, code = _explained(error)
+    with suppress(OSError):  # nobody reads it
+        print(f"error: {_in_one_line(message)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _explained(error: BaseException) -> tuple[str, ExitCode]:
+    match error:
+        case InfeasibleBudget():
+            return str(error), ExitCode.INFEASIBLE_BUDGET
+        case PlanMismatch():
+            return str(error), ExitCode.PLAN_MISMATCH
+        case PlannerError() | TargetError() | ImportError():
+            return str(error), ExitCode.ERROR
+        case OSError() if error.strerror:
+            place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+            return place + error.strerror, ExitCode.ERROR
+        case SystemExit():
+            return f"the model's code ended the program: {describe_error(error)}", ExitCode.ERROR
+        case UsageError() | TypeError() | ValueError():
+            return str(error), ExitCode.USAGE
+    if hasattr(error, "format_message"):  # Typer's own, which it does not export
+        return _usage(error), ExitCode.USAGE
+    return describe_error(error), ExitCode.ERROR
+
+
+def _usage(error: Any) -> str:
+    """An error of Typer's in reading the arguments."""
+    command = "checkpoint-planner" if error.ctx is None else error.ctx.command_path
+    return f"{error.format_message().rstrip('.')}; `{command} --help` lists what there is"
+
+
+def describe_error(error: BaseException) -> str:
+    """Kind, text and place of an error in the user's code."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(without a text)"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename
+           and not frame.filename.startswith("<frozen")
+           and os.path.dirname(__file__) not in frame.filename
+           and os.sep + "importlib" + os.sep not in frame.filename]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def _in_one_line(text: str) -> str:
+    return "".join(each if each.isprintable() else ascii(each)[1:-1]
+                   for each in " ".join(text.split()))

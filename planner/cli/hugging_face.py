@@ -53,12 +53,16 @@ def load_hugging_face(options: TargetOptions, *, device: str) -> tuple[nn.Module
     Raises `UsageError` for an unknown type, file or setting, and `TargetError` where transformers
     is missing or refuses the config.
     """
+    given = parse_inputs(options.inputs)
     family = _family(options)
-    inputs = {spec.name: spec for spec in _batch(family, options)}
-    for name, spec in parse_inputs(options.inputs).items():
+    model = _build(family, options.target, device)
+    positions = _positions(model, family)
+    inputs = {spec.name: spec for spec in _batch(family, options, positions)}
+    for name, spec in given.items():
         known = inputs.get(name)
         inputs[name] = spec if known is None else replace(spec, below=known.below)
-    model = _build(family, options.target, device)
+    if family.takes_text and "input_ids" in given:
+        _check_positions(inputs["input_ids"], positions, family)
     return model, {name: spec.make(device) for name, spec in inputs.items()}
 
 
@@ -76,13 +80,12 @@ def load_sized_hugging_face(
     def make_inputs(size: int) -> dict[str, Any]:
         sized = (replace(options, batch=size) if what == "batch" else
                  replace(options, seq=size))
-        return {spec.name: spec.make(device) for spec in _batch(family, sized)}
+        return {spec.name: spec.make(device) for spec in _batch(family, sized, positions)}
 
+    model = _build(family, options.target, device)
+    positions = _positions(model, family)
     make_inputs(1)  # a usage error shows before the work
-    positions = None
-    if what != "batch":
-        positions = getattr(family.config.get_text_config(), "max_position_embeddings", None)
-    return _build(family, options.target, device), make_inputs, positions
+    return model, make_inputs, None if what == "batch" else positions or family.stated_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,12 @@ class _Family:
     @property
     def takes_text(self) -> bool:
         return self.task.automatic != "AutoModelForImageClassification"
+
+    @property
+    def stated_positions(self) -> int | None:
+        """The longest sequence that the config states."""
+        stated = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return stated if isinstance(stated, int) and stated >= 0 else None
 
 
 def _family(options: TargetOptions) -> _Family:
@@ -127,13 +136,40 @@ def _build(family: _Family, target: str, device: str) -> nn.Module:
     return model.train()
 
 
+def _positions(model: nn.Module, family: _Family) -> int | None:
+    """How many positions the model has a table of; `None`: it computes them, for any length."""
+    from torch import nn
+
+    stated = family.stated_positions
+    if stated is None:
+        return None
+    tables = [stated] * any(stated in buffer.shape for buffer in model.buffers()
+                            if buffer.dim() > 1)
+    get_words = getattr(model, "get_input_embeddings", lambda: None)
+    for module in model.modules():
+        # Some keep a row or two free in front.
+        if (isinstance(module, nn.Embedding) and module is not get_words()
+                and stated <= module.num_embeddings <= stated + 2):
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            tables.append(min(stated, module.num_embeddings - unused))
+    return min(tables, default=None)
+
+
+def _check_positions(ids: TensorSpec, positions: int | None, family: _Family) -> None:
+    length = ids.shape[-1] if ids.shape else 0
+    if positions is not None and length > positions:
+        raise UsageError(f"sequences of {length:,} tokens: {family.config.model_type} has "
+                         f"{positions:,} positions; shorten --seq, or raise the number of "
+                         "positions by --set")
+
+
 def _config(source: str, settings: tuple[str, ...]) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     fields = _read(Path(source))
     kind = source if fields is None else fields.pop("model_type", None)
-    if kind not in CONFIG_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
         if fields is not None:
             raise UsageError(f"{source} is no config of transformers: its model_type is {kind!r}")
         near = difflib.get_close_matches(source, CONFIG_MAPPING_NAMES, n=3)
@@ -164,7 +200,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TargetError(f"{file} is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise TargetError(f"{file} is no config: expected a JSON object")
@@ -177,7 +213,7 @@ def _setting(text: str) -> tuple[str, Any]:
         raise UsageError(f"--set must be KEY=VALUE, such as n_layer=24, got {text!r}")
     try:
         return key, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key, value
 
 
@@ -188,10 +224,12 @@ def _task(config: Any) -> _Task:
 
     known = [task for task in _TASKS
              if config.model_type in getattr(modeling_auto, task.mapping)]
-    wanted = set(getattr(config, "architectures", None) or ())
+    stated = getattr(config, "architectures", None)
+    wanted = {each for each in (stated if isinstance(stated, list) else ())
+              if isinstance(each, str)}
     for task in known:
         classes = getattr(modeling_auto, task.mapping)[config.model_type]
-        if wanted & ({classes} if isinstance(classes, str) else set(classes)):
+        if not wanted.isdisjoint((classes,) if isinstance(classes, str) else classes):
             return task
     if not known:
         raise UsageError(f"hf: {config.model_type} has no model for language modelling or image "
@@ -199,7 +237,9 @@ def _task(config: Any) -> _Task:
     return known[0]
 
 
-def _batch(family: _Family, options: TargetOptions) -> tuple[TensorSpec, ...]:
+def _batch(family: _Family, options: TargetOptions,
+           positions: int | None) -> tuple[TensorSpec, ...]:
+    """The inputs of the task; raises `UsageError` for more tokens than there are `positions`."""
     import torch
 
     config = family.config
@@ -213,11 +253,12 @@ def _batch(family: _Family, options: TargetOptions) -> tuple[TensorSpec, ...]:
         return (TensorSpec("pixel_values", torch.float32, (batch, channels, height, width)),
                 TensorSpec("labels", torch.int64, (batch,), below=config.num_labels))
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or _LONGEST_DEFAULT_SEQUENCE
+    longest = positions or family.stated_positions or _LONGEST_DEFAULT_SEQUENCE
     seq = options.seq
     if seq is None:
         # A power of two: some architectures spend a few of their positions on padding.
         seq = 1 << (min(longest, _LONGEST_DEFAULT_SEQUENCE).bit_length() - 1)
     shape = (batch, seq)
-    return (TensorSpec("input_ids", torch.int64, shape, below=text.vocab_size),
-            TensorSpec("labels", torch.int64, shape, below=text.vocab_size))
+    ids = TensorSpec("input_ids", torch.int64, shape, below=text.vocab_size)
+    _check_positions(ids, positions, family)
+    return (ids, TensorSpec("labels", torch.int64, shape, below=text.vocab_size))

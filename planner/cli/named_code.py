@@ -1,8 +1,5 @@
 """The user's code by name: `package.module:name`, from the Python path and the current directory,
 or `path/to/file.py:name`.
-
-What it prints while it is imported goes to stderr, so that the results on stdout stay readable by
-programs.
 """
 
 from __future__ import annotations
@@ -11,13 +8,11 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from planner.cli.failures import TargetError, UsageError
+from planner.cli.failures import TargetError, UsageError, describe_error
 
 
 def find_object(what: str, text: str) -> Any:
@@ -27,12 +22,15 @@ def find_object(what: str, text: str) -> Any:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
-    if module_name.endswith(".py") and not Path(module_name).is_file():
-        raise UsageError(f"{what} {text!r}: there is no file {Path(module_name).absolute()}")
+    if module_name.endswith(".py"):
+        if not Path(module_name).is_file():
+            raise UsageError(f"{what} {text!r}: there is no file {Path(module_name).absolute()}")
+    elif not all(module_name.split(".")) or os.sep in module_name:
+        raise UsageError(f"{what} {text!r}: {module_name!r} is no name of a module; a file is "
+                         "named with its ending, as in path/to/file.py:name")
     try:
-        with redirect_stdout(sys.stderr):
-            value: Any = (_from_file(Path(module_name).resolve()) if module_name.endswith(".py")
-                          else importlib.import_module(module_name))
+        value: Any = (_from_file(Path(module_name).resolve()) if module_name.endswith(".py")
+                      else importlib.import_module(module_name))
     except ModuleNotFoundError as missing:
         if missing.name and (module_name == missing.name
                              or module_name.startswith(missing.name + ".")):
@@ -40,7 +38,9 @@ def find_object(what: str, text: str) -> Any:
                              f"Python path or in {here}; a file is named with its ending, as in "
                              "path/to/file.py:name") from None
         raise TargetError(f"importing {module_name!r} failed: {missing}") from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise TargetError(f"importing {module_name!r} failed: {describe_error(error)}") from error
     for name in path.split("."):
         if not hasattr(value, name):
@@ -67,13 +67,3 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[spec.name]
         raise
     return module
-
-
-def describe_error(error: BaseException) -> str:
-    """Kind, text and place of an error in the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename
-           and not frame.filename.startswith("<frozen") and frame.filename != __file__
-           and os.sep + "importlib" + os.sep not in frame.filename]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 from planner.cli.failures import UsageError
 
@@ -40,15 +42,60 @@ def print_report(report: RenderableType) -> None:
 
     from planner.reporters.table import plain_text
 
-    if sys.stdout.isatty():
-        Console(highlight=False).print(report)
+    stream = _results.get()
+    if stream.isatty():
+        with _as_errors_of_stdout():
+            Console(file=stream, highlight=False).print(report)
+            stream.flush()
     else:
-        print(plain_text(report))
+        text = plain_text(report)
+        if not _can_print(text):
+            text = text.translate(_IN_ASCII)
+        _print(text)
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One document; keys in their order, text as it is."""
-    print(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
+    """One document; keys in their order, text as it is where stdout's encoding has it."""
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
+    if not _can_print(text):
+        text = json.dumps(document, allow_nan=False, indent=2)
+    _print(text)
+
+
+@contextmanager
+def results_apart() -> Iterator[None]:
+    """Inside, results alone go to stdout; what the user's code prints goes to stderr."""
+    token = _results.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results.reset(token)
+
+
+_results: ContextVar[TextIO] = ContextVar("_results")
+_IN_ASCII = str.maketrans({"─": "-", "…": "...", "×": "x"})
+
+
+def _can_print(text: str) -> bool:
+    try:
+        text.encode(_results.get().encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _print(text: str) -> None:
+    with _as_errors_of_stdout():
+        print(text, file=_results.get(), flush=True)
+
+
+@contextmanager
+def _as_errors_of_stdout() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "stdout") from None
 
 
 def check_writable(path: Path | None) -> None:
@@ -63,3 +110,12 @@ def check_writable(path: Path | None) -> None:
         raise FileNotFoundError(2, "there is no such folder to write to", str(folder))
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise PermissionError(13, "not allowed to write here", str(path))
+
+
+def check_plot(path: Path | None) -> None:
+    """The same for a figure."""
+    from planner.reporters.figures import check_format
+
+    check_writable(path)
+    if path is not None:
+        check_format(path)

@@ -3,20 +3,17 @@ made into model, inputs and loss.
 
 A factory is imported from the Python path and the current directory, or from its file, and called
 without arguments; it returns a model, or a model and its inputs, and the loss where the model does
-not make it itself.  What it prints goes to stderr, so that the results on stdout stay readable by
-programs.
+not make it itself.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from planner.cli.failures import TargetError, UsageError
+from planner.cli.failures import TargetError, UsageError, describe_error
 from planner.cli.loss import find_loss, fitted_to
-from planner.cli.named_code import describe_error, find_object
+from planner.cli.named_code import find_object
 from planner.cli.options import TargetOptions
 from planner.cli.tensors import parse_inputs
 
@@ -53,9 +50,7 @@ def load_target(options: TargetOptions, *, device: str) -> Target:
     refuse_hf_options(options, "a factory sets its own sizes, or takes --input NAME:DTYPE[SHAPE]")
     model, inputs, loss_fn = call_factory(options.target, find_factory(options.target))
     if options.inputs:
-        tensors_on = "cpu" if device == "meta" else device
-        inputs = {name: spec.make(tensors_on)
-                  for name, spec in parse_inputs(options.inputs).items()}
+        inputs = {name: spec.make(device) for name, spec in parse_inputs(options.inputs).items()}
     return Target(model, inputs, fitted_to(given, inputs) or loss_fn)
 
 
@@ -86,9 +81,10 @@ def call_factory(target: str, factory: Any, *arguments: object) -> Target:
         raise UsageError(f"TARGET {target!r} is no function that makes a model, but "
                          f"{type(factory).__name__}")
     try:
-        with redirect_stdout(sys.stderr):
-            made = factory(*arguments)
-    except Exception as error:
+        made = factory(*arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise TargetError(f"the factory {target!r} failed: {describe_error(error)}") from error
     if isinstance(made, nn.Module):
         return Target(made, None, None)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from planner.cli.failures import UsageError
+from planner.cli.failures import TargetError, UsageError
 
 if TYPE_CHECKING:
     import torch
+
+_MOST_BYTES = 2**62
+"""More than any machine has; beyond, torch cannot count the elements."""
 
 _FORM = re.compile(r"([A-Za-z_]\w*):(\w+)\[([\d,\s]*)\]")
 
@@ -32,14 +36,22 @@ class TensorSpec:
         """
         import torch
 
+        size_bytes = math.prod(self.shape) * self.dtype.itemsize
+        if size_bytes > _MOST_BYTES:
+            raise UsageError(f"{self.name} of shape {list(self.shape)} would have {size_bytes:,} "
+                             "bytes; give smaller sizes")
         if device == "meta":
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         source = torch.Generator().manual_seed(0)
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            values = torch.randn(self.shape, generator=source)
-        else:
-            values = torch.randint(0, self.below, self.shape, generator=source)
-        return values.to(device=device, dtype=self.dtype)
+        try:
+            if self.dtype.is_floating_point or self.dtype.is_complex:
+                values = torch.randn(self.shape, generator=source)
+            else:
+                values = torch.randint(0, self.below, self.shape, generator=source)
+            return values.to(device=device, dtype=self.dtype)
+        except RuntimeError as error:  # out of memory, most of all
+            raise TargetError(f"{self.name} of shape {list(self.shape)} cannot be made on "
+                              f"{device}: {error}") from None
 
 
 def parse_inputs(texts: Iterable[str]) -> dict[str, TensorSpec]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.units import BYTES_PER_UNIT, format_bytes, format_fraction
@@ -108,6 +109,18 @@ def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
 def _spread(first: float, last: float, count: int) -> list[float]:
     """So many places from first to last."""
     return [first + (last - first) * place / max(count, 1) for place in range(count)]
+
+
+def check_format(path: Path) -> None:
+    """Raise `ImportError` where matplotlib is missing, and `ValueError` where it cannot write such
+    a file."""
+    new_figure()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known, ending = FigureCanvasBase.get_supported_filetypes(), path.suffix[1:].lower()
+    if ending and ending not in known:
+        raise ValueError(f"{path}: a figure cannot be written as .{ending}; known: "
+                         f"{', '.join(known)}")
 
 
 def new_figure(panels: int = 1) -> tuple[Any, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from planner.progress import Progress
+from planner.progress import Progress, active
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,4 +18,4 @@ class Effort:
     """Seconds of some machine: what a search that counts its work takes for the time limit, so that
     its result does not depend on how long capture took; `None`: the time limit."""
     seed: int = 0
-    progress: Progress | None = None
+    progress: Progress | None = field(default_factory=active)

@@ -137,7 +137,7 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
     budget_bytes = absolute_budget(budget_gb, budget, "which differs with the batch")
     if planning.cost_model == "flops":
         raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
-    with watched(progress) as report:
+    with watched(progress, f"looking for ways to run {type(model).__name__}") as report:
         effort = Effort(planning.solver, planning.time_limit, progress=report)
         given: list[Advice] = []
         refusals: list[InfeasibleBudget | CaptureError] = []

@@ -206,7 +206,7 @@ def _largest_size(what: str, make_inputs: MakeInputs, model: nn.Module, wishes: 
                   planning: Planning, make_loss_fn: MakeLoss | None, progress: Progress | None
                   ) -> LargestSize:
     budget_bytes = absolute_budget(*wishes.budget, f"which differs with the {what}")
-    with watched(progress) as report:
+    with watched(progress, f"looking for the largest {what} of {type(model).__name__}") as report:
         steps = SizedSteps(model, make_inputs, planning, what=what, make_loss_fn=make_loss_fn,
                            progress=report)
         effort = Effort(planning.solver, planning.time_limit, progress=report)

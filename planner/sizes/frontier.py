@@ -92,7 +92,7 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
         raise ValueError(f"points must be at least 2 (both ends of the curve), got {points}")
     planning = Planning.of(frontier, arguments).without_offload("planner.frontier")
     started = time.monotonic()
-    with watched(progress) as report:
+    with watched(progress, f"tracing the frontier of {type(model).__name__}") as report:
         prepared = prepare_step(model, inputs, planning, report)
         return trace_frontier(prepared, points,
                               Effort(planning.solver, planning.time_limit, progress=report),

@@ -95,7 +95,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     args, kwargs = split_inputs(model, inputs)
     settings = OptimizerSettings(grad_clip=grad_clip, grad_scaler=grad_scaler,
                                  set_to_none=set_to_none)
-    with watched(progress) as report:
+    with watched(progress, f"predicting the memory of {type(model).__name__}") as report:
         report("tracing the plain step")
         plain = PlainLoop(
             beneath_wrappers(model, parallel), args, kwargs, loss_fn=loss_fn,

@@ -11,11 +11,10 @@ import planner
 from graph_capture.memory.caching_allocator import CachingAllocator, replay
 from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
 from planner.api import capture
-from planner.cli import app
 from planner.plans.file import dumps, from_dict, loads
 from planner.step.loop_trace import LoopTrace, Span, StepPhase
 from planner.step.reserved import replay_loop
-from tests.support.command_line import RUNNER, TINY_GPT2, run
+from tests.support.command_line import TINY_GPT2, invoke, run
 from tests.support.graphs import HandMadeStep, chain, prepared
 
 MIB = 2 ** 20
@@ -217,6 +216,6 @@ def test_the_command_line_takes_a_budget_of_what_is_reserved():
     predicted = document["predicted"]
     assert predicted["reserved_bytes"] <= document["budget_bytes"]
     reserved = predicted["baseline_reserved_bytes"]
-    over = RUNNER.invoke(app, ["memory", *arguments, "--budget", str(reserved - 1)])
+    over = invoke("memory", *arguments, "--budget", reserved - 1)
     assert over.exit_code == 3 and "reserved for the loop" in over.stdout
     assert f"takes {reserved:,} bytes" in over.stderr.replace("\n", " ")

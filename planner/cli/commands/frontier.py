@@ -10,7 +10,7 @@ import typer
 
 from planner.arguments.planning import Planning
 from planner.cli.options import Json, RankOptions, TargetOptions, command
-from planner.cli.output import check_writable, print_result
+from planner.cli.output import check_plot, print_result
 
 
 @command()
@@ -25,7 +25,7 @@ def run(
     from planner.reporters.table import frontier_report
     from planner.sizes.frontier import frontier
 
-    check_writable(plot)
+    check_plot(plot)
     parallel = ranks.settings()
     model, example, loss_fn = load_target(target, device="meta")
     curve = frontier(model, example, points=points,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.options import Json, PlanPath, command
-from planner.cli.output import check_writable, print_result
+from planner.cli.output import check_plot, print_result
 
 
 @command()
@@ -19,7 +19,7 @@ def run(path: PlanPath, plot: Annotated[Path | None, typer.Option(
     from planner.plans.file import load
     from planner.reporters.table import plan_report
 
-    check_writable(plot)
+    check_plot(plot)
     plan = load(path)
     if plot is not None:
         plan.plot(plot)

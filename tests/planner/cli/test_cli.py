@@ -1,9 +1,7 @@
 """The command line: results on stdout, mistakes in one line with the right exit code."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -122,13 +120,6 @@ def test_the_frontier_is_printed_and_drawn(tmp_path):
     points = json.loads(result.stdout)["points"]
     assert points[0]["overhead"] == 0 and points[0]["peak_bytes"] > points[-1]["peak_bytes"]
     assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
-
-
-def test_without_arguments_the_help_is_shown():
-    result = subprocess.run([sys.executable, "-m", "planner", "--help"], capture_output=True,
-                            text=True, check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
-    for command in ("plan", "show", "frontier", "verify"):
-        assert command in result.stdout
 
 
 def test_a_loss_head_may_run_in_pieces(tmp_path):

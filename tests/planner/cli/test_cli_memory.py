@@ -5,8 +5,7 @@ import pickle
 
 import pytest
 
-from planner.cli import app
-from tests.support.command_line import RUNNER, TINY_GPT2, run
+from tests.support.command_line import TINY_GPT2, invoke, run
 
 
 def test_the_account_is_printed_and_its_snapshot_saved(tmp_path):
@@ -56,7 +55,7 @@ def test_a_budget_is_held_or_what_is_over_is_said():
     for budget, remedy in ((peak - 1, "recomputation could fit"),
                            (plain["floor"]["size_bytes"] - 1, "smaller micro-batch could fit"),
                            (plain["resident_bytes"] - 1, "are held between steps")):
-        result = RUNNER.invoke(app, [*map(str, arguments), "--budget", str(budget), "--json"])
+        result = invoke(*arguments, "--budget", budget, "--json")
         assert result.exit_code == 3 and remedy in result.stderr
         found = json.loads(result.stdout)["budget"]
         assert not found["fits"] and found["over_bytes"] == peak - budget
@@ -64,5 +63,5 @@ def test_a_budget_is_held_or_what_is_over_is_said():
             plain["loading"], *plain["first_step"], *plain["later_steps"])]
         assert [each["peak_bytes"] for each in found["over"]] == [
             size for size in peaks if size > budget]
-    table = RUNNER.invoke(app, [*map(str, arguments), "--budget", str(peak - 1)])
+    table = invoke(*arguments, "--budget", peak - 1)
     assert table.exit_code == 3 and "over the budget" in table.stdout

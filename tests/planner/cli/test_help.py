@@ -13,12 +13,11 @@ from tests.support.command_line import run
 def test_the_help_needs_neither_torch_nor_a_solver(arguments):
     code = f"""
 import sys
-from planner.cli import app
-try:
-    app({arguments!r})
-finally:
-    for heavy in ("torch", "ortools", "numpy", "planner.public", "solvers.solve"):
-        assert heavy not in sys.modules, heavy
+from planner.cli.process import run
+code = run({arguments!r})
+for heavy in ("torch", "ortools", "numpy", "planner.public", "solvers.solve"):
+    assert heavy not in sys.modules, heavy
+sys.exit(code)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

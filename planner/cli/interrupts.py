@@ -1,0 +1,97 @@
+"""Ctrl-C ends a command, wherever it strikes.
+
+The first one during the solver's search is left to the search, which may return the best schedule
+it has.  Any other ends the command: Python raises `KeyboardInterrupt`, and where code swallows it
+the process ends by itself a second later.  Destructors and callbacks from C++, whose errors nobody
+receives, drop it, too: then it is raised again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from _thread import interrupt_main
+from types import FrameType, TracebackType
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells report it."""
+
+_GRACE_SECONDS = 1.0
+"""Time for the command to clean up."""
+
+_PAUSE_SECONDS = 0.05
+
+
+class Interrupts:
+    """Handler of SIGINT; mutable."""
+
+    def __init__(self) -> None:
+        self.is_ending = False
+        """Whether the command is to end."""
+        self._presses = 0
+        self._is_said = False
+
+    def install(self) -> None:
+        """Take over Ctrl-C in this process."""
+        try:
+            signal.signal(signal.SIGINT, self._handle)
+        except ValueError:  # not the main thread, which alone can be interrupted
+            return
+        sys.unraisablehook = self._dropped
+        sys.excepthook = self._dropped_by_c
+
+    def say(self) -> None:
+        """Print the one line, once."""
+        if not self._is_said:
+            self._is_said = True
+            print("error: interrupted", file=sys.stderr, flush=True)
+
+    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        self._presses += 1
+        if self._presses > 1 or not _is_searching(frame):
+            self._end_soon()
+        raise KeyboardInterrupt
+
+    def _end_soon(self) -> None:
+        if not self.is_ending:
+            self.is_ending = True
+            threading.Thread(target=self._end, daemon=True).start()
+
+    def _end(self) -> None:
+        time.sleep(_GRACE_SECONDS)
+        try:
+            self.say()
+        finally:
+            os._exit(INTERRUPTED)
+
+    def _dropped(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Thread(target=self._raise_again, daemon=True).start()
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    def _dropped_by_c(self, kind: type[BaseException], error: BaseException,
+                      trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            threading.Thread(target=self._raise_again, daemon=True).start()
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    def _raise_again(self) -> None:
+        time.sleep(_PAUSE_SECONDS)  # until whoever dropped it is done
+        self._presses -= 1
+        interrupt_main()
+
+
+INTERRUPTS = Interrupts()
+
+
+def _is_searching(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if "solvers" in frame.f_globals.get("__name__", "").split("."):
+            return True
+        frame = frame.f_back
+    return False
