@@ -21,6 +21,7 @@ from apply.errors import PlanMismatch
 from apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
+from apply.same_step import difference_from_step
 from apply.unmade_output import without_unmade
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
@@ -216,6 +217,8 @@ class PlanBackend:
             if difference is not None and region.outline is not None:
                 # In a step that may fall back, code may size tensors by values, with equal inputs.
                 difference = self._why_not_served(region.outline, outline(lowered), difference)
+            if difference is None:
+                difference = difference_from_step(self._recipe, index, lowered)
             if difference is None:
                 self._compiled_regions += 1
                 return Match(index, region, lowered, is_resized)

@@ -41,8 +41,12 @@ def apply(model: nn.Module, plan: Plan, *,
     module that contains the model and is compiled (its graph breaks there).  A step that does not
     run under the plan says why, once for each reason; `steps_of` counts both.
 
+    Before it runs, the plan's schedule is simulated on the graph that it states, and that is
+    compared with the graph of the model, op by op.
+
     Raises `PlanMismatch` where the plan was made for another graph (possibly only at the first
-    step, when the graph is seen), and `TypeError` where the arguments are no model and no plan.
+    step, when the graph is seen) or is none that follows from its graph, and `TypeError` where the
+    arguments are no model and no plan.
     """
     from torch import nn
 
@@ -100,8 +104,18 @@ def _recipes(
 
 
 def _recipe_of(what: str, plan: object) -> Recipe:
-    recipe = getattr(plan, "recipe", None)
-    if not isinstance(recipe, Recipe):
+    from planner.plans.plan import Plan
+
+    if not isinstance(plan, Plan):
         raise TypeError(f"{what} must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
-    return recipe
+    check_plan(plan)
+    return plan.recipe
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise `PlanMismatch` where a plan does not follow from the step that it states."""
+    from planner.plans.checking import contradiction
+
+    if words := contradiction(plan):
+        raise PlanMismatch(f"this is not a plan as it was made: {words}; plan again")
