@@ -231,7 +231,7 @@ class PlanBackend:
         """Why a region that differs from the planned one cannot run its schedule within its memory;
         `None` if it can, being the same ops on smaller tensors."""
         # In a step that may fall back, values may decide sizes, so that equal inputs prove nothing.
-        steered = self.fallback is not None and planned.structure == found.structure
+        steered = self.fallback is not None and planned.is_like(found)
         if not (planned.serves(found) or steered):
             return difference
         larger = planned.first_larger(found)

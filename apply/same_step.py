@@ -11,7 +11,7 @@ sizes are those of buffers that leave a kernel; they are not compared, its code 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from apply.recipe import Recipe
 from graph_capture.joint_graph.joint import tensors_of
@@ -23,21 +23,24 @@ def difference_from_step(recipe: Recipe, index: int, lowered: LoweredRegion) -> 
     """The first op, in words, of which the recipe states something else than the region, its
     `index`-th, has; `None` where there is none, and for a recipe without a step.
 
-    The ops have the names that the recipe lists; sizes may be smaller.
+    Sizes may be smaller than stated.
     """
     if not recipe.ops:
         return None
+    planned = [op for op in recipe.ops if op.region == index and op.digest]
+    if [op.name for op in planned] != [op.name for op in lowered.ops]:
+        return f"the plan has other ops than region {index} of the model"
     if recipe.regions[index].unmade != lowered.unmade:
         return (f"the plan makes no outputs {list(recipe.regions[index].unmade)} of region "
                 f"{index}, the model's code can do without {list(lowered.unmade)}")
-    return _Comparison(recipe, index, lowered).first_difference()
+    return _Comparison(recipe, index, lowered, planned).first_difference()
 
 
 class _Comparison:
-    def __init__(self, recipe: Recipe, index: int, lowered: LoweredRegion) -> None:
+    def __init__(self, recipe: Recipe, index: int, lowered: LoweredRegion,
+                 planned: Sequence[TrainingOp]) -> None:
         self._recipe, self._region, self._lowered = recipe, recipe.regions[index], lowered
         self._is_eager = recipe.backend == "eager"
-        planned = [op for op in recipe.ops if op.region == index and op.digest]
         self._pairs = list(zip(lowered.ops, planned, strict=True))
         self._made: dict[int, int] = {}
         """Storage that an op of the region makes -> its buffer."""
@@ -60,14 +63,13 @@ class _Comparison:
             difference = self._of_op(op, planned)
             if difference is not None:
                 return f"the plan says that {op.name} {difference}"
-        return self._of_reuses() or self._of_gradients()
+        return self._of_reuses() or self._of_what_leaves()
 
     def _of_op(self, op: LoweredOp, planned: TrainingOp) -> str | None:
         for storage in op.inputs:
             if storage in self._made:
                 if self._made[storage] not in planned.inputs:
-                    maker = self._lowered.ops[self._lowered.storages[storage].producer].name
-                    return f"does not read what {maker} makes, which it reads"
+                    return f"does not read what {self._maker_of(storage)} makes, which it reads"
             else:
                 self._cotangent[storage] &= set(planned.inputs)
                 if not self._cotangent[storage]:
@@ -108,15 +110,26 @@ class _Comparison:
                         f"{reuse.candidate}, which is another operand or none")
         return None
 
-    def _of_gradients(self) -> str | None:
-        """A gradient that the backward returns is held by others, to the end or for a while."""
+    def _of_what_leaves(self) -> str | None:
+        """Others hold what leaves the region, to the end or for a while: gradients, and what is
+        copied into inputs.  An output that nobody is stated to hold is not written over."""
         ours = {id(planned) for _, planned in self._pairs}
-        elsewhere = {buffer for op in self._recipe.ops if id(op) not in ours
-                     for buffer in op.inputs}
-        for storage, _ in self._lowered.gradient_storages:
-            buffer = self._made.get(storage)
-            if buffer is not None and buffer not in elsewhere and not (
-                    self._recipe.buffers[buffer].kept_to_end):
-                maker = self._lowered.ops[self._lowered.storages[storage].producer].name
-                return f"the plan lets the gradient go that {maker} makes, which the caller gets"
+        held = {buffer for op in self._recipe.ops if id(op) not in ours for buffer in op.inputs}
+        held |= {place for place, buffer in enumerate(self._recipe.buffers) if buffer.kept_to_end}
+        region = self._lowered
+        for storage in (*(storage for storage, _ in region.gradient_storages),
+                        *region.mutation_sources):
+            if storage in self._made and self._made[storage] not in held:
+                return (f"the plan lets go what {self._maker_of(storage)} makes, which leaves "
+                        "the graph")
+        outputs = {storage for storage in region.held_outputs
+                   if storage in self._made and self._made[storage] not in held}
+        for reuse in self._region.inplace_reuses:
+            op = next(op for op, _ in self._pairs if op.name == reuse.op)
+            if op.inplace[reuse.candidate] in outputs:
+                return (f"the plan lets {op.name} write over what "
+                        f"{self._maker_of(op.inplace[reuse.candidate])} makes, which is an output")
         return None
+
+    def _maker_of(self, storage: int) -> str:
+        return self._lowered.ops[self._lowered.storages[storage].producer].name

@@ -32,18 +32,22 @@ from planner.step.lowering import lower
 from solvers.simulator import Timeline, unroll
 
 
+_MOST_PIECES = 16
+"""For each op of a step: a part that has as many rows as pieces has an op for each."""
+
+
 def contradiction(plan: Plan) -> str | None:
     """The first statement of a plan that does not follow from its graph and its schedule, in words;
     `None` where there is none."""
     try:
-        form = _form_of(plan)
+        form = stated_form(plan)
         timeline = unroll(form.problem, schedule_of(form, plan.recipe))
         return next(_contradictions(plan, form, timeline), None)
     except (MalformedGraph, PlanMismatch, ValueError) as error:
         return str(error)
 
 
-def _form_of(plan: Plan) -> Form:
+def stated_form(plan: Plan) -> Form:
     """The step that a plan states; raises `MalformedGraph`, and `ValueError` where it is none."""
     recipe = plan.recipe
     for op in recipe.ops:
@@ -68,6 +72,10 @@ def _form_of(plan: Plan) -> Form:
                    region.outline, region.block, region.hoisted, region.released, region.unmade)
             for number, region in enumerate(recipe.regions)))
     check(graph)
+    if not 1 <= min(recipe.pieces, recipe.inner_pieces) or (
+            max(recipe.pieces, recipe.inner_pieces) > _MOST_PIECES * len(recipe.ops)):
+        raise ValueError(f"{recipe.pieces} and {recipe.inner_pieces} pieces of a step of "
+                         f"{len(recipe.ops)} ops")
     if plan.recipe.blocks and not all(region.block for region in recipe.regions):
         raise ValueError("some regions are blocks and others are not")
     return Form(graph, lower(graph, plan.link), StepBudget.of(graph, plan.optimizer),

@@ -6,6 +6,7 @@ step captures it; both raise `PlanMismatch`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ def apply(model: nn.Module, plan: Plan, *,
     why = other_ranks(plan.parallel, model)
     if why:
         raise PlanMismatch(why)
+    _check_resident(model, plan)
     return apply_recipe(model, recipe, replan=None if replan is None else _recipes(replan))
 
 
@@ -111,6 +113,24 @@ def _recipe_of(what: str, plan: object) -> Recipe:
                         "planner.load(path) reads one from a file")
     check_plan(plan)
     return plan.recipe
+
+
+def _check_resident(model: nn.Module, plan: Plan) -> None:
+    """Raise `PlanMismatch` where the model holds more than the plan counts on, or has no argument
+    that the plan gives its forward."""
+    if plan.parallel is None:
+        from graph_capture.model_state import state_bytes
+
+        held, stated = state_bytes(model), (
+            plan.resident.parameters_bytes + plan.resident.buffers_bytes)
+        if held > stated:
+            raise PlanMismatch(f"the parameters and buffers of this model take {held:,} bytes, "
+                               f"the plan counts on {stated:,}; plan this model anew")
+    accepted = inspect.signature(model.forward).parameters
+    for name, _ in plan.recipe.overrides:
+        if name not in accepted:
+            raise PlanMismatch(f"the plan calls the model with {name!r}, which its forward does "
+                               "not take; plan this model anew")
 
 
 def check_plan(plan: Plan) -> None:
