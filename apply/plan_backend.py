@@ -21,7 +21,7 @@ from apply.errors import PlanMismatch
 from apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
-from apply.same_step import difference_from_step
+from apply.same_step import difference_from_step, outputs_let_go
 from apply.unmade_output import without_unmade
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
@@ -124,7 +124,8 @@ class PlanBackend:
             region = match.region
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses,
                                 region.released)
-            watched.extend(places_to_watch(region, match.lowered, rewritten))
+            watched.extend(places_to_watch(
+                outputs_let_go(self._recipe, match.index, match.lowered), match.lowered, rewritten))
             rewritten = self._prepared(match, rewritten, num_fwd_outputs)
             return rewritten.forward, rewritten.backward
 

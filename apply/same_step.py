@@ -36,6 +36,21 @@ def difference_from_step(recipe: Recipe, index: int, lowered: LoweredRegion) -> 
     return _Comparison(recipe, index, lowered, planned).first_difference()
 
 
+def outputs_let_go(recipe: Recipe, index: int, lowered: LoweredRegion) -> tuple[int, ...]:
+    """Places of the outputs of a region's forward, mutated inputs not counted, that the recipe
+    counts on being let go before the backward."""
+    released = set(recipe.regions[index].released)
+    if recipe.ops and len(recipe.regions) == 1:  # else code between regions holds them for a while
+        planned = {op.name: op for op in recipe.ops}
+        held = {buffer for op in recipe.ops if not op.digest for buffer in op.inputs}
+        held |= {place for place, buffer in enumerate(recipe.buffers) if buffer.kept_to_end}
+        made = {storage for op in lowered.ops for storage, buffer in zip(
+            op.outputs, planned[op.name].outputs, strict=True) if buffer not in held}
+        released |= {place for place, node in enumerate(lowered.returned)
+                     if node is not None and lowered.storage_of.get(node) in made}
+    return tuple(sorted(released))
+
+
 class _Comparison:
     def __init__(self, recipe: Recipe, index: int, lowered: LoweredRegion,
                  planned: Sequence[TrainingOp]) -> None:

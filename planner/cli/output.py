@@ -41,7 +41,7 @@ def print_report(report: RenderableType) -> None:
     from planner.reporters.table import plain_text
 
     if sys.stdout.isatty():
-        Console(highlight=False).print(report)
+        Console(highlight=False, markup=False, emoji=False).print(report)
     else:
         print(plain_text(report))
 
