@@ -4,7 +4,7 @@ is computed again, and Inductor compiles the two graphs.
 Inductor hands its partitioner the joint graph after its decompositions and joint passes; a plan for
 it was made on the same graph.  The graphs run in the order that Inductor's scheduler gives them: it
 starts from the plan's, and deviates where kernels fuse or its own estimate of the peak is lower.
-So for smaller inputs than planned, what is generated for them is checked to take no more memory.
+So what is generated is checked to take no more memory than planned, for smaller inputs, too.
 """
 
 from __future__ import annotations
@@ -123,17 +123,18 @@ class InductorBackend(PlanBackend):
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool
                       ) -> None:
-        """Raise `PlanMismatch` where the code for smaller inputs takes more than planned."""
+        """Raise `PlanMismatch` where the generated code takes more than planned."""
         follow = partial(memory_of_code, compiled, inputs)
         if self._generated is not None:
             self._generated[found.index, is_backward] = follow
-        if not found.is_resized or not found.region.code:
+        if not found.region.code:
             return
         planned, needed = found.region.code[is_backward], follow()
         if not planned.serves(needed):
             raise PlanMismatch(
                 "the code that Inductor generates for the "
-                f"{'backward' if is_backward else 'forward'} with these smaller inputs takes "
+                f"{'backward' if is_backward else 'forward'} with these"
+                f"{' smaller' if found.is_resized else ''} inputs takes "
                 f"{needed.peak_bytes:,} bytes and leaves {needed.left_bytes:,}, where that of the "
                 f"plan takes {planned.peak_bytes:,} and leaves {planned.left_bytes:,}. Make a plan "
                 "for these inputs")

@@ -7,13 +7,12 @@ taken for saved.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from apply.recipe import RegionRecipe
 from apply.rewrite import RewrittenRegion
 from graph_capture.joint_graph.joint import tensors_of
 from graph_capture.joint_graph.lower import LoweredRegion
@@ -25,16 +24,16 @@ OUTPUT_IS_HELD = (
     "budget: keep the loss alone, or plan with output='held'")
 
 
-def places_to_watch(region: RegionRecipe, lowered: LoweredRegion, rewritten: RewrittenRegion
+def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: RewrittenRegion
                     ) -> tuple[int, ...]:
-    """Which outputs of a region's forward, mutated inputs not counted, are gone when the backward
-    begins unless the caller holds them."""
+    """The outputs among `let_go`, which the plan counts on being let go, that are gone when the
+    backward begins unless the caller holds them."""
     count = len(lowered.joint.forward_outputs)
     returned = rewritten.forward.graph.output_node().args[0]
     saved = {storage_key(tensor) for node in returned[count:] if isinstance(node, fx.Node)
              for tensor in tensors_of(node.meta["val"])}
     return tuple(place for place, node in enumerate(lowered.returned)
-                 if place in region.released and node is not None
+                 if place in let_go and node is not None
                  and storage_key(node.meta["val"]) not in saved)
 
 

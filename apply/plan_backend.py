@@ -21,6 +21,7 @@ from apply.errors import PlanMismatch
 from apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from apply.rewrite import RewrittenRegion, rewrite
+from apply.same_step import difference_from_step, outputs_let_go
 from apply.unmade_output import without_unmade
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
@@ -123,7 +124,8 @@ class PlanBackend:
             region = match.region
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses,
                                 region.released)
-            watched.extend(places_to_watch(region, match.lowered, rewritten))
+            watched.extend(places_to_watch(
+                outputs_let_go(self._recipe, match.index, match.lowered), match.lowered, rewritten))
             rewritten = self._prepared(match, rewritten, num_fwd_outputs)
             return rewritten.forward, rewritten.backward
 
@@ -217,6 +219,8 @@ class PlanBackend:
                 # In a step that may fall back, code may size tensors by values, with equal inputs.
                 difference = self._why_not_served(region.outline, outline(lowered), difference)
             if difference is None:
+                difference = difference_from_step(self._recipe, index, lowered)
+            if difference is None:
                 self._compiled_regions += 1
                 return Match(index, region, lowered, is_resized)
             first_difference = first_difference or difference
@@ -228,7 +232,7 @@ class PlanBackend:
         """Why a region that differs from the planned one cannot run its schedule within its memory;
         `None` if it can, being the same ops on smaller tensors."""
         # In a step that may fall back, values may decide sizes, so that equal inputs prove nothing.
-        steered = self.fallback is not None and planned.structure == found.structure
+        steered = self.fallback is not None and planned.is_like(found)
         if not (planned.serves(found) or steered):
             return difference
         larger = planned.first_larger(found)

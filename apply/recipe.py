@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from graph_capture.training_graph import CodeMemory, Outline
+from graph_capture.training_graph import Buffer, CodeMemory, Outline, TrainingOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,16 @@ class Recipe:
     """The device planned for; for errors."""
     holds_output: bool = True
     """Whether the caller is taken to hold the model's output until the backward ends."""
+    ops: tuple[TrainingOp, ...] = ()
+    """The whole step that the plan was made for, in the order of execution, without what no check
+    needs (source, target, bytes moved); empty while recipes are only compared in a search."""
+    buffers: tuple[Buffer, ...] = ()
+    """What these ops exchange."""
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether the graph is another one than that captured at first: low-peak, or in pieces."""
+        return self.low_peak or self.pieces > 1 or self.inner_pieces > 1
 
     @property
     def blocks(self) -> tuple[str, ...]:

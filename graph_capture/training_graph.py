@@ -128,7 +128,13 @@ class Outline:
 
     def serves(self, other: Outline) -> bool:
         """Whether a plan made for this region is one for `other`, whatever its sizes."""
-        return self.structure == other.structure and self.input_layout != other.input_layout
+        return self.is_like(other) and self.input_layout != other.input_layout
+
+    def is_like(self, other: Outline) -> bool:
+        """Whether nothing but sizes is another than in `other`."""
+        return (self.structure == other.structure
+                and len(self.input_bytes) == len(other.input_bytes)
+                and len(self.storage_bytes) == len(other.storage_bytes))
 
     def first_larger(self, other: Outline) -> tuple[int, int] | None:
         """Bytes planned for and bytes needed where `other` first takes more memory than this."""

@@ -1,11 +1,27 @@
-"""Files that are written all of it or nothing."""
+"""Files that are written all of it or nothing.
+
+A regular file is written beside its destination and moved into place: readers see the old content
+or the new.  The destination is the file that a symbolic link leads to, and keeps its mode.  A
+device or a pipe is written to.
+
+A draft is locked by its writer.  One without a lock was left behind by a process that was killed,
+and the next that writes to the same destination removes it.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
+import stat
 from os import PathLike
 from pathlib import Path
+from typing import BinaryIO
+
+_LONGEST_NAME = 255
+_ENDING = ".{}.tmp"
+_DIGITS = 8
 
 
 def write_whole(path: str | PathLike[str], content: bytes) -> None:
@@ -13,16 +29,58 @@ def write_whole(path: str | PathLike[str], content: bytes) -> None:
 
     Raises `OSError` where the path cannot be written.
     """
-    destination = Path(path)
-    draft = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with draft.open("xb") as stream:
+        mode = _mode_of(path)
+        if mode is None or stat.S_ISREG(mode):
+            _replace(Path(os.path.realpath(path)), content, mode)
+            return
+        with Path(path).open("wb") as stream:  # raises for a folder
+            stream.write(content)
+    except OSError as error:
+        # The draft's name means nothing to the caller; the destination does.
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def _mode_of(path: str | PathLike[str]) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _replace(destination: Path, content: bytes, mode: int | None) -> None:
+    """Write a draft and move it to the destination, which gets this mode."""
+    room = _LONGEST_NAME - len(_ENDING.format("0" * _DIGITS)) - 1
+    stem = "." + os.fsencode(destination.name)[:room].decode(errors="ignore")
+    draft, stream = _locked_draft(destination.parent, stem)
+    try:
+        with stream:
+            if mode is not None:
+                os.fchmod(stream.fileno(), stat.S_IMODE(mode))
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        draft.replace(destination)
-    except OSError as error:
-        # The draft's name means nothing to the caller; the destination does.
-        raise type(error)(error.errno, error.strerror, str(destination)) from None
+            draft.replace(destination)
     finally:
         draft.unlink(missing_ok=True)
+    _remove_abandoned(destination.parent, stem)
+
+
+def _locked_draft(folder: Path, stem: str) -> tuple[Path, BinaryIO]:
+    while True:
+        draft = folder / (stem + _ENDING.format(secrets.token_hex(_DIGITS // 2)))
+        stream = draft.open("xb")
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        if draft.exists():  # nobody took it for abandoned before it was locked
+            return draft, stream
+        stream.close()
+
+
+def _remove_abandoned(folder: Path, stem: str) -> None:
+    for draft in folder.glob(glob.escape(stem) + _ENDING.format("[0-9a-f]" * _DIGITS)):
+        try:
+            with draft.open("rb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                draft.unlink()
+        except OSError:  # it is being written, or has gone, or is another user's
+            continue

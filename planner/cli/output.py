@@ -45,7 +45,7 @@ def print_report(report: RenderableType) -> None:
     stream = _results.get()
     if stream.isatty():
         with _as_errors_of_stdout():
-            Console(file=stream, highlight=False).print(report)
+            Console(file=stream, highlight=False, markup=False, emoji=False).print(report)
             stream.flush()
     else:
         text = plain_text(report)

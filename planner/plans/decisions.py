@@ -8,7 +8,7 @@ from forward to backward, before and after planning.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 from apply.recipe import (
@@ -22,6 +22,7 @@ from apply.recipe import (
     Release,
     RunAgain,
     Store,
+    Stored,
 )
 from graph_capture.training_graph import TrainingGraph
 from planner.errors import PlanMismatch
@@ -77,15 +78,26 @@ def decide(form: Form, schedule: Schedule) -> tuple[Decision, ...]:
 def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Recipe:
     """The applier's view of the schedule that `timeline` unrolls, of one form of the step.
 
+    Raises `ValueError` as `build_regions` does.
+    """
+    return Recipe(tensors=prepared.tensors, regions=build_regions(form.graph, timeline),
+                  training=prepared.training, overrides=prepared.overrides,
+                  low_peak=form.low_peak, pieces=form.pieces, inner_pieces=form.inner_pieces,
+                  circumstances=prepared.circumstances, device=form.graph.device,
+                  holds_output=prepared.holds_output)
+
+
+def build_regions(graph: TrainingGraph, timeline: Timeline) -> tuple[RegionRecipe, ...]:
+    """The regions of a recipe.
+
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
     or after the last op.
     """
-    graph = form.graph
     inserted = _insertions(graph, timeline.schedule)
     taken = _inplace_reuses(graph, timeline)
     # An op without a digest is a pseudo-op of the step, not part of the captured graph.
     keys = [OpKey(op.name, op.digest, op.result) for op in graph.ops]
-    regions = tuple(
+    return tuple(
         RegionRecipe(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
                      backward=tuple(keys[index] for index in region.backward
                                     if keys[index].digest),
@@ -94,16 +106,18 @@ def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Reci
                      block=region.block, hoisted=region.hoisted, released=region.released,
                      unmade=region.unmade)
         for number, region in enumerate(graph.regions))
-    return Recipe(tensors=prepared.tensors, regions=regions, training=prepared.training,
-                  overrides=prepared.overrides, low_peak=form.low_peak, pieces=form.pieces,
-                  inner_pieces=form.inner_pieces, circumstances=prepared.circumstances,
-                  device=form.graph.device, holds_output=prepared.holds_output)
+
+
+def with_step(recipe: Recipe, graph: TrainingGraph) -> Recipe:
+    """The recipe with the step that it was made for, so that it can be checked."""
+    return replace(recipe, buffers=graph.buffers, ops=tuple(
+        replace(op, source="", target="", bytes_moved=0) for op in graph.ops))
 
 
 def schedule_of(form: Form, recipe: Recipe) -> Schedule:
     """The inverse of `build_recipe`: the schedule of indices that a recipe stands for.
 
-    Raises `PlanMismatch` where the recipe names an op that the graph lacks.
+    Raises `PlanMismatch` where the recipe names an op or a result that the graph lacks.
     """
     before = {insertion.before: insertion.actions
               for region in recipe.regions for insertion in region.insertions}
@@ -139,15 +153,22 @@ def _scheduled(graph: TrainingGraph, action: InsertedAction) -> ScheduledAction:
                                "plan this model anew")
         return graph.index_of[name]
 
+    def storage(moved: Stored) -> int:
+        outputs = graph.ops[index(moved.op)].outputs
+        if not 0 <= moved.output < len(outputs):
+            raise PlanMismatch(f"the plan moves result {moved.output} of {moved.op!r}, which makes "
+                               f"{len(outputs)}; plan this model anew")
+        return outputs[moved.output]
+
     match action:
         case RunAgain(op):
             return Run(index(op))
-        case Store(op, output):
-            return ScheduledStore(graph.ops[index(op)].outputs[output])
-        case Release(op, output):
-            return ScheduledRelease(graph.ops[index(op)].outputs[output])
-        case Fetch(op, output):
-            return ScheduledFetch(graph.ops[index(op)].outputs[output])
+        case Store():
+            return ScheduledStore(storage(action))
+        case Release():
+            return ScheduledRelease(storage(action))
+        case Fetch():
+            return ScheduledFetch(storage(action))
         case _:
             assert_never(action)
 

@@ -1,9 +1,9 @@
 """The layout of a plan's file, stated once: `planner.plans.writing` writes it, `planner.plans.file`
 reads it, and `planner.plans.schema` makes the published JSON Schema of it.
 
-A file holds the fields of a plan and of its recipe in groups, and the ops of the forward together
-with what is decided about them.  Every field is required, there are no others, and every whole
-number is a count: not below 0.  What a field means is said where it comes from (`SOURCES` of
+A file holds the fields of a plan and of its recipe in groups: the step (`ops`, `buffers`), what is
+done with it (`regions`), and what follows from the two.  Every field is required, there are no
+others, and every whole number is a count: not below 0.  What a field means is said where it comes from (`SOURCES` of
 `planner.plans.schema`).
 """
 
@@ -11,38 +11,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
-from graph_capture.training_graph import CodeMemory, KernelChoice, OptimizerMemory, Outline
+from graph_capture.training_graph import (
+    Buffer,
+    CodeMemory,
+    KernelChoice,
+    OptimizerMemory,
+    Outline,
+    Phase,
+    ResidentMemory,
+    TrainingOp,
+)
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
 from planner.step.course import StepCourse
+from solvers.problem import Link
 from solvers.result import Status
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
-SCHEMA_VERSION = 8
-"""Layout that this version writes."""
+SCHEMA_VERSION = 1
+"""Layout that this version writes and reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """An op of the backward."""
+    """An op of the step, or a moment at which code outside of its regions makes or needs memory."""
 
-    op: str
-    result: str
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionRow(Decision):
-    """An op of the forward, and what the plan does with it."""
-
+    name: str
+    region: int | None
+    """Index of the region it belongs to; null for the loss and for code between regions."""
+    phase: Phase
+    module: str
+    inputs: tuple[int, ...]
+    """Buffers that it reads, by their places in `buffers`."""
+    outputs: tuple[int, ...]
+    inplace: tuple[int, ...]
+    workspace_bytes: int
+    replay_state_bytes: int
+    flops: int
+    seconds: float
+    pinned: str
     result: str
     digest: str
 
@@ -53,8 +68,7 @@ class RegionRow:
 
     block: str
     cotangents: tuple[bool, ...]
-    decisions: tuple[DecisionRow, ...]
-    backward: tuple[OpRow, ...]
+    decisions: tuple[Decision, ...]
     insertions: tuple[Insertion, ...]
     inplace_reuses: tuple[InplaceReuse, ...]
     outline: Outline | None
@@ -81,9 +95,9 @@ class Document:
     created_with: Annotated[dict[str, str], msgspec.Meta(
         extra_json_schema={"required": ["checkpoint-planner", "torch"]})]
     fingerprint: Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
-    """Hash of ops, tensors, cotangents and mode; not of what is recomputed."""
+    """Hash of all other fields."""
     device: str
-    backend: str
+    backend: Literal["eager", "inductor"]
     cost_model: str
     parallel: DataParallel | None
     training: bool
@@ -97,15 +111,19 @@ class Document:
     strict_order: bool
     lean_code: bool
     optimizer: OptimizerMemory | None
+    resident: ResidentMemory
+    link: Link | None
     budget_bytes: int | None
-    budget_of: str
+    budget_of: Literal["allocated", "reserved"]
     solver: SolverRow
     predicted: Predicted
-    course: StepCourse | None
+    course: StepCourse
     notes: tuple[str, ...]
     kernels: tuple[KernelChoice, ...]
     tensors: tuple[ParameterKey, ...]
     regions: tuple[RegionRow, ...]
+    ops: tuple[OpRow, ...]
+    buffers: tuple[Buffer, ...]
 
 
 FREE_FIELDS = ("inputs", "overrides")
@@ -113,21 +131,26 @@ FREE_FIELDS = ("inputs", "overrides")
 
 
 def document_of(plan: Plan, fingerprint: str) -> Document:
-    """What the file of `plan` holds."""
+    """Content of the file of `plan`."""
     decisions, recipe = iter(plan.decisions), plan.recipe
     return pick(
         Document, plan, recipe, schema_version=SCHEMA_VERSION, fingerprint=fingerprint,
         created_with=dict(plan.created_with), overrides=dict(recipe.overrides),
         solver=pick(SolverRow, plan, name=plan.solver), predicted=pick(Predicted, plan),
-        regions=tuple(_region_row(region, decisions) for region in recipe.regions))
+        regions=tuple(_region_row(region, decisions) for region in recipe.regions),
+        ops=tuple(pick(OpRow, op, region=None if op.region < 0 else op.region)
+                  for op in recipe.ops))
 
 
 def _region_row(region: RegionRecipe, decisions: Iterator[Decision]) -> RegionRow:
     """The row of a region; the next decisions are those about its ops."""
-    return pick(
-        RegionRow, region,
-        decisions=tuple(pick(DecisionRow, next(decisions), key) for key in region.forward),
-        backward=tuple(OpRow(key.name, key.result, key.digest) for key in region.backward))
+    return pick(RegionRow, region, decisions=tuple(next(decisions) for _ in region.forward))
+
+
+def ops_of(document: Document) -> tuple[TrainingOp, ...]:
+    """The ops of the step, as a recipe has them."""
+    return tuple(pick(TrainingOp, row, region=-1 if row.region is None else row.region, source="",
+                      target="", bytes_moved=0) for row in document.ops)
 
 
 _Kind = TypeVar("_Kind")

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from apply.recipe import Recipe
 from graph_capture.training_graph import BufferKind
-from planner.plans.decisions import decide
+from planner.plans.decisions import decide, with_step
 from planner.plans.plan import Plan
 from planner.step.budget import StepAccount
 from planner.step.course import StepCourse
@@ -58,7 +58,9 @@ def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, 
         parallel=prepared.parallel,
         cost_model=prepared.cost_model,
         decisions=decisions,
-        recipe=recipe,
+        recipe=with_step(recipe, form.graph),
+        resident=form.graph.resident,
+        link=form.problem.link,
         inputs=prepared.inputs,
         notes=(*form.graph.notes, *notes),
         kernels=form.graph.kernels,

@@ -12,11 +12,12 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from apply.recipe import Recipe
-from graph_capture.training_graph import KernelChoice, OptimizerMemory
+from graph_capture.training_graph import KernelChoice, OptimizerMemory, ResidentMemory
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
 from planner.step.course import StepCourse
+from solvers.problem import Link
 from solvers.result import Status
 
 if TYPE_CHECKING:
@@ -62,8 +63,12 @@ class Plan(Predicted):
     """Kernels of a GPU among which torch chooses, and why; empty for a plan for the CPU."""
     created_with: tuple[tuple[str, str], ...]
     """Versions of this package and of torch, by name."""
-    course: StepCourse | None = field(hash=False, repr=False)
-    """Memory over the course of the step; `None`: the plan is of a file that lacks it."""
+    resident: ResidentMemory
+    """What `resident_bytes` is made of, beside the state of the optimizer."""
+    link: Link | None
+    """The way to the host that the plan counts on; `None`: nothing may be stored there."""
+    course: StepCourse = field(hash=False, repr=False)
+    """Memory over the course of the step."""
     solve_seconds: float | None = field(default=None, compare=False)
     """Wall time of the solver.  Not part of a plan's identity and not in its file: `None` where
     the plan was loaded."""
@@ -83,7 +88,8 @@ class Plan(Predicted):
         return apply(model, self, replan=replan)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to `path` as JSON, all of it or nothing; an existing file is replaced.
+        """Write the plan to `path` as JSON, all of it or nothing; an existing file is replaced, a
+        device or a pipe is written to.
 
         Raises `OSError` where the path cannot be written.
         """
@@ -95,9 +101,8 @@ class Plan(Predicted):
         """Draw memory over the course of the step, by category, beside that of the plain step, to a
         file whose ending names the format (`.png`, `.svg`, `.pdf`).
 
-        Raises `ImportError` where matplotlib is missing, `OSError` where the path cannot be
-        written, and `ValueError` for a plan from a file of schema version 5, which says nothing
-        of it.
+        Raises `ImportError` where matplotlib is missing, and `OSError` where the path cannot be
+        written.
         """
         from planner.reporters.figures import draw_plan
 

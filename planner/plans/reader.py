@@ -1,15 +1,18 @@
 """Reading a JSON value as the types of `planner.plans.document`, or saying where it is none.
 
 `msgspec` checks types.  What it leaves open is checked against what would be written: every field
-is there, there is no other, and no whole number is below 0.
+is there, there is no other, and no whole number is below 0.  Before that, every single value is
+looked at: numbers are of 64 bits and finite, texts can be printed as they are.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from importlib.resources import files
 from typing import Any, TypeVar
+from unicodedata import category
 
 import msgspec
 
@@ -30,6 +33,46 @@ def read(value: object, kind: type[_Kind], name: str) -> _Kind:
                  if index != "..."]
     missing = re.search("missing required field `(.*)`", what)
     raise _missing(name, [*steps, missing[1]]) if missing else _wrong(name, value, steps)
+
+
+_DEEPEST = 64
+"""Levels of nesting that a plan stays far below."""
+_LARGEST = 2 ** 63 - 1
+_MARKUP = re.compile(r"\[/[^\[\]]*\]")
+"""A closing tag of rich, which prints plans."""
+
+
+def check_values(document: object, name: str) -> None:
+    """Raise `PlanFileError` for a number, a text or a nesting that no plan has, wherever it is."""
+    pending: list[tuple[object, list[str | int]]] = [(document, [])]
+    while pending:
+        value, steps = pending.pop()
+        inner: list[tuple[str | int, object]] = []
+        if isinstance(value, dict):
+            inner = [*value.items()]
+        elif isinstance(value, list | tuple):
+            inner = [*enumerate(value)]
+        if len(steps) >= _DEEPEST and inner:
+            raise PlanFileError(f"{name} is no plan: it is nested deeper than {_DEEPEST} levels; "
+                                "plan again and save to a new file")
+        for key, each in inner:
+            if isinstance(key, str) and (words := _why_no_text(key)):
+                raise PlanFileError(_expected(name, words, steps, key))
+            pending.append((each, [*steps, key]))
+        if isinstance(value, str) and (words := _why_no_text(value)):
+            raise PlanFileError(_expected(name, words, steps, value))
+        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+            raise PlanFileError(_expected(name, "a number of at most 64 bits", steps,
+                                          f"{value.bit_length()} bits"))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PlanFileError(_expected(name, "a finite number", steps, value))
+
+
+def _why_no_text(text: str) -> str:
+    """The text that was expected in place of one that cannot be printed; empty where it can be."""
+    if any(category(character) in ("Cc", "Cs") and character != "\n" for character in text):
+        return "text without control characters and lone surrogates"
+    return "text without markup" if _MARKUP.search(text) else ""
 
 
 def check_complete(value: Any, written: Any, name: str, path: tuple[str | int, ...] = ()) -> None:
@@ -85,7 +128,7 @@ _WORDS = {"object": "an object", "array": "a list", "string": "text", "boolean":
 
 
 def _expected(name: str, words: str, steps: list[str | int], value: object) -> str:
-    shown = repr(value)
+    shown = ascii(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return (f"{name} is no plan: expected {words} as {_at(steps) or 'the document'}, got {shown}; "
             "plan again and save to a new file")

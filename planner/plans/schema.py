@@ -17,12 +17,13 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from apply.recipe import OpKey, Recipe, RegionRecipe
-from planner.plans.document import DecisionRow, Document, OpRow, RegionRow, SolverRow
+from apply.recipe import Recipe, RegionRecipe
+from graph_capture.training_graph import TrainingOp
+from planner.plans.document import Document, OpRow, RegionRow, SolverRow
 from planner.plans.plan import Plan
 
-SOURCES: dict[type, type] = {Document: Recipe, DecisionRow: OpKey, OpRow: OpKey,
-                             RegionRow: RegionRecipe, SolverRow: Plan}
+SOURCES: dict[type, type] = {Document: Recipe, OpRow: TrainingOp, RegionRow: RegionRecipe,
+                             SolverRow: Plan}
 """Where the fields of a group come from and are described."""
 
 

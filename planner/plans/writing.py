@@ -5,19 +5,19 @@ Objects have a fixed order of keys; lists of ops hold one op per line.  Nothing 
 when, where or how fast it was made: no timestamps, no host, no duration of the solver.
 
 A file is written beside its destination and moved into place: readers see the old plan or the new
-one.
+one (see `planner.whole_file`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from apply.recipe import Recipe
 from planner.plans.document import document_of
 from planner.whole_file import write_whole
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def save(plan: Plan, path: str | PathLike[str]) -> None:
-    """Write `plan` to `path`, all of it or nothing; an existing file is replaced.
+    """Write `plan` to `path`, all of it or nothing; see `planner.whole_file`.
 
     Raises `OSError` where the path cannot be written.
     """
@@ -39,33 +39,17 @@ def dumps(plan: Plan) -> str:
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """What the file holds, as JSON values in the file's order."""
-    document = msgspec.to_builtins(document_of(plan, fingerprint(plan.recipe)))
+    """Content of the file, as JSON values in the file's order."""
+    document = msgspec.to_builtins(document_of(plan, ""))
     found: dict[str, Any] = json.loads(json.dumps(document))  # where tuples are lists
+    found["fingerprint"] = fingerprint(found)
     return found
 
 
-_OUTLINE = ("structure", "input_layout", "input_bytes", "storage_bytes")
-
-
-def fingerprint(recipe: Recipe) -> str:
-    """Hash of the graph that a recipe was made for, the same in every process.
-
-    Covers names and digests of all ops, the cotangents, the sizes served, every parameter and
-    buffer, and the mode; not what is recomputed.
-    """
-    graph = [
-        [[key.name, list(key.shape), key.dtype, key.requires_grad] for key in recipe.tensors],
-        [[region.block, list(region.cotangents), [[key.name, key.digest] for key in region.forward],
-          [[key.name, key.digest] for key in region.backward],
-          None if region.outline is None else {
-              field: getattr(region.outline, field) for field in _OUTLINE},
-          list(region.hoisted)]
-         for region in recipe.regions],
-        recipe.training,
-        [list(override) for override in recipe.overrides],
-    ]
-    text = json.dumps(graph, ensure_ascii=True, separators=(",", ":"))
+def fingerprint(document: Mapping[str, Any]) -> str:
+    """Hash of all fields of a file but the fingerprint itself, the same in every process."""
+    rest = {key: value for key, value in document.items() if key != "fingerprint"}
+    text = json.dumps(rest, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -83,7 +67,7 @@ def _pretty(value: Any, indent: str = "") -> str:
 
 def _is_row(value: dict[str, Any]) -> bool:
     """Whether an object belongs on one line: an op, a tensor or a group of recomputations."""
-    return "op" in value or "before" in value or "shape" in value or "kind" in value
+    return any(key in value for key in ("op", "digest", "before", "shape", "kind"))
 
 
 def _compact(value: object) -> str:

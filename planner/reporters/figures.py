@@ -40,14 +40,8 @@ _OPTIMIZER_SHARE = 0.06
 
 
 def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
-    """Memory over the course of a step by category, the plain step's over it, and the budget.
-
-    Raises `ValueError` for a plan that does not say what it takes when.
-    """
+    """Memory over the course of a step by category, the plain step's over it, and the budget."""
     course = plan.course
-    if course is None:
-        raise ValueError("this plan says what the step takes at its peak only: it is from a file "
-                         "of an older layout; plan again to draw it")
     figure, axes = new_figure()
     figure.set_size_inches(9, 5)
     unit, scale = _unit(max(plan.peak_bytes, plan.baseline_peak_bytes))

@@ -35,6 +35,7 @@ def plain_text(report: RenderableType) -> str:
     stream, width = io.StringIO(), shutil.get_terminal_size((_NO_TERMINAL, 24)).columns
     # In a notebook rich would display the report instead of writing it to the stream.
     console = Console(file=stream, width=width, color_system=None, force_terminal=False,
+                      markup=False, emoji=False,
                       force_jupyter=False, legacy_windows=False, highlight=False)
     console.print(report)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")

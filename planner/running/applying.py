@@ -6,6 +6,7 @@ step captures it; both raise `PlanMismatch`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,12 @@ def apply(model: nn.Module, plan: Plan, *,
     module that contains the model and is compiled (its graph breaks there).  A step that does not
     run under the plan says why, once for each reason; `steps_of` counts both.
 
+    Before it runs, the plan's schedule is simulated on the graph that it states, and that is
+    compared with the graph of the model, op by op.
+
     Raises `PlanMismatch` where the plan was made for another graph (possibly only at the first
-    step, when the graph is seen), and `TypeError` where the arguments are no model and no plan.
+    step, when the graph is seen) or is none that follows from its graph, and `TypeError` where the
+    arguments are no model and no plan.
     """
     from torch import nn
 
@@ -64,6 +69,7 @@ def apply(model: nn.Module, plan: Plan, *,
     why = other_ranks(plan.parallel, model)
     if why:
         raise PlanMismatch(why)
+    _check_resident(model, plan)
     return apply_recipe(model, recipe, replan=None if replan is None else _recipes(replan))
 
 
@@ -100,8 +106,36 @@ def _recipes(
 
 
 def _recipe_of(what: str, plan: object) -> Recipe:
-    recipe = getattr(plan, "recipe", None)
-    if not isinstance(recipe, Recipe):
+    from planner.plans.plan import Plan
+
+    if not isinstance(plan, Plan):
         raise TypeError(f"{what} must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
-    return recipe
+    check_plan(plan)
+    return plan.recipe
+
+
+def _check_resident(model: nn.Module, plan: Plan) -> None:
+    """Raise `PlanMismatch` where the model holds more than the plan counts on, or has no argument
+    that the plan gives its forward."""
+    if plan.parallel is None:
+        from graph_capture.model_state import state_bytes
+
+        held, stated = state_bytes(model), (
+            plan.resident.parameters_bytes + plan.resident.buffers_bytes)
+        if held > stated:
+            raise PlanMismatch(f"the parameters and buffers of this model take {held:,} bytes, "
+                               f"the plan counts on {stated:,}; plan this model anew")
+    accepted = inspect.signature(model.forward).parameters
+    for name, _ in plan.recipe.overrides:
+        if name not in accepted:
+            raise PlanMismatch(f"the plan calls the model with {name!r}, which its forward does "
+                               "not take; plan this model anew")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise `PlanMismatch` where a plan does not follow from the step that it states."""
+    from planner.plans.checking import contradiction
+
+    if words := contradiction(plan):
+        raise PlanMismatch(f"this is not a plan as it was made: {words}; plan again")

@@ -94,7 +94,7 @@ class GraphBuilder:
         self.ops.append(TrainingOp(
             name=name, target="aten.fake.default", module=module.lstrip("~"), source="net.py:1",
             phase=phase, region=region, inputs=inputs, outputs=outputs, flops=flops,
-            seconds=seconds, workspace_bytes=workspace_bytes, inplace=inplace,
+            seconds=float(seconds), workspace_bytes=workspace_bytes, inplace=inplace,
             pinned=pinned if captured else "no op of the model",
             replay_state_bytes=replay_state_bytes, result=f"float32{list(sizes)}",
             digest=hashlib.sha256(f"{name}{sizes}".encode()).hexdigest()[:16] if captured else ""))

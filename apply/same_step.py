@@ -1,0 +1,150 @@
+"""Whether a captured region is what a recipe states of it.
+
+A recipe holds the whole step that its schedule was simulated on.  Here the region that is met is
+held against that: what each op reads and makes, how large that is, what it may be written over,
+whether it may run again and what that needs.  Where nothing is understated, the schedule is legal
+for the region and takes no more memory than the simulator found.
+
+Blind spots: what is outside of the regions is not met here.  Of a graph that Inductor compiles,
+sizes are those of buffers that leave a kernel; they are not compared, its code is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from apply.recipe import Recipe
+from graph_capture.joint_graph.joint import tensors_of
+from graph_capture.joint_graph.lower import LoweredOp, LoweredRegion
+from graph_capture.training_graph import Phase, TrainingOp
+
+
+def difference_from_step(recipe: Recipe, index: int, lowered: LoweredRegion) -> str | None:
+    """The first op, in words, of which the recipe states something else than the region, its
+    `index`-th, has; `None` where there is none, and for a recipe without a step.
+
+    Sizes may be smaller than stated.
+    """
+    if not recipe.ops:
+        return None
+    planned = [op for op in recipe.ops if op.region == index and op.digest]
+    if [op.name for op in planned] != [op.name for op in lowered.ops]:
+        return f"the plan has other ops than region {index} of the model"
+    if recipe.regions[index].unmade != lowered.unmade:
+        return (f"the plan makes no outputs {list(recipe.regions[index].unmade)} of region "
+                f"{index}, the model's code can do without {list(lowered.unmade)}")
+    return _Comparison(recipe, index, lowered, planned).first_difference()
+
+
+def outputs_let_go(recipe: Recipe, index: int, lowered: LoweredRegion) -> tuple[int, ...]:
+    """Places of the outputs of a region's forward, mutated inputs not counted, that the recipe
+    counts on being let go before the backward."""
+    released = set(recipe.regions[index].released)
+    if recipe.ops and len(recipe.regions) == 1:  # else code between regions holds them for a while
+        planned = {op.name: op for op in recipe.ops}
+        held = {buffer for op in recipe.ops if not op.digest for buffer in op.inputs}
+        held |= {place for place, buffer in enumerate(recipe.buffers) if buffer.kept_to_end}
+        made = {storage for op in lowered.ops for storage, buffer in zip(
+            op.outputs, planned[op.name].outputs, strict=True) if buffer not in held}
+        released |= {place for place, node in enumerate(lowered.returned)
+                     if node is not None and lowered.storage_of.get(node) in made}
+    return tuple(sorted(released))
+
+
+class _Comparison:
+    def __init__(self, recipe: Recipe, index: int, lowered: LoweredRegion,
+                 planned: Sequence[TrainingOp]) -> None:
+        self._recipe, self._region, self._lowered = recipe, recipe.regions[index], lowered
+        self._is_eager = recipe.backend == "eager"
+        self._pairs = list(zip(lowered.ops, planned, strict=True))
+        self._made: dict[int, int] = {}
+        """Storage that an op of the region makes -> its buffer."""
+        self._cotangent: dict[int, set[int]] = {}
+        """Storage of a cotangent -> buffers that it may be."""
+
+    def first_difference(self) -> str | None:
+        for op, planned in self._pairs:
+            if len(op.outputs) != len(planned.outputs):
+                return (f"the plan says that {op.name} makes {len(planned.outputs)} results, it "
+                        f"makes {len(op.outputs)}")
+            self._made.update(zip(op.outputs, planned.outputs, strict=True))
+        buffers = set(self._made.values())
+        for storage in self._lowered.cotangent_storages:
+            if storage is not None:
+                self._cotangent[storage] = {
+                    place for op, planned in self._pairs if storage in op.inputs
+                    for place in planned.inputs} - buffers
+        for op, planned in self._pairs:
+            difference = self._of_op(op, planned)
+            if difference is not None:
+                return f"the plan says that {op.name} {difference}"
+        return self._of_reuses() or self._of_what_leaves()
+
+    def _of_op(self, op: LoweredOp, planned: TrainingOp) -> str | None:
+        for storage in op.inputs:
+            if storage in self._made:
+                if self._made[storage] not in planned.inputs:
+                    return f"does not read what {self._maker_of(storage)} makes, which it reads"
+            else:
+                self._cotangent[storage] &= set(planned.inputs)
+                if not self._cotangent[storage]:
+                    return "does not read a gradient of an output, which it reads"
+        if planned.phase is Phase.FORWARD and op.replay.pinned and not planned.pinned:
+            return f"may run again; it may not: {op.replay.pinned}"
+        if not self._is_eager:
+            return None
+        for storage, buffer in zip(op.outputs, planned.outputs, strict=True):
+            stated, found = (self._recipe.buffers[buffer].size_bytes,
+                             self._lowered.storages[storage].size_bytes)
+            if found > stated:
+                return f"makes {stated:,} bytes, it makes {found:,}"
+        sample = next(iter(tensors_of(op.node.meta.get("val"))), None)
+        if sample is not None and not planned.pinned:
+            needed = op.replay.state_bytes(sample.device)
+            if needed > planned.replay_state_bytes:
+                return (f"holds {planned.replay_state_bytes:,} bytes to run again, it holds "
+                        f"{needed:,}")
+        for buffer in planned.inplace:
+            if not any(self._may_be(storage, buffer) for storage in op.inplace):
+                return f"may write its result over buffer {buffer}, it may not"
+        return None
+
+    def _may_be(self, storage: int, buffer: int) -> bool:
+        return (self._made[storage] == buffer if storage in self._made
+                else buffer in self._cotangent[storage])
+
+    def _of_reuses(self) -> str | None:
+        """Which operand a run writes over is given by its place among the candidates."""
+        planned_of: Mapping[str, tuple[LoweredOp, TrainingOp]] = {
+            op.name: (op, planned) for op, planned in self._pairs}
+        for reuse in self._region.inplace_reuses:
+            op, planned = planned_of[reuse.op]
+            if not (reuse.candidate < min(len(op.inplace), len(planned.inplace)) and self._may_be(
+                    op.inplace[reuse.candidate], planned.inplace[reuse.candidate])):
+                return (f"the plan says that {reuse.op} writes its result over candidate "
+                        f"{reuse.candidate}, which is another operand or none")
+        return None
+
+    def _of_what_leaves(self) -> str | None:
+        """Others hold what leaves the region, to the end or for a while: gradients, and what is
+        copied into inputs.  An output that nobody is stated to hold is not written over."""
+        ours = {id(planned) for _, planned in self._pairs}
+        held = {buffer for op in self._recipe.ops if id(op) not in ours for buffer in op.inputs}
+        held |= {place for place, buffer in enumerate(self._recipe.buffers) if buffer.kept_to_end}
+        region = self._lowered
+        for storage in (*(storage for storage, _ in region.gradient_storages),
+                        *region.mutation_sources):
+            if storage in self._made and self._made[storage] not in held:
+                return (f"the plan lets go what {self._maker_of(storage)} makes, which leaves "
+                        "the graph")
+        outputs = {storage for storage in region.held_outputs
+                   if storage in self._made and self._made[storage] not in held}
+        for reuse in self._region.inplace_reuses:
+            op = next(op for op, _ in self._pairs if op.name == reuse.op)
+            if op.inplace[reuse.candidate] in outputs:
+                return (f"the plan lets {op.name} write over what "
+                        f"{self._maker_of(op.inplace[reuse.candidate])} makes, which is an output")
+        return None
+
+    def _maker_of(self, storage: int) -> str:
+        return self._lowered.ops[self._lowered.storages[storage].producer].name

@@ -1,0 +1,177 @@
+"""A plan is checked against the step that it states: legality, memory, and all that follows.
+
+The model of the world: a plan holds the graph of a whole step (`Recipe.ops`, `Recipe.buffers`) and
+a schedule of it, written as insertions.  The simulator unrolls that schedule, and what the plan
+says beside it - in-place reuses, decisions, peak, memory by category, its course - has to be what
+follows.  So nothing here trusts a digest.  That the stated graph is the model's is checked where
+the model's own graph is met, when a plan is applied (`apply.same_step`).
+
+Blind spots: what is not of the captured graphs is taken as stated: memory of the loss and of code
+between regions, workspace of kernels, seconds.  So is what the allocator reserves.  For Inductor
+the peak is that of generated code, and is checked against the code when that is generated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from apply.recipe import RegionRecipe
+from graph_capture.specification import MalformedGraph, check
+from graph_capture.training_graph import Phase, Region, TrainingGraph
+from planner.errors import PlanMismatch
+from planner.plans.decisions import build_regions, decide, schedule_of
+from planner.plans.plan import Plan
+from planner.step.accounting import account, memory_over
+from planner.step.budget import StepBudget
+from planner.step.course import StepCourse
+from planner.step.form import Form
+from planner.step.lowering import lower
+from solvers.simulator import Timeline, unroll
+
+
+_MOST_PIECES = 16
+"""For each op of a step: a part that has as many rows as pieces has an op for each."""
+
+
+def contradiction(plan: Plan) -> str | None:
+    """The first statement of a plan that does not follow from its graph and its schedule, in words;
+    `None` where there is none."""
+    try:
+        form = stated_form(plan)
+        timeline = unroll(form.problem, schedule_of(form, plan.recipe))
+        return next(_contradictions(plan, form, timeline), None)
+    except (MalformedGraph, PlanMismatch, ValueError) as error:
+        return str(error)
+
+
+def stated_form(plan: Plan) -> Form:
+    """The step that a plan states; raises `MalformedGraph`, and `ValueError` where it is none."""
+    recipe = plan.recipe
+    for op in recipe.ops:
+        for buffer in (*op.inputs, *op.outputs, *op.inplace):
+            if not 0 <= buffer < len(recipe.buffers):
+                raise ValueError(f"{op.name} names buffer {buffer}, and there are "
+                                 f"{len(recipe.buffers)}")
+        if not -1 <= op.region < len(recipe.regions):
+            raise ValueError(f"{op.name} is of region {op.region}, and there are "
+                             f"{len(recipe.regions)}")
+    places: dict[tuple[int, Phase], list[int]] = {}
+    for index, op in enumerate(recipe.ops):
+        places.setdefault((op.region, op.phase), []).append(index)
+
+    def span(number: int, phase: Phase) -> range:
+        found = places.get((number, phase), [0, -1])
+        return range(found[0], found[-1] + 1)
+
+    graph = TrainingGraph(
+        recipe.ops, recipe.buffers, resident=plan.resident, device=plan.device, regions=tuple(
+            Region(span(number, Phase.FORWARD), span(number, Phase.BACKWARD), region.cotangents,
+                   region.outline, region.block, region.hoisted, region.released, region.unmade)
+            for number, region in enumerate(recipe.regions)))
+    check(graph)
+    if not 1 <= min(recipe.pieces, recipe.inner_pieces) or (
+            max(recipe.pieces, recipe.inner_pieces) > _MOST_PIECES * len(recipe.ops)):
+        raise ValueError(f"{recipe.pieces} and {recipe.inner_pieces} pieces of a step of "
+                         f"{len(recipe.ops)} ops")
+    if plan.recipe.blocks and not all(region.block for region in recipe.regions):
+        raise ValueError("some regions are blocks and others are not")
+    return Form(graph, lower(graph, plan.link), StepBudget.of(graph, plan.optimizer),
+                low_peak=recipe.low_peak, pieces=recipe.pieces, inner_pieces=recipe.inner_pieces)
+
+
+def _contradictions(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
+    """In words, what does not follow."""
+    is_eager = plan.backend == "eager"
+    for number, (stated, found) in enumerate(zip(
+            plan.recipe.regions, build_regions(form.graph, timeline), strict=True)):
+        yield from _of_region(number, stated,
+                              found if is_eager else replace(found, inplace_reuses=()))
+    decisions = decide(form, timeline.schedule)
+    for decision in _first_difference("decisions", plan.decisions, decisions):
+        yield decision
+    yield from _of_memory(plan, form, timeline)
+    yield from _of_time(plan, form, timeline)
+
+
+def _of_region(number: int, stated: RegionRecipe, found: RegionRecipe) -> Iterator[str]:
+    where = f"regions[{number}]"
+    yield from _first_difference(f"{where}: ops of the forward", stated.forward, found.forward)
+    yield from _first_difference(f"{where}: ops of the backward", stated.backward, found.backward)
+    yield from _first_difference(f"{where}.insertions", stated.insertions, found.insertions)
+    yield from _first_difference(f"{where}.inplace_reuses", stated.inplace_reuses,
+                                 found.inplace_reuses)
+    if stated.code and len(stated.code) != 2:
+        yield f"{where}.code is of {len(stated.code)} graphs, expected a forward and a backward"
+
+
+def _first_difference(what: str, stated: Sequence[object], found: Sequence[object]
+                      ) -> Iterator[str]:
+    for have, want in zip_longest(stated, found):
+        if have != want:
+            yield f"{what}: the schedule gives {want}, the plan says {have}"
+            return
+
+
+def _of_memory(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
+    budget, course = form.budget, plan.course
+    expected: dict[str, object] = {
+        "resident_bytes": budget.resident_bytes,
+        "optimizer_step_peak_bytes": budget.optimizer_step_bytes}
+    lengths = {len(course.gradients), len(course.activations), len(course.temporaries)}
+    if len(lengths) > 1 or course.backward_begins > max(lengths):
+        yield "course: its rows are of different lengths, or its backward begins behind their end"
+        return
+    if course.plain.backward_begins > len(course.plain.whole_bytes):
+        yield "course.plain: its backward begins behind its end"
+    if plan.backend == "eager":
+        found = account(form, timeline)
+        expected |= {"forward_backward_peak_bytes": found.forward_backward_peak_bytes,
+                     "memory": found.memory, "peak_bytes": found.peak_bytes}
+        begins = next((position for position, index in timeline.runs
+                       if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule))
+        expected["course"] = StepCourse.of(memory_over(form.graph, timeline), begins,
+                                           budget.resident.gradients, course.plain)
+    else:
+        levels = map(sum, zip(course.gradients, course.activations, course.temporaries,
+                              strict=True))
+        net_bytes = max(0, max(levels, default=0) - budget.resident.gradients)
+        expected |= {
+            "forward_backward_peak_bytes": budget.resident_bytes + net_bytes,
+            "peak_bytes": max(plan.forward_backward_peak_bytes, budget.optimizer_step_bytes)}
+        for region in plan.recipe.regions:
+            for code in region.code:
+                if code.left_bytes > code.peak_bytes:
+                    yield f"the code of {region.block or 'the model'} leaves more than its peak"
+    for name, value in expected.items():
+        if getattr(plan, name) != value:
+            yield (f"{name}: the simulator finds {_shown(value)}, the plan says "
+                   f"{_shown(getattr(plan, name))}")
+    if plan.memory.total_bytes != plan.peak_bytes:
+        yield f"memory sums to {plan.memory.total_bytes}, the plan says {plan.peak_bytes}"
+    if plan.budget_bytes is not None and plan.limited_bytes > plan.budget_bytes:
+        yield (f"budget_bytes: the plan takes {plan.limited_bytes} bytes, more than the budget "
+               f"of {plan.budget_bytes}")
+
+
+def _of_time(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
+    schedule = timeline.schedule
+    expected: dict[str, float] = {
+        "recompute_flops": sum(row.flops * row.recomputations for row in plan.decisions),
+        "step_flops": form.graph.step_flops,
+        "offloaded_bytes": form.offloaded_bytes(schedule),
+        "transfer_seconds": form.transfer_seconds(schedule)}
+    if plan.backend == "eager" and not plan.recipe.is_variant:
+        expected["overhead"] = form.overhead(schedule)
+    for name, value in expected.items():
+        if not math.isclose(getattr(plan, name), value, rel_tol=1e-9):
+            yield f"{name}: the schedule gives {value}, the plan says {getattr(plan, name)}"
+    if plan.overhead_bound > plan.overhead:
+        yield f"overhead_bound {plan.overhead_bound} is above overhead {plan.overhead}"
+
+
+def _shown(value: object) -> str:
+    shown = str(value)
+    return shown if len(shown) <= 200 else shown[:197] + "..."

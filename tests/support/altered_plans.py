@@ -1,0 +1,149 @@
+"""Plan files with one value changed, as an accident or an adversary would.
+
+`altered` changes one place of a document; `signed` states a matching fingerprint, and decisions
+that match the insertions; `forged` states everything else that follows from a changed step or
+schedule, so that only a look at the model's own graph can tell.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from planner.errors import PlanFileError, PlannerError
+from planner.plans.checking import stated_form
+from planner.plans.decisions import build_regions, decide, schedule_of
+from planner.plans.document import Document
+from planner.plans.file import _plan_of
+from planner.plans.plan import Plan
+from planner.plans.reader import read
+from planner.plans.writing import fingerprint
+from planner.step.accounting import account, memory_over
+from planner.step.course import StepCourse
+from solvers.simulator import unroll
+
+Place = tuple[str | int, ...]
+
+
+def places(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Every place in a document."""
+    if place:
+        yield place
+    items = value.items() if isinstance(value, dict) else (
+        enumerate(value) if isinstance(value, list) else ())
+    for key, item in items:
+        yield from places(item, (*place, key))
+
+
+def at(document: Any, place: Place) -> Any:
+    for key in place:
+        document = document[key]
+    return document
+
+
+def altered(document: dict[str, Any], dice: random.Random, within: tuple[str, ...] = ()
+            ) -> dict[str, Any]:
+    """A copy with one place changed, by default anywhere; `within`: fields of which it is one."""
+    found = [place for place in places(document) if not within or place[0] in within]
+    kinds: dict[tuple[object, ...], list[Place]] = {}  # so that long lists do not crowd out others
+    for place in found:
+        kinds.setdefault(tuple(key for key in place if isinstance(key, str)), []).append(place)
+    while True:
+        place = dice.choice(kinds[dice.choice(list(kinds))])
+        changed = copy.deepcopy(document)
+        holder, key = at(changed, place[:-1]), place[-1]
+        if _change(holder, key, dice, _alike(document, place)) and changed != document:
+            return changed
+
+
+def _alike(document: dict[str, Any], place: Place) -> list[str]:
+    """Other texts that a text could be confused with."""
+    old = at(document, place)
+    if not isinstance(old, str):
+        return []
+    names = [op["name"] for op in document["ops"]]
+    return names if old in names else sorted({
+        each for other in places(document) if other[-1] == place[-1]
+        for each in (at(document, other),) if isinstance(each, str)})
+
+
+def _change(holder: Any, key: Any, dice: random.Random, alike: list[str]) -> bool:
+    old = holder[key]
+    if isinstance(holder, list) and dice.random() < 0.4:
+        how = dice.choice(("drop", "repeat", "swap"))
+        if how == "drop":
+            del holder[key]
+        elif how == "repeat":
+            holder.insert(key, copy.deepcopy(old))
+        else:
+            other = dice.randrange(len(holder))
+            holder[key], holder[other] = holder[other], holder[key]
+        return True
+    match old:
+        case bool():
+            holder[key] = not old
+        case int():
+            holder[key] = dice.choice((old + 1, max(0, old - 1), 2 * old, 0))
+        case float():
+            holder[key] = dice.choice((old / 2, old + 1.0, 0.0))
+        case str():
+            holder[key] = dice.choice([each for each in alike if each != old] or [old + "x"])
+        case list() if old:
+            del old[dice.randrange(len(old))]
+        case _:
+            return False
+    return True
+
+
+def signed(document: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose decisions and fingerprint match the rest."""
+    changed = copy.deepcopy(document)
+    for region in changed["regions"]:
+        again = Counter(action["op"] for group in region["insertions"]
+                        for action in group["actions"] if action.get("kind") == "run")
+        away = {action["op"] for group in region["insertions"] for action in group["actions"]
+                if action.get("kind") == "store"}
+        for row in region["decisions"]:
+            row["recomputations"] = again[row["op"]]
+            row["action"] = ("recompute" if again[row["op"]] else
+                             "offload" if row["op"] in away else "keep")
+    changed["fingerprint"] = fingerprint(changed)
+    return changed
+
+
+def forged(document: dict[str, Any]) -> Plan | None:
+    """The plan of a changed document in which all that is derived is derived again, with a budget
+    that is just met; `None` where its schedule is none of its step."""
+    try:
+        plan = _plan_of(read(document, Document, "forged"))
+        form = stated_form(plan)
+        timeline = unroll(form.problem, schedule_of(form, plan.recipe))
+        regions = build_regions(form.graph, timeline)
+    except (PlanFileError, PlannerError, ValueError, AssertionError):
+        return None
+    is_eager = plan.backend == "eager"
+    plan = replace(
+        plan, decisions=decide(form, timeline.schedule),
+        offloaded_bytes=form.offloaded_bytes(timeline.schedule),
+        transfer_seconds=form.transfer_seconds(timeline.schedule),
+        step_flops=form.graph.step_flops, recipe=replace(plan.recipe, regions=tuple(
+            replace(found, code=stated.code,
+                    inplace_reuses=found.inplace_reuses if is_eager else ())
+            for found, stated in zip(regions, plan.recipe.regions, strict=True))))
+    plan = replace(plan, recompute_flops=sum(row.flops * row.recomputations
+                                             for row in plan.decisions))
+    if not is_eager:
+        return plan
+    taken, overhead = account(form, timeline), form.overhead(timeline.schedule)
+    return replace(
+        plan, memory=taken.memory, peak_bytes=taken.peak_bytes, budget_bytes=taken.peak_bytes,
+        resident_bytes=form.budget.resident_bytes,
+        optimizer_step_peak_bytes=form.budget.optimizer_step_bytes,
+        forward_backward_peak_bytes=taken.forward_backward_peak_bytes,
+        overhead=overhead, overhead_bound=min(overhead, plan.overhead_bound),
+        course=StepCourse.of(memory_over(form.graph, timeline), plan.course.backward_begins,
+                             form.budget.resident.gradients, plan.course.plain))
