@@ -80,6 +80,11 @@ def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:
     return storage
 
 
+def runs_in_backward() -> bool:
+    """Whether autograd's engine runs what is executed here."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the tensor's storage: equal for views of one another, while it is alive.
 
