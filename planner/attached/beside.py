@@ -1,7 +1,7 @@
 """What other calls of a training step hold while one call of a planned graph runs.
 
-The model of the world: a step is a sequence of calls and backwards.  From the end of its forward to
-its backward a call holds what its schedule saves; gradients are there from the first backward to the
+The model of the world: a step is a sequence of calls and backwards.  From the end of its forward
+to its backward a call holds what its schedule saves; gradients are there from a backward to the
 optimizer's step.  A graph is called at several moments of the step, and one schedule must fit in
 each: with what the schedule itself saves in earlier calls, too.
 
@@ -61,6 +61,9 @@ class Beside:
     """What the loop holds throughout the step, beside the model, its optimizer and its inputs."""
     forward: frozenset[Moment] = frozenset({Moment()})
     backward: frozenset[Moment] = frozenset({Moment()})
+    plain_bytes: int = 0
+    """Peak of the plain step in calls of other graphs that share it: a percentage is of the most.
+    """
 
     @property
     def accumulates(self) -> bool:
@@ -84,7 +87,7 @@ class Beside:
         forward, backward = (frozenset(
             replace(each, pending=0, pending_bytes=each.pending_bytes + each.pending * saved_bytes)
             for each in moments) for moments in (self.forward, self.backward))
-        return Beside(self.held_bytes, forward, backward)
+        return replace(self, forward=forward, backward=backward)
 
     def pending_bytes(self, form: Form, schedule: Schedule) -> int:
         """What other calls hold at most, above the gradients that the form counts, in a step whose

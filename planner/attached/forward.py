@@ -256,7 +256,7 @@ class PlanningForward(CountingForward):
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
                                    settings.batches_ahead, partial(_alive, self._optimizers))
             graph = PlannedGraph(call, planner)
-            graph.moments[present] = set()
+            graph.note(present)
             graph.lives = self._expected_output(planner)
             self._look_beside(planner, args, kwargs)
             self._plan(graph, self._known(graph, present), present)
@@ -271,8 +271,7 @@ class PlanningForward(CountingForward):
             return
         if self._steps < _STEPS_LOOKED_AT:
             self._look_beside(planner, args, kwargs)
-        if present not in graph.moments:
-            graph.moments[present] = set()
+        if graph.note(present):
             self._learned += 1
         if graph.checked == self._learned:
             return

@@ -44,7 +44,7 @@ from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss, UnmeasuredLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
 from graph_capture.twins.asked_values import asked_values
-from planner.api import capture_call, resolve
+from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
@@ -257,7 +257,7 @@ class GraphPlanner:
         started = time.monotonic()
         prepared = self._prepared(known)
         left = self._planning.time_limit - (time.monotonic() - started)
-        limit_bytes = resolve(self._limit, prepared)
+        limit_bytes = self._limit_bytes(known, prepared)
         effort = Effort(solver=self._planning.solver,
                         time_limit=max(left, self._planning.time_limit / 2))
         return agreed(lambda: self._fitting(known, prepared, limit_bytes, effort), prepared,
@@ -310,6 +310,10 @@ class GraphPlanner:
             limit_bytes, minimum_bytes, f"Several calls of the model hold memory at once: other "
             f"calls {format_bytes(needed_bytes)} of it.")
 
+    def _limit_bytes(self, known: Known, prepared: PreparedStep) -> int | None:
+        return None if self._limit is None else self._limit.resolve(
+            max(prepared.plain_bytes, known.beside.plain_bytes))
+
     def _needed(self, known: Known, prepared: PreparedStep, plan: Plan) -> int:
         form = prepared.form_of(plan.recipe)
         return known.beside.pending_bytes(form, schedule_of(form, plan.recipe))
@@ -335,7 +339,7 @@ class GraphPlanner:
         """
         known = replace(known, beside=known.beside.as_run(self.saved_bytes))
         as_known = self._prepared(known)
-        limit_bytes = resolve(self._limit, as_known)
+        limit_bytes = self._limit_bytes(known, as_known)
         effort = Effort(solver=self._planning.solver,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
         return agreed(lambda: self._provisional(known, as_known, limit_bytes, effort), as_known,

@@ -43,6 +43,8 @@ class PlannedGraph:
         """How long each tensor of the output is there."""
         self.moments: dict[Present, set[Present]] = {}
         """What was there when calls of it began, and then when their backward did."""
+        self.companions: WeakSet[PlannedGraph] = WeakSet()
+        """Other graphs, of this and other models, that share a step with it."""
         self.checked = -1
         """How much was known when its plan was last compared with what is known."""
 
@@ -75,13 +77,30 @@ class PlannedGraph:
         what its forward has met."""
         return Beside(held_bytes, fullest(each.beside(self) for each in self.moments),
                       fullest(each.beside(self) for begin, ends in self.moments.items()
-                              for each in ends or (begin,)))
+                              for each in ends or (begin,)),
+                      max((each.plan.baseline_peak_bytes for each in self.companions), default=0))
+
+    def note(self, present: Present) -> bool:
+        """Note what is there as a call of it begins; whether that is new."""
+        if present in self.moments:
+            return False
+        self.moments[present] = set()
+        for each, _ in present.pending:
+            found = each()
+            if found is not None and found is not self:
+                self.companions.add(found)
+                found.companions.add(self)
+        return True
 
     def serves(self, known: Known) -> bool:
         """Whether the plan is for what is known now, or has room for what came."""
         planned = self.known
         if planned is None or planned.beside.outline != known.beside.outline or (
                 planned.without_beside != known.without_beside):
+            return False
+        plain_bytes = [max(each.beside.plain_bytes, self.plan.baseline_peak_bytes)
+                       for each in (planned, known)]
+        if abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE * plain_bytes[0]:
             return False
         growth = known.beside.most_bytes - planned.beside.most_bytes
         limit_bytes = self.plan.budget_bytes
