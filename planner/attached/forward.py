@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
-from weakref import finalize, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from apply.blocks import run_step
 from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
 from apply.planned_forward import CountingForward, can_be_pickled
+from graph_capture.model_state import remembered_random_state
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import Until
 from graph_capture.plain_step.seen_loss import (
@@ -48,7 +49,7 @@ from graph_capture.plain_step.seen_loss import (
     end_watches,
     watch_output,
 )
-from graph_capture.torch_compat import active_modes, pytree
+from graph_capture.torch_compat import active_modes, no_saved_tensors_hooks, pytree
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
 from planner.attached.held import LoopMemory, device_of, tensors_of
@@ -67,6 +68,14 @@ from planner.reporters.one_line import summarize
 from planner.step.wrapped import defers_reduction, other_ranks
 
 log = logging.getLogger("planner")
+
+_HOOKS = ("saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
+          "a planned call: they do not apply to what its plan saves, so that the budget is kept; "
+          "they apply to the loss and all that is not planned")
+_NOT_CALLED = (
+    "an optimizer has stepped a model that planner.within was called for, while its forward was not "
+    "called with gradients: the step ran without a plan, and nothing keeps it within the budget. "
+    "Train the model by its forward, or call planner.within for the submodule that is called")
 
 OnNew = Literal["replan", "refuse"]
 
@@ -118,6 +127,7 @@ class PlanningForward(CountingForward):
         self._worst_bytes: int | None = None
         self._plans, self._planning_seconds = 0, 0.0
         self._steps = self._planned_steps = self._calls = self._calls_of_step = 0
+        self._calls_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._unplanned_before = self.steps.unplanned
         self._loop = LoopMemory()
         observe(self)
@@ -235,8 +245,11 @@ class PlanningForward(CountingForward):
              is_trial: bool = False) -> Any:
         before = graph.code.compilations
         try:
-            return run_step(graph.code, graph.plan.recipe, self.__self__, self.inner, args, kwargs,
-                            is_trial=is_trial)
+            with no_saved_tensors_hooks() as has_hooks:
+                if has_hooks:
+                    self.steps.warn(_HOOKS)
+                return run_step(graph.code, graph.plan.recipe, self.__self__, self.inner, args,
+                                kwargs, is_trial=is_trial)
         finally:
             if graph.code.compilations != before:
                 gc.collect()  # as after planning
@@ -384,7 +397,7 @@ class PlanningForward(CountingForward):
         """Note an optimizer that steps this model's parameters."""
         self._end_watch()
         if any(each() is optimizer for each in self._optimizers):
-            self._end_step()
+            self._stepped(optimizer)
             return
         mine = {id(parameter) for parameter in self.__self__.parameters()}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
@@ -393,7 +406,16 @@ class PlanningForward(CountingForward):
                 self._unplanned_before = 0
             self._optimizers.append(ref(optimizer))
             self._learned += 1
-            self._end_step()
+            self._stepped(optimizer)
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        """Count the step that this optimizer makes of the calls since its last one."""
+        if self._calls == self._calls_before.get(optimizer, 0) and any(
+                p.grad is not None for p in self.__self__.parameters()):
+            self.steps.count(_NOT_CALLED)
+            self._steps += 1
+        self._calls_before[optimizer] = self._calls
+        self._end_step()
 
     def _end_step(self) -> None:
         """Count the step that the calls since the last one make."""
@@ -451,6 +473,7 @@ class PlanningForward(CountingForward):
     def _planning(self) -> Iterator[None]:
         """Inside, the module has the forward that is planned."""
         started = time.monotonic()
+        restore = remembered_random_state(self.__self__)
         try:
             with in_place_of_forward(self.__self__, self.inner):
                 yield
@@ -458,6 +481,7 @@ class PlanningForward(CountingForward):
             # Caught errors and the compiler's garbage refer to frames, which refer to the caller's
             # frame, and so would hold its variables beyond the step.
             gc.collect()
+            restore()
             self._planning_seconds += time.monotonic() - started
 
     def _words(self, known: Known) -> str:
