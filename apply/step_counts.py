@@ -29,9 +29,13 @@ class StepCounts:
             return
         self.unplanned += 1
         self.last_reason = reason
-        if reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(reason, stacklevel=2)
+        self.warn(reason)
+
+    def warn(self, words: str) -> None:
+        """Warn, once."""
+        if words not in self._warned:
+            self._warned.add(words)
+            warnings.warn(words, stacklevel=3)
 
 
 def reason_of_mode(planned_training: bool) -> str:

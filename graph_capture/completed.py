@@ -58,12 +58,14 @@ def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedSt
         compiled=step.compiled and replace(step.compiled, holds_output=False))
 
 
-def with_held(step: CapturedStep, held_bytes: int) -> CapturedStep:
-    """The step with so much more that the caller holds throughout."""
+def with_held(step: CapturedStep, held_bytes: int, pending_bytes: int = 0) -> CapturedStep:
+    """The step with so much more that the caller holds throughout; `pending_bytes`: and that other
+    calls hold, to the end of the backward."""
     return replace(step, forms=tuple(replace(form, graph=replace(
         form.graph, resident=replace(
             form.graph.resident,
-            inputs_bytes=form.graph.resident.inputs_bytes + held_bytes)))
+            inputs_bytes=form.graph.resident.inputs_bytes + held_bytes,
+            pending_bytes=form.graph.resident.pending_bytes + pending_bytes)))
         for form in step.forms))
 
 

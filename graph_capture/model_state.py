@@ -5,8 +5,10 @@ Blind spots: what else the model's code changes (a counter of its own); generato
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import nn
 
@@ -16,14 +18,26 @@ from graph_capture.torch_compat import storage_key
 def remembered_state(model: nn.Module) -> Callable[[], None]:
     """A function that puts random state and buffers back to what they are now."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    cpu = torch.get_rng_state()
-    gpus = [(device, torch.cuda.get_rng_state(device)) for device in
-            {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}]
+    restore_random = remembered_random_state(model)
 
     def restore() -> None:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+        restore_random()
+
+    return restore
+
+
+def remembered_random_state(model: nn.Module) -> Callable[[], None]:
+    """A function that puts the random state of Python, NumPy and torch back to what it is now."""
+    python, numpy_state, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    gpus = [(device, torch.cuda.get_rng_state(device)) for device in
+            {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}]
+
+    def restore() -> None:
+        random.setstate(python)
+        numpy.random.set_state(numpy_state)
         torch.set_rng_state(cpu)
         for device, state in gpus:
             torch.cuda.set_rng_state(state, device)

@@ -203,12 +203,14 @@ class ResidentMemory:
     inputs_bytes: int
     gradients_bytes: int = 0
     """Of earlier micro-steps, to which this one adds its own."""
+    pending_bytes: int = 0
+    """Saved by other calls of the step whose backward is yet to come."""
 
     @property
     def total_bytes(self) -> int:
         """Their sum."""
         return (self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
-                + self.gradients_bytes)
+                + self.gradients_bytes + self.pending_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from graph_capture.op_costs.devices import Gpu as Gpu
 from planner.api import plan as plan
 from planner.arguments.parallel import DataParallel as DataParallel
+from planner.attached.status import Status as Status
 from planner.attached.within import plan_of as plan_of
+from planner.attached.within import status as status
 from planner.attached.within import within as within
 from planner.errors import CaptureError as CaptureError
 from planner.errors import InfeasibleBudget as InfeasibleBudget

@@ -33,6 +33,7 @@ from graph_capture.torch_compat import (
     OpOverload,
     active_modes,
     pytree,
+    runs_in_backward,
     storage_key,
 )
 
@@ -50,6 +51,8 @@ class SeenLoss:
     outputs: tuple[OutputGradient, ...]
     """For each tensor of the output; what is still there when the gradients are lives to the end.
     """
+    forward_peak_bytes: int | None = None
+    """The most before its backward begins; `None`: as much as afterwards."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -112,6 +115,7 @@ class LossWatch(MemoryTracker):
         self._done: Callable[[UnmeasuredLoss], None] | None = done
         self._is_plain = all(type(tensor) is torch.Tensor for tensor in tensors)
         self._hooks: list[Any] = []
+        self._forward_peak_bytes: int | None = None
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -188,7 +192,10 @@ class LossWatch(MemoryTracker):
             held = self.live_bytes - output_bytes - sum(self._sizes[number] for number in made)
             noted = tuple(replace(each, above_bytes=each.above_bytes - output_bytes)
                           for each in self._noted)
-            seen = SeenLoss(self.peak_bytes - output_bytes, held, outputs)
+            forward_bytes = self._forward_peak_bytes
+            seen = SeenLoss(
+                self.peak_bytes - output_bytes, held, outputs,
+                None if forward_bytes is None else forward_bytes - output_bytes)
             self._stop()
             done(UnmeasuredLoss(seen, noted))
 
@@ -203,7 +210,16 @@ class LossWatch(MemoryTracker):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if self._closed:
             return func(*args, **(kwargs or {}))
+        if self._forward_peak_bytes is None and runs_in_backward():
+            self._forward_peak_bytes = self.peak_bytes
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def end_watches() -> None:
+    """End every watch that can be left now: what comes is none of a loss."""
+    for mode in reversed(active_modes()):
+        if isinstance(mode, LossWatch):
+            mode.end()
 
 
 def _without_data(tree: Any) -> Any:
@@ -266,7 +282,7 @@ class ReplayedLoss:
                    if gradient.flows]
         sizes = [gradient.size_bytes for gradient in seen.outputs if gradient.flows]
         loss: torch.Tensor = _Replay.apply(
-            seen.peak_bytes, there_bytes, sizes, *reached)
+            seen.peak_bytes, seen.forward_peak_bytes, there_bytes, sizes, *reached)
         return loss
 
 
@@ -276,14 +292,15 @@ _SCALAR_BYTES = 4
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, peak_bytes: int, there_bytes: int, sizes: list[int],
-                *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, peak_bytes: int, forward_peak_bytes: int | None, there_bytes: int,
+                sizes: list[int], *outputs: torch.Tensor) -> torch.Tensor:
         """A scalar, and the memory that goes with it."""
         ctx.peak_bytes, ctx.sizes = peak_bytes, sizes
         ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in outputs]
         # Made of tensors without data, these have none.
         loss = outputs[0].new_empty((), dtype=torch.float32)
-        outputs[0].new_empty(max(0, peak_bytes - there_bytes - _SCALAR_BYTES), dtype=torch.uint8)
+        most_bytes = peak_bytes if forward_peak_bytes is None else forward_peak_bytes
+        outputs[0].new_empty(max(0, most_bytes - there_bytes - _SCALAR_BYTES), dtype=torch.uint8)
         return loss
 
     @staticmethod
@@ -297,4 +314,4 @@ class _Replay(torch.autograd.Function):
                 else seeds[0].new_empty((), dtype=dtype).expand(shape))
         left = ctx.peak_bytes - sum(ctx.sizes) - 2 * _SCALAR_BYTES
         seeds[0].new_empty(max(0, left), dtype=torch.uint8)
-        return (None, None, None, *gradients)
+        return (None, None, None, None, *gradients)

@@ -68,6 +68,8 @@ from graph_capture.torch_compat.memory import no_subclass_functions as no_subcla
 from graph_capture.torch_compat.memory import profiler_is_running as profiler_is_running
 from graph_capture.torch_compat.memory import running_node_number as running_node_number
 from graph_capture.torch_compat.memory import runs_its_own_ops as runs_its_own_ops
+from graph_capture.torch_compat.memory import no_saved_tensors_hooks as no_saved_tensors_hooks
+from graph_capture.torch_compat.memory import runs_in_backward as runs_in_backward
 from graph_capture.torch_compat.memory import storage_at as storage_at
 from graph_capture.torch_compat.memory import storage_key as storage_key
 from graph_capture.torch_compat.memory import tensor_clone as tensor_clone

@@ -80,6 +80,25 @@ def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:
     return storage
 
 
+@contextmanager
+def no_saved_tensors_hooks() -> Iterator[bool]:
+    """Inside, what autograd saves passes through no hook; gives whether there are any outside."""
+    found = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield bool(found)
+    finally:
+        for pack, unpack in reversed(found):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def runs_in_backward() -> bool:
+    """Whether autograd's engine runs what is executed here."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the tensor's storage: equal for views of one another, while it is alive.
 

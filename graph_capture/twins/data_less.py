@@ -308,6 +308,11 @@ def data_less_storage(size_bytes: int) -> torch.UntypedStorage:
     return storage_at(_ZEROS.address(size_bytes), size_bytes)
 
 
+def is_data_less(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's storage is one of `data_less_storage`."""
+    return _ZEROS.holds(tensor)
+
+
 def data_less_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """An ordinary tensor in `storage` with the layout of `like`."""
     return torch.empty(0, dtype=like.dtype).set_(

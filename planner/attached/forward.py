@@ -6,10 +6,14 @@ step that none serves is captured as it is called, planned, and run under its pl
 too.  What is not known then - optimizer, earlier gradients, the caller's loss - is seen while steps
 run, and the plan is made again with it before the next step; see `planner.attached.known`.
 
+The budget is that of the training step, which may have many calls.  What calls of this and of other
+planned models hold for their backward is counted as it is met (`planner.attached.beside`), and so
+is what the loop holds beside the models (`planner.attached.held`).
+
 A copy of the model has a forward of its own with the same settings, which plans for itself.
 
-Blind spots: two calls before one backward are each taken for a step; an optimizer that is none of
-torch's is counted as none, which the log says.
+Blind spots: an optimizer that is none of torch's is counted as none, which the log says; what the
+loop holds only after its third step.
 """
 
 from __future__ import annotations
@@ -19,30 +23,46 @@ import copyreg
 import gc
 import logging
 import math
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
-from weakref import finalize, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apply.blocks import code_of, run_step
+from apply.blocks import run_step
 from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
 from apply.planned_forward import CountingForward, can_be_pickled
+from graph_capture.model_state import remembered_random_state
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import Until
-from graph_capture.plain_step.seen_loss import LossWatch, SeenLoss, UnmeasuredLoss, watch_output
-from graph_capture.torch_compat import pytree, running_node_number
+from graph_capture.plain_step.seen_loss import (
+    LossWatch,
+    SeenLoss,
+    UnmeasuredLoss,
+    end_watches,
+    watch_output,
+)
+from graph_capture.torch_compat import no_saved_tensors_hooks, pytree, running_node_number
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
+from planner.attached.held import LoopMemory, device_of, tensors_of
 from planner.attached.known import GraphPlanner, Known
-from planner.attached.optimizers import observe
-from planner.captured_graph import with_least_memory
+from planner.attached.optimizers import observe, observers
+from planner.attached.planned_graph import (
+    PendingCall,
+    PlannedGraph,
+    Present,
+    pending_bytes,
+    pending_calls,
+)
+from planner.attached.status import Status
 from planner.plans.plan import Plan
 from planner.progress import Watch, watched
 from planner.reporters.one_line import summarize
@@ -50,7 +70,18 @@ from planner.step.wrapped import defers_reduction, other_ranks
 
 log = logging.getLogger("planner")
 
+_HOOKS = ("saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
+          "a planned call: they do not apply to what its plan saves, so that the budget is kept; "
+          "they apply to the loss and all that is not planned")
+_NOT_CALLED = (
+    "an optimizer has stepped a model that planner.within was called for, while its forward was not "
+    "called with gradients: the step ran without a plan, and nothing keeps it within the budget. "
+    "Train the model by its forward, or call planner.within for the submodule that is called")
+
 OnNew = Literal["replan", "refuse"]
+
+_STEPS_LOOKED_AT = 3
+"""Steps in which it is looked for what the loop holds beside the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,44 +98,6 @@ class Settings:
     """How many batches the caller holds beside the one in use."""
 
 
-class PlannedGraph:
-    """One graph of the model, and the plan that it runs under now."""
-
-    def __init__(self, module: nn.Module, plan: Plan,
-                 call: Call | None = None,
-                 planner: GraphPlanner | None = None) -> None:
-        """`call`, `planner`: what it was captured from; `None`: the plan was given."""
-        self.call, self.planner = call, planner
-        self.known: Known | None = None
-        """What the plan counts; `None`: it is for the first step alone, or was given."""
-        self.loss: SeenLoss | None = None
-        """The loss that the caller made of this graph's output."""
-        self.unmeasured: UnmeasuredLoss | None = None
-        """It, seen and not yet measured."""
-        self.lives: tuple[Until, ...] | None = None
-        """How long each tensor of the output is there."""
-        self.adopt(module, plan)
-
-    def adopt(self, module: nn.Module, plan: Plan) -> None:
-        """Run under this plan from here on."""
-        earlier = getattr(self, "code", None)
-        self.plan = plan
-        self.code = code_of(module, plan.recipe)
-        self.code.fall_back(with_least_memory)
-        if earlier is not None:
-            self.code.compare_with(earlier)
-
-    @property
-    def is_steered(self) -> bool:
-        """Whether values of tensors decide what the step is, so that any call may need another
-        graph."""
-        return self.planner is not None and self.planner.is_steered
-
-    def may_serve(self, call: Call) -> bool:
-        """Whether the plan may be for this call; its digests decide."""
-        return self.call is None or call.may_be_served_as(self.call)
-
-
 class PlanningForward(CountingForward):
     """Stands in for the forward of a model."""
 
@@ -117,15 +110,27 @@ class PlanningForward(CountingForward):
         """Nothing is known, nothing planned."""
         self._name = type(self.__self__).__name__
         given = self.settings.given
-        self.graphs = [] if given is None else [PlannedGraph(self.__self__, given)]
+        self.graphs: list[PlannedGraph] = []
         """In the order in which they were met."""
+        if given is not None:
+            self.graphs.append(PlannedGraph())
+            self.graphs[0].adopt(self.__self__, given)
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
-        self._accumulates = self.settings.planning.accumulation > 1
-        self._defers_reduction = self._backward_seen = False
+        self._defers_reduction = self._backward_seen = self._in_backward = False
+        self._learned = 0
+        """How often something came to be known."""
+        self._looks: list[list[int]] = [[]]
+        """Bytes that the loop was seen to hold beside the model, step by step."""
+        self._worst_bytes: int | None = None
+        self._plans, self._planning_seconds = 0, 0.0
+        self._steps = self._planned_steps = self._calls = self._calls_of_step = 0
+        self._calls_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._unplanned_before = self.steps.unplanned
+        self._loop = LoopMemory()
         observe(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,25 +171,46 @@ class PlanningForward(CountingForward):
         """The plan that the last step ran under."""
         return None if self.running is None else self.running.plan
 
+    @property
+    def status(self) -> Status:
+        """What became of the training so far."""
+        is_open = self._calls_of_step > 0 and not self._optimizers and self._backward_seen
+        planned = self.steps.unplanned == self._unplanned_before
+        return Status(
+            self.plan, self._steps + is_open, self._planned_steps + (is_open and planned),
+            self._calls, self._worst_bytes, None if self.plan is None else self.plan.budget_bytes,
+            self._plans, self._planning_seconds, self.steps.last_reason)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in a training step under a plan."""
+        end_watches()
         self._end_watch()
+        self._in_backward = False
         args = self.without_self(args)
         if self.is_foreign() or not torch.is_grad_enabled() or not _needs_gradient(
                 self.__self__, args, kwargs):
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
-        has_gradients = any(p.grad is not None for p in self.__self__.parameters())
+        if not self._optimizers and self._backward_seen and not self._has_gradients:
+            self._end_step()
         self._defers_reduction |= defers_reduction(self.__self__)
-        self._accumulates |= has_gradients or self._defers_reduction
-        graph, output = self._step(call, has_gradients, args, kwargs)
+        present = Present.now(has_gradients=self._has_gradients)
+        graph, output = self._step(call, present, args, kwargs)
         self._served[call] = self.running = graph
         self.steps.count(graph.code.why_unplanned())
-        self._observe(graph, output)
+        self._calls, self._calls_of_step = self._calls + 1, self._calls_of_step + 1
+        self._worst_bytes = max(self._worst_bytes or 0, graph.plan.peak_bytes)
+        self._observe(graph, present, output)
         return output
 
-    def _step(self, call: Call, has_gradients: bool, args: tuple[Any, ...],
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether gradients are there, to which the next ones are added."""
+        return (self._defers_reduction or self.settings.planning.accumulation > 1
+                or any(p.grad is not None for p in self.__self__.parameters()))
+
+    def _step(self, call: Call, present: Present, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
         """Run the step under a plan that serves it; returns that graph, and the output."""
         refusal = ""
@@ -195,7 +221,7 @@ class PlanningForward(CountingForward):
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:
                 continue
-            self._bring_up_to_date(graph, call, has_gradients, args, kwargs)
+            self._bring_up_to_date(graph, call, present, args, kwargs)
             # What does not fit may show when a part has run; then another is tried from the start.
             is_trial = graph.is_steered or (graph is not known and bool(graph.plan.recipe.blocks))
             try:
@@ -210,15 +236,18 @@ class PlanningForward(CountingForward):
         if refusal and any(graph.planner is None for graph in self.graphs):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
-        graph = self._new_graph(call, has_gradients, args, kwargs)
+        graph = self._new_graph(call, present, args, kwargs)
         return graph, self._run(graph, args, kwargs)
 
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *,
              is_trial: bool = False) -> Any:
         before = graph.code.compilations
         try:
-            return run_step(graph.code, graph.plan.recipe, self.__self__, self.inner, args, kwargs,
-                            is_trial=is_trial)
+            with no_saved_tensors_hooks() as has_hooks:
+                if has_hooks:
+                    self.steps.warn(_HOOKS)
+                return run_step(graph.code, graph.plan.recipe, self.__self__, self.inner, args,
+                                kwargs, is_trial=is_trial)
         finally:
             if graph.code.compilations != before:
                 gc.collect()  # as after planning
@@ -230,48 +259,90 @@ class PlanningForward(CountingForward):
             f'no plan serves this step of {self._name}, and on_new="refuse" allows no other: '
             f'{reason}. Begin with the largest step, or use on_new="replan"')
 
-    def _new_graph(self, call: Call, has_gradients: bool, args: tuple[Any, ...],
+    def _new_graph(self, call: Call, present: Present, args: tuple[Any, ...],
                    kwargs: dict[str, Any]) -> PlannedGraph:
         """Capture and plan a step that no plan serves."""
         settings, module = self.settings, self.__self__
         with self._planning() as watch:
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
                                    settings.batches_ahead, partial(_alive, self._optimizers))
-            known = self._known(planner, None, has_gradients, self._expected_output(planner))
-            if known is not None:
-                plan = planner.plan(known)
-            else:
-                plan = planner.provisional_plan(Known(
-                    self._stepping, self._accumulates, self._expected_loss(planner),
-                    defers_reduction=self._defers_reduction))
-            watch.conclude(f": {summarize(plan)}")
-        graph = PlannedGraph(module, plan, call, planner)
-        graph.known = known
-        self._say(graph, "" if known is not None else
-                  "; for the first step, while its optimizer or loss is not known")
+            graph = PlannedGraph(call, planner)
+            graph.note(present)
+            graph.lives = self._expected_output(planner)
+            self._look_beside(planner, args, kwargs)
+            self._plan(graph, self._known(graph, present), present)
+            watch.conclude(f": {summarize(graph.plan)}")
         self.graphs.insert(0, graph)
         return graph
 
-    def _bring_up_to_date(self, graph: PlannedGraph, call: Call, has_gradients: bool,
+    def _bring_up_to_date(self, graph: PlannedGraph, call: Call, present: Present,
                           args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a graph again where more is known than its plan counts."""
         # What a checkpoint calls again must save what the first call did.
-        if graph.planner is None or running_node_number() is not None:
+        planner = graph.planner
+        if planner is None or running_node_number() is not None:
+            return
+        if self._steps < _STEPS_LOOKED_AT:
+            self._look_beside(planner, args, kwargs)
+        if graph.note(present):
+            self._learned += 1
+        if graph.checked == self._learned:
             return
         if graph.unmeasured is not None:
-            graph.loss, graph.unmeasured = graph.planner.measured(graph.unmeasured), None
-        known = self._known(graph.planner, graph.loss, has_gradients, graph.lives)
-        if known is None or known == graph.known:
+            graph.loss, graph.unmeasured = planner.measured(graph.unmeasured), None
+        elif graph.is_followed and graph.loss is None:
+            graph.loss = planner.passing_loss
+        known = self._known(graph, present)
+        if known is not None and graph.serves(known) and not graph.is_provisional:
+            graph.checked = self._learned
+            return
+        if known is None and graph.serves(self._assumed(graph)):
             return
         with self._planning() as watch:
-            if graph.planner.needs_capture_for(known):
+            if known is not None and planner.needs_capture_for(known):
                 if call != graph.call:
                     return
-                graph.planner.capture_again(self.__self__, args, kwargs, known)
-            graph.adopt(self.__self__, graph.planner.plan(known))
+                planner.capture_again(self.__self__, args, kwargs, known)
+            self._plan(graph, known, present)
             watch.conclude(f": {summarize(graph.plan)}")
-        graph.known = known
-        self._say(graph, self._words(known))
+
+    def _plan(self, graph: PlannedGraph, known: Known | None, present: Present) -> None:
+        """Make the plan of a graph; `known`: `None` where a part of the step is not known."""
+        planner = graph.planner
+        assert planner is not None
+        graph.is_provisional = known is None
+        graph.known = known or self._assumed(graph)
+        plan = (planner.provisional_plan(graph.known) if known is None else planner.plan(known))
+        graph.adopt(self.__self__, plan)
+        planner.note_saved(plan, graph.known)
+        self._plans += 1
+        self._learned += 1
+        graph.checked = self._learned
+        for each in observers():
+            if each is not self and isinstance(each, PlanningForward):
+                each._learned += 1  # what this model's calls hold
+        self._say(graph, "; for the first step, while its optimizer or loss is not known"
+                  if known is None else self._words(known))
+
+    def _look_beside(self, planner: GraphPlanner, args: tuple[Any, ...], kwargs: dict[str, Any]
+                     ) -> None:
+        """Look for what the loop holds beside the model in this step."""
+        if not planner.is_alone:
+            return
+        own = [*planner.own_tensors, *tensors_of(self.__self__, _alive(self._optimizers)),
+               *(leaf for leaf in pytree.tree_leaves((args, kwargs))
+                 if isinstance(leaf, torch.Tensor))]
+        before = self._held_bytes
+        others = [tensor for each in observers() if isinstance(each, PlanningForward)
+                  for tensor in tensors_of(each.__self__)]
+        self._looks[-1].append(self._loop.beside_bytes(
+            device_of(self.__self__), own, others, pending_bytes()))
+        self._learned += self._held_bytes != before
+
+    @property
+    def _held_bytes(self) -> int:
+        """The most that the loop held beside the model in the last steps."""
+        return max((size for step in self._looks[-2:] for size in step), default=0)
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
@@ -281,19 +352,27 @@ class PlanningForward(CountingForward):
         alive = tuple(each for each in self._optimizers if each() is not None)
         return alive or None
 
-    def _known(self, planner: GraphPlanner, loss: SeenLoss | None, has_gradients: bool,
-               lives: tuple[Until, ...] | None) -> Known | None:
+    def _known(self, graph: PlannedGraph, present: Present) -> Known | None:
         """What there is to know of a step; `None` as long as a part of it is not known."""
-        if planner.loss_is_outside and loss is None:
+        planner = graph.planner
+        assert planner is not None
+        if planner.loss_is_outside and graph.loss is None:
             return None
         optimizers = self._stepping
         if optimizers is None and self.settings.planning.optimizer is None:
-            if has_gradients or not self._backward_seen:
+            if present.has_gradients or not self._backward_seen:
                 return None
             optimizers = ()  # gradients were made and are gone: what took them is none of torch's
+        lives = graph.lives
         lets_go = not planner.loss_is_outside and lives and {*lives} != {Until.END}
-        return Known(optimizers, self._accumulates, loss, lives if lets_go else None,
-                     self._defers_reduction)
+        return Known(optimizers, graph.beside(self._held_bytes), graph.loss,
+                     lives if lets_go else None, self._defers_reduction)
+
+    def _assumed(self, graph: PlannedGraph) -> Known:
+        """What is known of a step, and assumed."""
+        assert graph.planner is not None
+        return Known(self._stepping, graph.beside(self._held_bytes),
+                     self._expected_loss(graph.planner), defers_reduction=self._defers_reduction)
 
     def _expected_output(self, planner: GraphPlanner) -> tuple[Until, ...] | None:
         """What the caller did with the output of another graph like this one's."""
@@ -319,28 +398,72 @@ class PlanningForward(CountingForward):
         """Note an optimizer that steps this model's parameters."""
         self._end_watch()
         if any(each() is optimizer for each in self._optimizers):
+            self._stepped(optimizer)
             return
         mine = {id(parameter) for parameter in self.__self__.parameters()}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            if not self._optimizers:
+                self._steps = self._planned_steps = 0  # what came before were parts of a step
+                self._unplanned_before = 0
             self._optimizers.append(ref(optimizer))
+            self._learned += 1
+            self._stepped(optimizer)
 
-    def _observe(self, graph: PlannedGraph, output: Any) -> None:
+    def _stepped(self, optimizer: Optimizer) -> None:
+        """Count the step that this optimizer makes of the calls since its last one."""
+        if self._calls == self._calls_before.get(optimizer, 0) and any(
+                p.grad is not None for p in self.__self__.parameters()):
+            self.steps.count(_NOT_CALLED)
+            self._steps += 1
+        self._calls_before[optimizer] = self._calls
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Count the step that the calls since the last one make."""
+        if not self._calls_of_step:
+            return
+        self._steps += 1
+        self._planned_steps += self.steps.unplanned == self._unplanned_before
+        self._unplanned_before, self._calls_of_step = self.steps.unplanned, 0
+        if len(self._looks) < _STEPS_LOOKED_AT:
+            self._looks.append([])
+
+    def _observe(self, graph: PlannedGraph, present: Present, output: Any) -> None:
         """See what comes after the forward, as long as it is not known."""
+        pending = PendingCall(graph)
+        watch_output(output, partial(_note_backward, ref(self), graph, present, pending))
         planner = graph.planner
         if planner is None or running_node_number() is not None:  # a checkpoint calls it again
             return
         if planner.loss_is_outside and graph.loss is None and graph.unmeasured is None:
-            watch = LossWatch(output, partial(_note_loss, ref(graph)))
+            watch = LossWatch(output, partial(_note_loss, ref(self), ref(graph)))
             if watch.begin():
                 self._watch = watch
                 finalize(self, watch.end)  # else a model that is gone would leave it behind
             elif not watch.is_possible:  # Else that of another model is under way; next time.
                 graph.loss = planner.assumed_loss
-        if not self._backward_seen or graph.lives is None:
-            watch_output(output, partial(_note_backward, ref(self), graph))
+        for each in observers():
+            if isinstance(each, PlanningForward):
+                each._follow(graph)
 
-    def note_backward(self) -> None:
-        """A backward through the model has begun."""
+    def _follow(self, last: PlannedGraph) -> None:
+        """Note that another call came before the loss of calls that wait for it."""
+        for graph in self.graphs:
+            if graph is not last and graph.loss is None and any(
+                    call.graph() is graph for call in pending_calls()):
+                graph.is_followed = True
+                self._learned += 1
+
+    def note_backward(self, graph: PlannedGraph, present: Present, pending: PendingCall) -> None:
+        """A backward through the model has begun, for a call that began with so much present."""
+        if not pending.begin_backward():
+            return
+        now = Present.now(has_gradients=self._in_backward or self._has_gradients)
+        self._in_backward = True
+        ends = graph.moments.setdefault(present, set())
+        if now not in ends or not self._backward_seen:
+            ends.add(now)
+            self._learned += 1
         self._backward_seen = True
 
     def _end_watch(self) -> None:
@@ -352,6 +475,8 @@ class PlanningForward(CountingForward):
     @contextlib.contextmanager
     def _planning(self) -> Iterator[Watch]:
         """Inside, the module has the forward that is planned."""
+        started = time.monotonic()
+        restore = remembered_random_state(self.__self__)
         try:
             with (in_place_of_forward(self.__self__, self.inner),
                   watched(None, f"planning a training step of {self._name}") as watch):
@@ -360,6 +485,8 @@ class PlanningForward(CountingForward):
             # Caught errors and the compiler's garbage refer to frames, which refer to the caller's
             # frame, and so would hold its variables beyond the step.
             gc.collect()
+            restore()
+            self._planning_seconds += time.monotonic() - started
 
     def _words(self, known: Known) -> str:
         if self.settings.planning.optimizer is not None:
@@ -378,19 +505,21 @@ def _alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:
     return [found for each in optimizers if (found := each()) is not None]
 
 
-def _note_loss(graph: ref[PlannedGraph], seen: UnmeasuredLoss) -> None:
-    found = graph()
-    if found is not None:
+def _note_loss(forward: ref[PlanningForward], graph: ref[PlannedGraph], seen: UnmeasuredLoss
+               ) -> None:
+    found, owner = graph(), forward()
+    if found is not None and owner is not None:
         found.unmeasured = seen
+        owner._learned += 1
 
 
-def _note_backward(forward: ref[PlanningForward], graph: PlannedGraph, lives: tuple[Until, ...]
-                   ) -> None:
+def _note_backward(forward: ref[PlanningForward], graph: PlannedGraph, present: Present,
+                   pending: PendingCall, lives: tuple[Until, ...]) -> None:
     if graph.lives is None:
         graph.lives = lives
     found = forward()
     if found is not None:
-        found.note_backward()
+        found.note_backward(graph, present, pending)
 
 
 def _needs_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

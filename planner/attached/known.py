@@ -44,18 +44,23 @@ from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss, UnmeasuredLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
 from graph_capture.twins.asked_values import asked_values
-from planner.api import capture_call, resolve
+from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
+from planner.attached.beside import Beside, saved_bytes
 from planner.attached.held import held_bytes
 from planner.errors import InfeasibleBudget
+from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.agreement import agreed, check_same_model
+from planner.search.eager import make_plan
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
 from planner.step.wrapped import group_of, with_wrappers
+from planner.units import format_bytes
+from solvers.result import Result
 
 log = logging.getLogger("planner")
 
@@ -72,6 +77,10 @@ _NOT_FOLLOWED = (
     "decide by shapes and arguments, or with torch.where; for a packed sequence, give the layer "
     "the padded batch and mask what it returns; or take that part out of the model, and call "
     "planner.within for the rest")
+_TRIALS = 6
+"""How many schedules are looked at until calls that hold memory at once fit beside one another."""
+_CLOSE = 0.005
+"""Part of the budget within which they may be fitted better."""
 _PROVISIONAL_SHARE = 0.25
 """Part of the time limit for a plan that is made for one step."""
 
@@ -82,8 +91,8 @@ class Known:
 
     optimizers: tuple[ref[Optimizer], ...] | None
     """Those that step; `None`: what the user gave, or nothing is known."""
-    accumulates: bool
-    """Whether gradients are there before the step."""
+    beside: Beside
+    """What else is held while the graph runs."""
     loss: SeenLoss | None
     """The loss outside of the model; `None`: it is inside, or the user gave it."""
     lives: tuple[Until, ...] | None = None
@@ -91,6 +100,16 @@ class Known:
     to be held."""
     defers_reduction: bool = False
     """Whether the gradients there before are whole ones, which `fully_shard` has yet to reduce."""
+
+    @property
+    def without_beside(self) -> Known:
+        """It but for what lies beside the graph."""
+        return replace(self, beside=Beside())
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are there when a backward begins."""
+        return self.beside.accumulates
 
     @property
     def lets_output_go(self) -> bool:
@@ -114,6 +133,8 @@ class GraphPlanner:
         self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
         self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
+        self.saved_bytes = 0
+        """What a call holds from the end of its forward to its backward, under the last plan."""
         self.loss_is_outside = self._step.baseline.loss.is_missing
         """Whether the caller makes the loss, by means that are not known."""
 
@@ -142,7 +163,8 @@ class GraphPlanner:
                 self.is_steered = True
                 log.info("%s asks for values of tensors: its step is planned in the pieces that "
                          "lie between, as this call takes them", type(model).__name__)
-        held_bytes = self._batches_ahead * self._input_bytes
+        # What else the loop of one device holds is looked for: `planner.attached.held`.
+        held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
         if self._parallel is None and wrapping_data_parallel() is not None:
             # Buckets beside the gradients.
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -210,6 +232,22 @@ class GraphPlanner:
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
         return SeenLoss(_ASSUMED_LOSS * size_bytes + 8, 8, outputs)
 
+    @property
+    def passing_loss(self) -> SeenLoss:
+        """The loss of a call that another call follows, which has the rest of it."""
+        loss = self.assumed_loss
+        return replace(loss, peak_bytes=loss.gradient_bytes, held_bytes=0)
+
+    @property
+    def own_tensors(self) -> list[torch.Tensor]:
+        """The tensors that the captured step counts, as far as they are there."""
+        return [*self._step.tracing.twin.fake_of]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one device has the whole model, so that what else it holds can be told."""
+        return self._parallel is None and wrapping_data_parallel() is None
+
     def measured(self, loss: UnmeasuredLoss) -> SeenLoss:
         """The loss with what its kernels take for themselves."""
         return loss.measured(self._step.tracing.workspace)
@@ -219,7 +257,78 @@ class GraphPlanner:
         started = time.monotonic()
         prepared = self._prepared(known)
         left = self._planning.time_limit - (time.monotonic() - started)
-        return self._within(prepared, max(left, self._planning.time_limit / 2))
+        limit_bytes = self._limit_bytes(known, prepared)
+        effort = Effort(solver=self._planning.solver,
+                        time_limit=max(left, self._planning.time_limit / 2))
+        return agreed(lambda: self._fitting(known, prepared, limit_bytes, effort), prepared,
+                      limit_bytes, effort)
+
+    def peak_bytes(self, plan: Plan, known: Known) -> int:
+        """Peak of the step under a plan that was made with less known of what lies beside it."""
+        prepared = self._prepared(known)
+        form = prepared.form_of(plan.recipe)
+        schedule = schedule_of(form, plan.recipe)
+        return form.peak_bytes(schedule) + known.beside.pending_bytes(form, schedule) - (
+            form.graph.resident.pending_bytes)
+
+    def _fitting(self, known: Known, prepared: PreparedStep, limit_bytes: int | None,
+                 effort: Effort) -> Plan:
+        """The plan that fits beside what its own schedule saves in other calls."""
+        plan = plan_within(prepared, limit_bytes, effort)
+        low_bytes = prepared.base.graph.resident.pending_bytes
+        needed_bytes = self._needed(known, prepared, plan)
+        bound, best = plan.overhead_bound, None
+        if needed_bytes <= low_bytes:
+            return plan
+        if limit_bytes is None:
+            return self._accounted(known, plan, needed_bytes, bound)
+        # More room for other calls leaves less for this one, which then saves less in each.
+        high_bytes, tried_bytes = needed_bytes, needed_bytes
+        brief = replace(effort, time_limit=effort.time_limit / _TRIALS)
+        for _ in range(_TRIALS):
+            try:
+                found = plan_within(self._prepared(known, tried_bytes), limit_bytes, brief)
+            except InfeasibleBudget:
+                high_bytes = tried_bytes
+            else:
+                needed_bytes = self._needed(known, prepared, found)
+                if needed_bytes <= tried_bytes:
+                    best, high_bytes = (found, needed_bytes), tried_bytes
+                else:
+                    low_bytes = tried_bytes
+            tried_bytes = (low_bytes + high_bytes) // 2
+            if high_bytes - low_bytes < limit_bytes * _CLOSE:
+                break
+        if best is not None:
+            return self._accounted(known, *best, bound)
+        least = leanest_plan(prepared, brief)
+        needed_bytes = self._needed(known, prepared, least)
+        minimum_bytes = self.peak_bytes(least, known)
+        if minimum_bytes <= limit_bytes:
+            return self._accounted(known, least, needed_bytes, bound, limit_bytes)
+        raise InfeasibleBudget(
+            limit_bytes, minimum_bytes, f"Several calls of the model hold memory at once: other "
+            f"calls {format_bytes(needed_bytes)} of it.")
+
+    def _limit_bytes(self, known: Known, prepared: PreparedStep) -> int | None:
+        return None if self._limit is None else self._limit.resolve(
+            max(prepared.plain_bytes, known.beside.plain_bytes))
+
+    def _needed(self, known: Known, prepared: PreparedStep, plan: Plan) -> int:
+        form = prepared.form_of(plan.recipe)
+        return known.beside.pending_bytes(form, schedule_of(form, plan.recipe))
+
+    def _accounted(self, known: Known, plan: Plan, pending_bytes: int, bound: float,
+                   limit_bytes: int | None = None) -> Plan:
+        """The plan with what other calls hold under it."""
+        prepared = self._prepared(known, pending_bytes)
+        if prepared.base.compiled is not None:
+            return plan
+        form = prepared.form_of(plan.recipe)
+        schedule = schedule_of(form, plan.recipe)
+        return make_plan(prepared, form, limit_bytes or plan.budget_bytes, Result(
+            schedule, form.net_peak_bytes(schedule), 1 + plan.overhead, 1.0, 1 + bound,
+            "feasible", plan.solve_seconds or 0.0, plan.solver))
 
     def provisional_plan(self, known: Known) -> Plan:
         """A plan for a step of which the optimizer or the loss is not known yet: within the budget,
@@ -228,19 +337,27 @@ class GraphPlanner:
         Raises `InfeasibleBudget` where the budget is too small whatever they are; where it is a
         percentage, that cannot be known, and the schedule that takes least is returned.
         """
+        known = replace(known, beside=known.beside.as_run(self.saved_bytes))
         as_known = self._prepared(known)
-        limit_bytes = resolve(self._limit, as_known)
+        limit_bytes = self._limit_bytes(known, as_known)
         effort = Effort(solver=self._planning.solver,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
         return agreed(lambda: self._provisional(known, as_known, limit_bytes, effort), as_known,
                       limit_bytes, effort, "the first step")
 
+    def note_saved(self, plan: Plan, known: Known) -> None:
+        """Note what calls save under a plan."""
+        form = self._prepared(known).form_of(plan.recipe)
+        self.saved_bytes = saved_bytes(form, schedule_of(form, plan.recipe))
+
     def _provisional(self, known: Known, as_known: PreparedStep, limit_bytes: int | None,
                      effort: Effort) -> Plan:
         loss = known.loss or (self.assumed_loss if self.loss_is_outside else None)
         if known.optimizers is None and self._planning.optimizer is None:
-            prepared = self._prepared(replace(known, accumulates=True, loss=loss),
-                                      _ASSUMED_OPTIMIZER)
+            beside = replace(known.beside, backward=frozenset(
+                replace(moment, has_gradients=True) for moment in known.beside.backward))
+            prepared = self._prepared(replace(known, beside=beside, loss=loss),
+                                      assumed_optimizer=_ASSUMED_OPTIMIZER)
             if limit_bytes is None or prepared.may_fit(limit_bytes):
                 with suppress(InfeasibleBudget):
                     return plan_within(prepared, limit_bytes, effort)
@@ -257,13 +374,10 @@ class GraphPlanner:
             return leanest_plan(as_known, effort)
         return plan_within(as_known, limit_bytes, effort)
 
-    def _within(self, prepared: PreparedStep, seconds: float) -> Plan:
-        limit_bytes = resolve(self._limit, prepared)
-        effort = Effort(solver=self._planning.solver, time_limit=seconds)
-        return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
-                      effort)
-
-    def _prepared(self, known: Known, assumed_optimizer: str | None = None) -> PreparedStep:
+    def _prepared(self, known: Known, pending_bytes: int | None = None, *,
+                  assumed_optimizer: str | None = None) -> PreparedStep:
+        """The step ready to be planned; `pending_bytes`: what other calls hold, by default without
+        what those of the same graph do."""
         planning, step, parallel = self._planning, self._step, self._parallel
         loss, lives = known.loss, known.lives
         if loss is not None and self._captured_with is not None:
@@ -283,14 +397,19 @@ class GraphPlanner:
             step = with_optimizer(step, assumed_optimizer or alive or None)
         if known.defers_reduction and parallel is not None:
             parallel = replace(parallel, requires_gradient_sync=False)
-        accumulates = known.accumulates or planning.accumulation > 1
+        accumulates = known.accumulates
         if accumulates:
             step = with_earlier_gradients(step)
+        if pending_bytes is None:
+            pending_bytes = known.beside.least_pending_bytes(step.graph.gradient_bytes)
+        step = with_held(step, known.beside.held_bytes, pending_bytes)
         return prepare(step, tensors=self._tensors, inputs=self._inputs,
                        circumstances=self._circumstances,
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1,
-                       parallel=parallel, budget_of=planning.budget_of)
+                       parallel=parallel, budget_of=planning.budget_of,
+                       plain_net_bytes=None if parallel is not None else (
+                           known.beside.plain_net_bytes(step, pending_bytes)))
 
 
 def _smaller(loss: SeenLoss, by_bytes: int) -> SeenLoss | None:

@@ -33,6 +33,11 @@ def observe(observer: StepObserver) -> None:
         _hooks.append(register_optimizer_step_pre_hook(_on_step))
 
 
+def observers() -> list[Any]:
+    """Those that are told."""
+    return list(_observers)
+
+
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
-    for observer in list(_observers):
+    for observer in observers():
         observer.stepping(optimizer)

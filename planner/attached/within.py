@@ -19,6 +19,7 @@ from graph_capture.module_forward import own_forward, set_forward, standing_in, 
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.attached.forward import OnNew, PlanningForward, Settings
+from planner.attached.status import Status
 from planner.plans.file import load
 from planner.plans.plan import Plan
 from planner.running.applying import check_plan
@@ -114,13 +115,28 @@ def plan_of(model: nn.Module) -> Plan | None:
     The model may be wrapped (DistributedDataParallel, accelerate, `torch.compile`), or hold the
     one that `within` was called for.
     """
+    standing = _found(model)
+    return None if standing is None else standing.plan
+
+
+def status(model: nn.Module) -> Status:
+    """What became of the training of `model` within its budget: the plan, steps and calls, how many
+    ran under a plan and why others did not, the worst peak, and what planning took.
+
+    `model`: as for `plan_of`.  Raises `ValueError` for a model that `within` was not called for.
+    """
+    standing = _found(model)
+    if standing is None:
+        raise ValueError(f"planner.within was not called for this {type(model).__name__}, nor for "
+                         "a module of it: call planner.within(model, budget) first")
+    return standing.status
+
+
+def _found(model: nn.Module) -> PlanningForward | None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for module in (_unwrapped(model), *_modules(model)):
-        standing = _standing(module)
-        if standing is not None:
-            return standing.plan
-    return None
+    found = (_standing(module) for module in (_unwrapped(model), *_modules(model)))
+    return next((standing for standing in found if standing is not None), None)
 
 
 def _standing(module: nn.Module) -> PlanningForward | None:

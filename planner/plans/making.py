@@ -65,7 +65,7 @@ def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, 
         notes=(*form.graph.notes, *notes),
         kernels=form.graph.kernels,
         created_with=created_with(),
-        course=StepCourse.of(made, backward_begins, form.budget.resident.gradients, prepared.plain),
+        course=StepCourse.of(made, backward_begins, form.budget.resident, prepared.plain),
         solve_seconds=seconds,
     )
 

@@ -5,7 +5,8 @@ before the step to after it.  Above it the step has two phases: forward, loss an
 schedule orders; then the optimizer's step, during which all that is kept to the end of the first
 phase (gradients, the model's output) is alive, and its own temporaries.  The peak is the maximum
 over both, and no schedule changes the second.  Gradients of earlier micro-steps are resident until
-the new ones are added to them, which is after the backward.
+the new ones are added to them, which is after the backward; so is what other calls of the step have
+saved for theirs.
 
 Bytes are of the whole step, except where the name says *net*: above resident memory, during
 forward, loss and backward, as the solvers count.
@@ -56,7 +57,7 @@ class StepBudget:
         held = graph.resident
         resident = MemoryByCategory(
             held.parameters_bytes, held.buffers_bytes, held.inputs_bytes, held.gradients_bytes,
-            0 if optimizer is None else optimizer.state_bytes)
+            0 if optimizer is None else optimizer.state_bytes, held.pending_bytes)
         if optimizer is None:
             return cls(None, resident, MemoryByCategory())
         made = Counter({"temporaries": optimizer.step_peak_bytes})
@@ -64,7 +65,7 @@ class StepBudget:
             if buffer.kept_to_end:
                 made[buffer.kind.value] += buffer.size_bytes
         # The new gradients were added to those of earlier micro-steps.
-        return cls(optimizer, resident, _plus(replace(resident, gradients=0), made))
+        return cls(optimizer, resident, _plus(replace(resident, gradients=0, activations=0), made))
 
     @property
     def resident_bytes(self) -> int:

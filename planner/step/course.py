@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graph_capture.training_graph import BufferKind
+from planner.step.categories import MemoryByCategory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class StepCourse:
 
     @classmethod
     def of(cls, made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
-           earlier_gradients: int, plain: PlainCourse) -> StepCourse:
-        """From what forward and backward make, by kind."""
-        return cls(tuple(earlier_gradients + size for size in made[BufferKind.GRADIENT]),
-                   tuple(made[BufferKind.ACTIVATION]),
+           resident: MemoryByCategory, plain: PlainCourse) -> StepCourse:
+        """From what forward and backward make, by kind, and what is there before them."""
+        return cls(tuple(resident.gradients + size for size in made[BufferKind.GRADIENT]),
+                   tuple(resident.activations + size for size in made[BufferKind.ACTIVATION]),
                    tuple(map(sum, zip(made[BufferKind.TEMPORARY], made[BufferKind.PARAMETER],
                                       strict=True))),
                    backward_begins, plain)

@@ -115,12 +115,14 @@ class PreparedStep:
 def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: object,
             circumstances: Circumstances | None = None, backend: str = "eager",
             cost_model: str = "roofline", accumulation: int = 1,
-            parallel: DataParallel | None = None, budget_of: str = "allocated") -> PreparedStep:
+            parallel: DataParallel | None = None, budget_of: str = "allocated",
+            plain_net_bytes: int | None = None) -> PreparedStep:
     """Lower a captured step.
 
     `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
     inputs, in JSON values.  With `accumulation`, any micro-step but the first is planned: the
-    gradients of those before are resident.
+    gradients of those before are resident.  `plain_net_bytes`: the peak of the plain step above
+    what is resident, where other calls than this one decide it.
 
     Raises `ValueError` where a budget is of what is reserved and that is not known.
     """
@@ -136,6 +138,8 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         plain = step.later
         baseline_bytes = max(baseline_bytes - base.graph.resident.gradients_bytes,
                              step.later.peak_bytes)
+    if plain_net_bytes is not None:
+        baseline_bytes = plain_net_bytes
     surroundings = StepSurroundings.of(step, accumulation)
     reserved = None if surroundings is None else surroundings.plain_reserved_bytes()
     if budget_of == "reserved" and reserved is None:

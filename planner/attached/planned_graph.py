@@ -1,0 +1,167 @@
+"""One graph of a model that is trained within a budget, and the calls of it that hold memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from weakref import WeakSet, ref
+
+from torch import nn
+
+from apply.blocks import code_of
+from apply.circumstances import Call
+from graph_capture.plain_step.loss import Until
+from graph_capture.plain_step.seen_loss import SeenLoss, UnmeasuredLoss
+from planner.attached.beside import Beside, Moment, fullest
+from planner.attached.known import GraphPlanner, Known
+from planner.captured_graph import with_least_memory
+from planner.plans.plan import Plan
+
+_CLOSE = 0.01
+"""Part of the budget by which what lies beside a graph may shrink before it is planned again."""
+
+
+class PlannedGraph:
+    """One graph of the model, and the plan that it runs under now."""
+
+    plan: Plan
+
+    def __init__(self, call: Call | None = None, planner: GraphPlanner | None = None) -> None:
+        """`call`, `planner`: what it was captured from; `None`: the plan was given."""
+        self.call, self.planner = call, planner
+        self.known: Known | None = None
+        """What the plan counts; `None`: it was given."""
+        self.is_provisional = True
+        """Whether a part of it is assumed."""
+        self.loss: SeenLoss | None = None
+        """The loss that the caller made of this graph's output."""
+        self.unmeasured: UnmeasuredLoss | None = None
+        """It, seen and not yet measured."""
+        self.is_followed = False
+        """Whether another call came between a call of it and the loss."""
+        self.lives: tuple[Until, ...] | None = None
+        """How long each tensor of the output is there."""
+        self.moments: dict[Present, set[Present]] = {}
+        """What was there when calls of it began, and then when their backward did."""
+        self.companions: WeakSet[PlannedGraph] = WeakSet()
+        """Other graphs, of this and other models, that share a step with it."""
+        self.checked = -1
+        """How much was known when its plan was last compared with what is known."""
+
+    def adopt(self, module: nn.Module, plan: Plan) -> None:
+        """Run under this plan from here on."""
+        earlier = getattr(self, "code", None)
+        self.plan = plan
+        self.code = code_of(module, plan.recipe)
+        self.code.fall_back(with_least_memory)
+        if earlier is not None:
+            self.code.compare_with(earlier)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What a call holds from the end of its forward to its backward; 0: not known."""
+        return 0 if self.planner is None else self.planner.saved_bytes
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether values of tensors decide what the step is, so that any call may need another
+        graph."""
+        return self.planner is not None and self.planner.is_steered
+
+    def may_serve(self, call: Call) -> bool:
+        """Whether the plan may be for this call; its digests decide."""
+        return self.call is None or call.may_be_served_as(self.call)
+
+    def beside(self, held_bytes: int) -> Beside:
+        """All that was there beside calls of it.  Until a backward was seen, it is taken to meet
+        what its forward has met."""
+        return Beside(held_bytes, fullest(each.beside(self) for each in self.moments),
+                      fullest(each.beside(self) for begin, ends in self.moments.items()
+                              for each in ends or (begin,)),
+                      max((each.plan.baseline_peak_bytes for each in self.companions), default=0))
+
+    def note(self, present: Present) -> bool:
+        """Note what is there as a call of it begins; whether that is new."""
+        if present in self.moments:
+            return False
+        self.moments[present] = set()
+        for each, _ in present.pending:
+            found = each()
+            if found is not None and found is not self:
+                self.companions.add(found)
+                found.companions.add(self)
+        return True
+
+    def serves(self, known: Known) -> bool:
+        """Whether the plan is for what is known now, or has room for what came."""
+        planned = self.known
+        if planned is None or planned.beside.outline != known.beside.outline or (
+                planned.without_beside != known.without_beside):
+            return False
+        plain_bytes = [max(each.beside.plain_bytes, self.plan.baseline_peak_bytes)
+                       for each in (planned, known)]
+        if abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE * plain_bytes[0]:
+            return False
+        growth = known.beside.most_bytes - planned.beside.most_bytes
+        limit_bytes = self.plan.budget_bytes
+        if growth == 0 or limit_bytes is None:
+            return growth == 0
+        if growth > 0:
+            return self.plan.limited_bytes + growth <= limit_bytes
+        return -growth < _CLOSE * limit_bytes
+
+
+class PendingCall:
+    """A call that holds memory for its backward, as long as that may come: the nodes of autograd's
+    graph keep it alive."""
+
+    def __init__(self, graph: PlannedGraph) -> None:
+        self.graph = ref(graph)
+        self.has_begun = False
+        """Whether its backward has reached the output."""
+        _pending.add(self)
+
+    def begin_backward(self) -> bool:
+        """Note that its backward begins; whether it has not begun before."""
+        is_first, self.has_begun = not self.has_begun, True
+        _pending.discard(self)
+        return is_first
+
+
+_pending: WeakSet[PendingCall] = WeakSet()
+"""Those of all planned models."""
+
+
+def pending_calls() -> list[PendingCall]:
+    """Those of all planned models."""
+    return list(_pending)
+
+
+def pending_bytes() -> int:
+    """What pending calls hold."""
+    return sum(graph.saved_bytes for call in _pending if (graph := call.graph()) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """What is there at some moment."""
+
+    pending: frozenset[tuple[ref[PlannedGraph], int]]
+    """Graphs of calls whose backward is yet to come, and how many each has."""
+    has_gradients: bool
+
+    @classmethod
+    def now(cls, *, has_gradients: bool) -> Present:
+        """What is there now."""
+        return cls(frozenset(Counter(call.graph for call in _pending).items()), has_gradients)
+
+    def beside(self, graph: PlannedGraph) -> Moment:
+        """It beside a call of one graph."""
+        pending = others_bytes = 0
+        for each, count in self.pending:
+            found = each()
+            if found is graph:
+                pending = count
+            elif found is not None:
+                others_bytes += count * found.saved_bytes
+        return Moment(pending, others_bytes, self.has_gradients)

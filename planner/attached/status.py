@@ -1,0 +1,50 @@
+"""What became of the training of a model within a budget, in figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.plans.plan import Plan
+from planner.reporters.one_line import summarize
+from planner.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The training of a model within a budget so far; `str()` is a table."""
+
+    plan: Plan | None
+    """The plan that the last call ran under."""
+    steps: int
+    """Training steps: all that lies between two steps of the optimizer, or, where none of torch's
+    steps the model, to the end of a backward."""
+    planned_steps: int
+    """Those in which every call with gradients ran under a plan."""
+    calls: int
+    """Calls of the model with gradients switched on."""
+    worst_peak_bytes: int | None
+    """The most that a step took: on a GPU by its allocator's counter; on a CPU what was seen beside
+    the model, and the peak of the plan.  `None` before the first step."""
+    budget_bytes: int | None
+    """The budget in force; `None`: no limit, or nothing was planned yet."""
+    plans: int
+    """How many plans were made."""
+    planning_seconds: float
+    """Wall time of capture and planning."""
+    last_reason: str | None
+    """Why the last call that ran without a plan did; `None`: there was none."""
+
+    def __str__(self) -> str:
+        rows = [("plan", "none yet" if self.plan is None else summarize(self.plan)),
+                ("steps", f"{self.planned_steps} of {self.steps} under a plan, {self.calls} calls"),
+                ("worst peak", _size(self.worst_peak_bytes)
+                 + ("" if self.budget_bytes is None
+                    else f" of a budget of {format_bytes(self.budget_bytes)}")),
+                ("planning", f"{self.plans} plans in {self.planning_seconds:.1f} s")]
+        if self.last_reason is not None:
+            rows.append(("not planned", self.last_reason))
+        return "\n".join(f"{name:12}{words}" for name, words in rows)
+
+
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else format_bytes(count)
