@@ -133,11 +133,12 @@ def _of_memory(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
         begins = next((position for position, index in timeline.runs
                        if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule))
         expected["course"] = StepCourse.of(memory_over(form.graph, timeline), begins,
-                                           budget.resident.gradients, course.plain)
+                                           budget.resident, course.plain)
     else:
         levels = map(sum, zip(course.gradients, course.activations, course.temporaries,
                               strict=True))
-        net_bytes = max(0, max(levels, default=0) - budget.resident.gradients)
+        net_bytes = max(0, max(levels, default=0)
+                        - budget.resident.gradients - budget.resident.activations)
         expected |= {
             "forward_backward_peak_bytes": budget.resident_bytes + net_bytes,
             "peak_bytes": max(plan.forward_backward_peak_bytes, budget.optimizer_step_bytes)}
