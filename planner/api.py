@@ -55,7 +55,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             the model's own `example_input_array` or `dummy_inputs`.
         budget_gb: limit on the peak of the whole step in decimal gigabytes (1e9 bytes).
         budget: the same in bytes (`int`) or as text: `"8GB"`, `"8GiB"`, `"500MB"`, `"60%"` of the
-            plain step's peak.  With neither there is no limit and nothing is planned away.
+            plain step's peak.  With neither, nothing is recomputed, unless the step would use more
+            memory than the plain one does.
         loss_fn: `loss_fn(output)` gives the scalar loss; `None`: `output.loss`,
             `output["loss"]`, a scalar output, else every differentiable output gets a cotangent.
         optimizer: instance, class or name (`"adamw"`), or a sequence of instances, whose state and

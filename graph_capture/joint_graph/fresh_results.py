@@ -134,7 +134,8 @@ def make_results_fresh(joint: JointGraph) -> JointGraph:
     for node in graph.nodes:
         if last is None or node is last:
             break
-        if isinstance(node.target, OpOverload) and schema_of(node.target).name in UNINITIALISED:
+        if (isinstance(node.target, OpOverload) and schema_of(node.target).name in UNINITIALISED
+                and _has_own_elements(node.meta["val"])):
             _replace(graph, node, _FRESH[_aten.zero.default], node.meta["val"])
     graph.lint()
     return joint
@@ -162,7 +163,7 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         # Random numbers are dealt out in the order of the memory that the plain step writes.
         like = node.args[rule.position].meta["val"]
-    if not _overlaps(like) and not _alone_reads_random(node, node.args[rule.position]) and (
+    if _has_own_elements(like) and not _alone_reads_random(node, node.args[rule.position]) and (
             like.stride() == traced.stride() or (
                 rule.position == 0 and traced.is_contiguous())):
         _replace(graph, node, _FRESH[node.target], like,
@@ -183,9 +184,12 @@ def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:
     return False
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1
-               for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _has_own_elements(tensor: torch.Tensor) -> bool:
+    """Whether sizes are known, and no two elements of a tensor are one."""
+    layout = (*tensor.shape, *tensor.stride())
+    return all(isinstance(number, int) for number in layout) and not any(
+        stride == 0 and size > 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, like: torch.Tensor,

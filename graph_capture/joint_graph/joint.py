@@ -176,7 +176,7 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     rank: dict[fx.Node, float] = {}
     in_backward = _in_backward(graph)
     start = float("inf")  # where the backward begins
-    latest = 0.0  # rank of the last op that is not hastened
+    latest = 0.0  # the highest rank so far
     for position, node in enumerate(nodes):
         rank[node] = position
         if node.op == "call_function" and node in in_backward:
@@ -186,8 +186,7 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
                 if _makes_anew(node, hastened):
                     last = max(last, latest)
                 rank[node] = last if last >= start else start - 0.5
-            else:
-                latest = position
+            latest = max(latest, rank[node])
     previous = nodes[0]
     for node in sorted(nodes, key=rank.__getitem__):  # stable: operands stay in front
         if node is not previous:

@@ -12,6 +12,9 @@ import planner
 from tests.support.models import BUILDERS, Case
 from tests.support.training import SIZES, measured_peak, reference, train
 
+pytestmark = pytest.mark.filterwarnings(  # Dynamo does so where it traces one
+    "ignore:.*Function.* should not be instantiated:DeprecationWarning")
+
 
 class Again(torch.autograd.Function):
     """Rounds its weight in the forward, and again in the backward."""
