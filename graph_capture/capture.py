@@ -52,6 +52,7 @@ from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
+from graph_capture.user_code import failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,7 @@ def capture_step(
         raise
     except Exception as error:
         raise CaptureError(
-            f"the training step fails on fake tensors: {type(error).__name__}: {error}") from error
+            f"the training step fails on fake tensors: {failure(error)}") from error
 
     say("measuring and estimating ops")
     keeper = Keeper(keep)

@@ -22,6 +22,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.fake_tensor import (
+    UnsupportedOperatorException as UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
