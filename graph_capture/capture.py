@@ -51,8 +51,8 @@ from graph_capture.step.released_output import with_output_released
 from graph_capture.torch_compat import quiet_fake_tensors
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
+from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
-from graph_capture.user_code import failure
 
 
 @dataclass(frozen=True, slots=True)

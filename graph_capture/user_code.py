@@ -5,8 +5,6 @@ from __future__ import annotations
 import traceback
 from pathlib import PurePath
 
-from graph_capture.torch_compat import UnsupportedOperatorException, schema_of
-
 _HERE = PurePath(__file__).parent
 
 
@@ -14,15 +12,6 @@ def is_user_code(path: str) -> bool:
     """Whether a source file is outside of torch and of this package."""
     file = PurePath(path)
     return "torch" not in file.parts and not file.is_relative_to(_HERE)
-
-
-def failure(error: BaseException) -> str:
-    """An error that code raised on fake tensors, in words."""
-    if isinstance(error, UnsupportedOperatorException):
-        name = schema_of(error.func).name
-        return (f"{name} has no fake kernel, which says what shapes its results have: "
-                f'register one with @torch.library.register_fake("{name}")')
-    return f"{type(error).__name__}: {error}"
 
 
 def place_of(error: BaseException) -> str:

@@ -32,21 +32,22 @@ from graph_capture.rank import Wrapper
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     NoStaticShape,
+    PrimalSource,
     TorchDynamoException,
     aot_backend,
     boxed,
     compile_module,
     compile_settings,
     pass_absent_gradients,
-    PrimalSource,
     primal_sources,
     pytree,
     weakly,
 )
 from graph_capture.training_graph import BufferKind
 from graph_capture.twins.asked_values import value_asked
+from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin
-from graph_capture.user_code import failure, place_of
+from graph_capture.user_code import place_of
 
 
 @dataclass

@@ -41,8 +41,8 @@ from graph_capture.torch_compat import (
 )
 from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
+from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin
-from graph_capture.user_code import failure
 
 
 @dataclass(frozen=True, slots=True)

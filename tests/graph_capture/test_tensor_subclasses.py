@@ -293,7 +293,7 @@ def test_an_op_with_a_fake_kernel_is_planned(custom_op):
 
 def test_optimizers_of_libraries_by_name():
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="unknown optimizer 'adamw9bit'.*adafactor.*adamw8bit"):
+    with pytest.raises(ValueError, match=r"unknown optimizer 'adamw9bit'.*adafactor.*adamw8bit"):
         planner.plan(model, torch.ones(2, 4), optimizer="adamw9bit")
     with pytest.raises(ValueError, match="pip install -U schedulefree"):
         planner.plan(model, torch.ones(2, 4), optimizer="adamw_schedulefree")
