@@ -51,6 +51,7 @@ from graph_capture.step.released_output import with_output_released
 from graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
+from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
 
 
@@ -234,7 +235,7 @@ def capture_step(
         raise
     except Exception as error:
         raise CaptureError(
-            f"the training step fails on fake tensors: {type(error).__name__}: {error}") from error
+            f"the training step fails on fake tensors: {failure(error)}") from error
 
     say("measuring and estimating ops")
     keeper = Keeper(keep)

@@ -32,19 +32,20 @@ from graph_capture.rank import Wrapper
 from graph_capture.torch_compat import (
     BackendCompilerFailed,
     NoStaticShape,
+    PrimalSource,
     TorchDynamoException,
     aot_backend,
     boxed,
     compile_module,
     compile_settings,
     pass_absent_gradients,
-    PrimalSource,
     primal_sources,
     pytree,
     weakly,
 )
 from graph_capture.training_graph import BufferKind
 from graph_capture.twins.asked_values import value_asked
+from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin
 from graph_capture.user_code import place_of
 
@@ -207,8 +208,8 @@ def _failure(error: Exception) -> CaptureError:
     """What is said of an error in code that was run as it is."""
     if isinstance(error, NoStaticShape):
         return value_asked(error)
-    return CaptureError(f"the training step fails on fake tensors{place_of(error)}: "
-                        f"{type(error).__name__}: {error}")
+    return CaptureError(
+        f"the training step fails on fake tensors{place_of(error)}: {failure(error)}")
 
 
 @dataclass(eq=False)

@@ -11,7 +11,8 @@ for anything else.  To count an op otherwise, change its row in `_FORMULAS`, whi
 in `_PER_ELEMENT`.
 
 Blind spots: algorithms with fewer operations (Winograd, sparsity), ops of others than torch: these
-count as pointwise.
+count as pointwise, but for bitsandbytes' products and those with a formula of their own
+(`torch.utils.flop_counter.register_flop_formula`).
 """
 
 from __future__ import annotations
@@ -131,6 +132,11 @@ _FORMULAS: dict[str, Formula] = {
                     _matrix_product),
     **dict.fromkeys(("linear", "mkldnn_linear", "_mkl_linear"),
                     lambda call: 2 * call.inputs[0].numel() * call.inputs[1].shape[0]),
+    **dict.fromkeys(("gemm_4bit", "gemv_4bit"),  # the second operand is packed
+                    lambda call: 2 * call.inputs[0].numel() * call.args[2][0]),
+    **dict.fromkeys(("int8_linear_matmul", "int8_scaled_mm"),
+                    lambda call: 2 * call.inputs[0].numel() * call.inputs[1].shape[0]),
+    "int8_mixed_scaled_mm": lambda call: 2 * call.inputs[0].numel() * call.args[2].shape[0],
     **dict.fromkeys(("outer", "ger"), lambda call: 2 * call.outputs[0].numel()),
     **dict.fromkeys(("cudnn_convolution", "miopen_convolution", "mkldnn_convolution",
                      "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d",

@@ -3,8 +3,8 @@
 The model of the world: a kernel that checks its operands raises where made-up ones do not suit it.
 One that does not - the backward of a fused recurrent layer reads a reserve that its forward laid
 out - may read what is not there, and take the process along, or wait for what never comes.  Such
-ops, and those of other libraries, are run in a child, which is started when the first of them comes, and again after one that has
-ended it; a child that does not answer is ended.
+ops, and those of other libraries, are run in a child, which is started when the first of them
+comes, and again after one that has ended it; a child that does not answer is ended.
 """
 
 from __future__ import annotations

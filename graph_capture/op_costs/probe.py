@@ -9,9 +9,10 @@ would exceed what the caller's budget leaves in this process.
 
 Where an op cannot be run (no such device here, too large for the memory that is free or, on a GPU,
 for what the budget leaves, an error, an op that no package of its namespace's name registers) a
-margin stands in, and the op's name is added to `assumed`: a convolution counts its operands and results once more, a matrix
-product copies of its operands where the kernel may want them rearranged; on CUDA attention,
-embeddings, sums and products what their code asks for (`cuda_workspace`); any other op nothing.
+margin stands in, and the op's name is added to `assumed`: a convolution counts its operands and
+results once more, a matrix product copies of its operands where the kernel may want them
+rearranged; on CUDA attention, embeddings, sums and products what their code asks for
+(`cuda_workspace`); any other op nothing.
 
 Blind spots: what a library takes from the operating system; workspace that depends on the values.
 """

@@ -8,6 +8,7 @@ use puts beside it for the others.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,38 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
                                                   key=lambda item: item[0].lower())
     if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer}
 """Every class of `torch.optim` by its name in lower case."""
+
+_OF_LIBRARIES: dict[str, tuple[str, str]] = {
+    **{name.lower(): ("bitsandbytes.optim", name) for name in (
+        "Adam8bit", "AdamW8bit", "AdEMAMix8bit", "Lion", "Lion8bit", "RMSprop8bit")},
+    **{f"paged_{name.lower()}": ("bitsandbytes.optim", f"Paged{name}") for name in (
+        "Adam", "Adam8bit", "AdamW", "AdamW8bit", "Lion", "Lion8bit")},
+    **{name.lower(): ("torchao.optim", name) for name in ("Adam4bit", "AdamW4bit", "AdamWFp8")},
+    "adamw_schedulefree": ("schedulefree", "AdamWScheduleFree"),
+    "sgd_schedulefree": ("schedulefree", "SGDScheduleFree"),
+}
+"""Module and class of further optimizers, by the name that they are given by."""
+
+
+def _class_named(name: str) -> type[Optimizer]:
+    """The class of that name.
+
+    Raises `ValueError` for an unknown one, and for one whose package is not installed.
+    """
+    found = OPTIMIZERS.get(name.lower())
+    if found is not None:
+        return found
+    if name.lower() not in _OF_LIBRARIES:
+        raise ValueError(f"unknown optimizer {name!r}; expected one of "
+                         f"{', '.join((*OPTIMIZERS, *_OF_LIBRARIES))}, or an instance or class")
+    module, attribute = _OF_LIBRARIES[name.lower()]
+    try:
+        kind: type[Optimizer] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        package = module.partition(".")[0]
+        raise ValueError(f"the optimizer {name!r} is {attribute} of {package}, which cannot be "
+                         f"imported ({error}): pip install -U {package}") from error
+    return kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +82,7 @@ def optimizer_name(optimizer: object) -> str:
     Raises `ValueError` for an unknown name and `TypeError` for what is no optimizer.
     """
     if isinstance(optimizer, str):
-        if optimizer.lower() not in OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {optimizer!r}; expected one of "
-                             f"{', '.join(OPTIMIZERS)}, or an instance or class")
-        return OPTIMIZERS[optimizer.lower()].__name__
+        return _class_named(optimizer).__name__
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return optimizer.__name__
     if isinstance(optimizer, Optimizer):
@@ -84,7 +114,7 @@ def make_optimizers(optimizer: object, trainable: Sequence[torch.Tensor],
     `sparse`: identities of the parameters whose gradients are sparse.  Raises `ValueError` where
     the class takes none of them, or refuses them.
     """
-    kind: Any = OPTIMIZERS[optimizer.lower()] if isinstance(optimizer, str) else optimizer
+    kind: Any = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
     assert isinstance(kind, type)
     rule = _SELECTIVE.get(kind.__name__) if kind in OPTIMIZERS.values() else None
     if rule is None:

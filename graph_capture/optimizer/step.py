@@ -19,6 +19,7 @@ something else every so many steps.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +33,15 @@ from graph_capture.memory.trace import Category, MemoryTrace
 from graph_capture.memory.tracker import MemoryTracker, Workspace
 from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
 from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
-from graph_capture.torch_compat import aten_name, optimizers_as_on, pytree
+from graph_capture.torch_compat import (
+    UnsupportedOperatorException,
+    aten_name,
+    optimizers_as_on,
+    pytree,
+)
 from graph_capture.training_graph import OptimizerMemory
 from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
+from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin
 
 
@@ -133,11 +140,14 @@ def trace_optimizer_steps(
     name = optimizer_name(optimizer)
     try:
         # A step that compiles parts of itself runs them as they are written: no less memory.
-        with optimizers_as_on(twin.device), torch.compiler.set_stance("force_eager"):
+        with (optimizers_as_on(twin.device), torch.compiler.set_stance("force_eager"),
+              warnings.catch_warnings()):
+            warnings.simplefilter("ignore")  # the optimizer's own steps warn, too
             return _Steps(optimizer, twin, with_gradient, sparse or {},
                           settings or OptimizerSettings(), workspace).trace()
     except Exception as error:
-        raise CaptureError(f"cannot trace a step of the optimizer {name}: {error}; plan "
+        what = failure(error) if isinstance(error, UnsupportedOperatorException) else error
+        raise CaptureError(f"cannot trace a step of the optimizer {name}: {what}; plan "
                            "without it and leave room for its state") from error
 
 

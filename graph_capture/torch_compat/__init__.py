@@ -52,6 +52,9 @@ from graph_capture.torch_compat.memory import FakeTensorMode as FakeTensorMode
 from graph_capture.torch_compat.memory import GradientSums as GradientSums
 from graph_capture.torch_compat.memory import NoStaticShape as NoStaticShape
 from graph_capture.torch_compat.memory import TorchDispatchMode as TorchDispatchMode
+from graph_capture.torch_compat.memory import (
+    UnsupportedOperatorException as UnsupportedOperatorException,
+)
 from graph_capture.torch_compat.memory import active_modes as active_modes
 from graph_capture.torch_compat.memory import begin_stage as begin_stage
 from graph_capture.torch_compat.memory import bytes_made_before as bytes_made_before

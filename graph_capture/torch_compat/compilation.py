@@ -429,7 +429,8 @@ def primal_sources(primals: Sequence[fx.Node]) -> list[PrimalSource]:
 
     sources = []
     for position, node in enumerate(primals):
-        description, attributes = node.meta.get("desc"), ()
+        description: Any = node.meta.get("desc")
+        attributes: tuple[str, ...] = ()
         while isinstance(description, SubclassGetAttrAOTInput):
             attributes = (description.attr, *attributes)
             description = description.base

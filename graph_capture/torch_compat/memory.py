@@ -22,6 +22,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.fake_tensor import (
+    UnsupportedOperatorException as UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -110,7 +113,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Make a tensor of a subclass a parameter, as `nn.Parameter` does with a copy of it."""
-    tensor._is_param = True  # type: ignore[attr-defined]
+    tensor._is_param = True
 
 
 def runs_its_own_ops(types: Iterable[type]) -> bool:

@@ -147,7 +147,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._C.TensorBase.clone",
         *_of("torch._C._profiler", "_EventType.Allocation", "_ExperimentalConfig"),
         *_of("torch._subclasses.fake_tensor", "DataDependentOutputException",
-             "DynamicOutputShapeException", "FakeTensorMode()"),
+             "DynamicOutputShapeException", "FakeTensorMode()", "UnsupportedOperatorException"),
         "torch._subclasses.fake_tensor.FakeTensor.__new__(cls, mode, meta, device)",
         *_of("torch.autograd", "ProfilerConfig", "_disable_profiler", "_enable_profiler",
              "_get_sequence_nr", "_prepare_profiler", "_profiler_enabled"),
