@@ -90,6 +90,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.autograd.forward_ad._current_level",
         "torch.fx._symbolic_trace.is_fx_symbolic_tracing()",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode()",
+        "torch.nn.modules.module._has_any_global_hook()",
     ),
     "generated_buffers": (
         *_of("torch._inductor.ir", "Buffer.get_inputs_that_alias_output(buffer)",
