@@ -21,6 +21,7 @@ from torch import nn
 
 from apply.recipe import Circumstances, InputKey, ParameterKey, Recipe
 from graph_capture.module_forward import own_forward
+from graph_capture.module_hooks import hooks_within
 
 
 def circumstances_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -46,7 +47,7 @@ class Call:
     trainable: tuple[bool, ...]
     """Of each parameter, in the order of `parameters()`."""
     hooks: tuple[int, ...] = ()
-    """Numbers of the hooks of its submodules, none of which has that of another hook."""
+    """As `hooks_within` gives them."""
 
     @classmethod
     def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -69,25 +70,6 @@ class Call:
         words += ["..."] * (len(found.inputs) > 3)
         words += [f"autocast {found.autocast}"] * bool(found.autocast)
         return ", ".join([*words, *([] if self.training else ["eval mode"])])
-
-
-def hooks_within(model: nn.Module) -> tuple[int, ...]:
-    """Numbers of the hooks of a model's submodules; those of the model itself run around its
-    forward, whatever that is."""
-    found: list[int] = []
-    waiting = [*model._modules.values()]
-    while waiting:  # at each step, so without `modules()`, which takes ten times as long
-        module = waiting.pop()
-        if module is not None:
-            attributes = vars(module)
-            for kind in _HOOKS:
-                if attributes[kind]:
-                    found += attributes[kind]
-            waiting += attributes["_modules"].values()
-    return tuple(found)
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:

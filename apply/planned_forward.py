@@ -29,6 +29,7 @@ from apply.recipe import Recipe
 from apply.step_counts import StepCounts, reason_of_mode
 from graph_capture.foreign_calls import foreign_call
 from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
+from graph_capture.module_hooks import hooks_within
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
 """Makes a recipe for a model called with these positional and keyword arguments."""
@@ -77,6 +78,7 @@ class PlannedForward(CountingForward):
         self._codes: dict[int, Code] = {}  # by number of the recipe
         self._served: dict[Call, int] = {}  # the recipe that such calls ran under
         self._is_first_step = True
+        self._hooks: tuple[int, ...] = ()  # of the submodules, in the step before
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_codes": {}, "_served": {}, "_is_first_step": True}
@@ -100,13 +102,19 @@ class PlannedForward(CountingForward):
         if not known and self.recipes and self._replan is None:
             self.steps.count(reason_of_mode(self.recipes[0].training))
             return self.plain(*args, **kwargs)
+        hooks = hooks_within(self.__self__)
+        has_other_hooks = hooks != self._hooks and not self._is_first_step
         try:
             result = self._step(known, args, kwargs)
         except PlanMismatch as error:
-            if not self._is_first_step:
+            if not (self._is_first_step or has_other_hooks):
                 raise
-            raise PlanMismatch(f"{error}{_FIRST_CALL_HINT}") from None
-        self._is_first_step = False
+            hint = _FIRST_CALL_HINT if self._is_first_step else f". {_OTHER_HOOKS}"
+            raise PlanMismatch(f"{error}{hint}") from None
+        if has_other_hooks and any(recipe.blocks for recipe in self.recipes):
+            warnings.warn(f"{_OTHER_HOOKS}. Those of blocks run around the plan, and what they "
+                          "allocate is not in it", stacklevel=2)
+        self._is_first_step, self._hooks = False, hooks
         return result
 
     def _step(self, known: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,6 +177,8 @@ def can_be_pickled(value: object) -> bool:
     return True
 
 
+_OTHER_HOOKS = ("Hooks of its submodules have come or gone since the step before: plan with the "
+                "hooks in place, or call planner.within(model, ...), which plans anew")
 # Models of transformers may install hooks then, which breaks the captured graph once.
 _FIRST_CALL_HINT = ("; or, if the model sets something up in its first call, call it once before "
                     "the plan is applied")

@@ -164,8 +164,8 @@ def capture_step(
     `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
     that Inductor partitions: after its decompositions and its passes over the joint graph.
     `regions`: what is captured as one piece, see `graph_capture.dynamo.blocks.find_blocks`; `None`:
-    the whole model, or its repeated blocks where a graph break in a loop would make one code run
-    for several of them, of which nothing could be recomputed.
+    the whole model, or its repeated blocks where a graph break would make one code run for several
+    of them, of which nothing could be recomputed, or where nothing is captured.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
     captured in pieces.  `holds_output`: the caller holds the model's output until the backward
@@ -211,7 +211,8 @@ def capture_step(
             wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
 
     traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
-    if regions is None and _sharing_code(recording) and has_repeated_blocks(model):
+    is_in_vain = not recording.calls or _sharing_code(recording)
+    if regions is None and is_in_vain and has_repeated_blocks(model):
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
             by_blocks = record(find_blocks(model, REPEATED_BLOCKS))

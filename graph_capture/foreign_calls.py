@@ -17,6 +17,7 @@ from graph_capture.memory.tracker import MemoryTracker
 from graph_capture.torch_compat import (
     FakeTensorMode,
     active_modes,
+    has_global_hooks,
     is_forward_mode,
     is_traced,
     is_under_transform,
@@ -45,6 +46,9 @@ def foreign_call() -> ForeignCall | None:
     if is_forward_mode():
         return ForeignCall("forward-mode differentiation is on (torch.autograd.forward_ad), "
                            f"{_RUNS_AS_WRITTEN}")
+    if has_global_hooks():
+        return ForeignCall("hooks for all modules are registered (torch.nn.modules.module."
+                           f"register_module_*), {_RUNS_AS_WRITTEN}")
     mode = next((mode for mode in active_modes() if not isinstance(mode, MemoryTracker)), None)
     if mode is None:
         return None

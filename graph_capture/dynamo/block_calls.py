@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from graph_capture.dynamo.same_graph import DynamoBackend
 from graph_capture.module_forward import in_place_of_forwards, own_forward
+from graph_capture.module_hooks import hooks_within
 from graph_capture.torch_compat import active_modes, compile_forward, no_active_modes, weakly
 
 
@@ -22,19 +23,21 @@ class BlockCalls:
     """Compiled calls of some submodules of a model, which is otherwise run as it is written."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], backend: DynamoBackend) -> None:
-        """Modules of one class share the code that `backend` makes where they can."""
+        """Modules of one class, with the same hooks in them, share the code that `backend` makes
+        where they can: a hook may break the graph, after which torch leaves the code alone."""
         self.running = ""
         """Name of the block that is being called; empty outside of blocks."""
         self._backend = backend
         self._modes: list[Any] = []
         self._compiled: list[Callable[..., Any]] = []
-        shared: dict[type[nn.Module], Callable[..., Any]] = {}
+        shared: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
         for name in names:
             block = model.get_submodule(name)
-            if type(block) not in shared:
-                shared[type(block)] = compile_forward(type(block).__name__, self)
-            self._calls.append((block, self._call_of(name, block, shared[type(block)])))
+            kind = type(block), hooks_within(block)
+            if kind not in shared:
+                shared[kind] = compile_forward(type(block).__name__, self)
+            self._calls.append((block, self._call_of(name, block, shared[kind])))
 
     def installed(self) -> AbstractContextManager[None]:
         """Inside, these submodules run compiled."""

@@ -2,8 +2,9 @@
 
 The model of the world: a deep model holds its blocks in containers (`ModuleList`, `Sequential`,
 `ModuleDict`), several of one class side by side.  The outermost such classes are the blocks; what
-is inside a block belongs to it.  Whether two blocks of a class are the same computation is left to
-torch.compile, which compiles code once for all modules that pass its guards.
+is inside a block belongs to it.  A `Sequential` is a block where there are none in it.  Whether two
+blocks of a class are the same computation is left to torch.compile, which compiles code once for
+all modules that pass its guards.
 
 Blind spot: blocks that the model keeps as plain attributes (`self.block1`, `self.block2`); name
 them.
@@ -65,12 +66,15 @@ def _repeated(module: nn.Module, path: str) -> Iterator[str]:
     kinds = Counter(type(child) for child in module.children())
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        is_block = (isinstance(module, _CONTAINERS) and kinds[type(child)] > 1
-                    and not isinstance(child, _CONTAINERS) and _is_composed(child))
-        if is_block:
+        may_be_block = (isinstance(module, _CONTAINERS) and kinds[type(child)] > 1
+                        and _is_composed(child))
+        if may_be_block and not isinstance(child, _CONTAINERS):
             yield inner
-        else:
-            yield from _repeated(child, inner)
+            continue
+        within = tuple(_repeated(child, inner))
+        if not within and may_be_block and isinstance(child, nn.Sequential):
+            within = (inner,)
+        yield from within
 
 
 def _is_composed(module: nn.Module) -> bool:

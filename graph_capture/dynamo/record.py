@@ -194,6 +194,11 @@ def _follow_uncaptured(
     seen = tracker.finish({name: parameter.grad for name, parameter
                            in twin.model.named_parameters() if parameter.grad is not None})
     del held
+    if found and tracker.calls != len(recorder.recording.calls):
+        raise CaptureError(
+            f"torch.compile captured {len(recorder.recording.calls)} pieces of the step, and "
+            f"{tracker.calls} when it ran again: it gave up on code in which the graph breaks. "
+            "Take that out of the model, or name blocks without it in regions")
     return seen if found else None
 
 

@@ -99,6 +99,11 @@ class GapTracker(MemoryTracker):
         """Whether uncaptured code has made a storage so far."""
         return bool(self._made)
 
+    @property
+    def calls(self) -> int:
+        """How many forwards of regions have begun."""
+        return self._calls
+
     def begin_forward(self, inputs: Sequence[object]) -> int:
         """A region's forward begins; returns the number of the call."""
         call, self._calls = self._calls, self._calls + 1

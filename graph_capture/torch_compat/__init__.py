@@ -43,6 +43,7 @@ from graph_capture.torch_compat.compilation import split_joint_graph as split_jo
 from graph_capture.torch_compat.compilation import uncompiled_operations as uncompiled_operations
 from graph_capture.torch_compat.compilation import weakly as weakly
 from graph_capture.torch_compat.compilation import wrapping_data_parallel as wrapping_data_parallel
+from graph_capture.torch_compat.foreign_calls import has_global_hooks as has_global_hooks
 from graph_capture.torch_compat.foreign_calls import is_forward_mode as is_forward_mode
 from graph_capture.torch_compat.foreign_calls import is_traced as is_traced
 from graph_capture.torch_compat.foreign_calls import is_under_transform as is_under_transform

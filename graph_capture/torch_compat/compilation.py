@@ -127,7 +127,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         yield
 
 
-def _over_tuple(modules: nn.Module) -> Iterator[nn.Module]:
+def _over_tuple(modules: nn.Module) -> Iterator[nn.Module | None]:
     return iter(tuple(modules._modules.values()))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules.module import _has_any_global_hook
 
 
 def is_under_transform() -> bool:
@@ -23,6 +24,11 @@ def is_under_transform() -> bool:
 def is_forward_mode() -> bool:
     """Whether forward-mode differentiation is on (`torch.autograd.forward_ad.dual_level`)."""
     return forward_ad._current_level >= 0
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered for all modules, which Dynamo leaves out."""
+    return bool(_has_any_global_hook())
 
 
 def is_traced() -> bool:

@@ -83,6 +83,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.autograd.forward_ad._current_level",
         "torch.fx._symbolic_trace.is_fx_symbolic_tracing()",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode()",
+        "torch.nn.modules.module._has_any_global_hook()",
     ),
     "inductor": (
         *_of("torch._functorch.config", "activation_memory_budget", "patch"),

@@ -83,3 +83,52 @@ def test_what_is_asked_only_where_nothing_is_captured_is_passed_over():
     for _ in range(2):
         model(x, mask).square().mean().backward()
     assert planner.steps_of(model).planned == 2
+
+
+class Convolutions(nn.Module):
+    """Each layer of a loop selects by a mask, as convolutions of graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            source, target = edges[:, edges[0] != edges[1]]
+            x = torch.tanh(layer(x))
+            x = x.index_add(0, target, x[source] * 0.1)
+        return x
+
+
+def test_layers_in_a_loop_that_select_by_masks_are_planned_in_pieces():
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(1))
+    edges = [torch.randint(0, 200, (2, 400), generator=torch.Generator().manual_seed(seed))
+             for seed in range(3)]
+
+    def run(net: nn.Module) -> tuple[list[float], list[int]]:
+        losses, peaks = [], []
+        for each in edges:
+            net.zero_grad()
+
+            def step(each: torch.Tensor = each) -> None:
+                loss = net(x, each).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+
+            record, = record_stages([step])
+            peaks.append(record.peak_bytes)
+        return losses, peaks
+
+    plain, net = Convolutions(), Convolutions()
+    losses, plain_peaks = run(plain)
+    held = x.nbytes + edges[0].nbytes + sum(parameter.nbytes for parameter in net.parameters())
+    budget = held + int(0.85 * max(plain_peaks))
+    planner.within(net, budget, optimizer="sgd", time_limit=1)
+    found, peaks = run(net)
+    assert found == losses
+    assert held + max(peaks) <= budget
+    assert len(planner.plan_of(net).recipe.regions) == 3
+    assert planner.steps_of(net).planned == 3
+    assert all(torch.equal(mine.grad, other.grad) for mine, other
+               in zip(net.parameters(), plain.parameters(), strict=True))
