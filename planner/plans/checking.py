@@ -122,8 +122,9 @@ def _of_memory(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
         "resident_bytes": budget.resident_bytes,
         "optimizer_step_peak_bytes": budget.optimizer_step_bytes}
     lengths = {len(course.gradients), len(course.activations), len(course.temporaries)}
-    if len(lengths) > 1 or course.backward_begins > max(lengths):
-        yield "course: its rows are of different lengths, or its backward begins behind their end"
+    if len(lengths) > 1 or 0 in lengths or course.backward_begins > max(lengths):
+        yield ("course: its rows are of different lengths or empty, or its backward begins behind "
+               "their end")
         return
     if course.plain.backward_begins > len(course.plain.whole_bytes):
         yield "course.plain: its backward begins behind its end"
