@@ -12,8 +12,6 @@ import numpy
 import torch
 from torch import nn
 
-from graph_capture.torch_compat import storage_key
-
 
 def remembered_state(model: nn.Module) -> Callable[[], None]:
     """A function that puts random state and buffers back to what they are now."""
@@ -43,12 +41,3 @@ def remembered_random_state(model: nn.Module) -> Callable[[], None]:
             torch.cuda.set_rng_state(state, device)
 
     return restore
-
-
-def state_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, each storage once, as far as they fill it."""
-    storages: dict[int, list[int]] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        storages.setdefault(storage_key(tensor), [tensor.untyped_storage().nbytes(), 0])[1] += (
-            tensor.numel() * tensor.element_size())
-    return sum(map(min, storages.values()))

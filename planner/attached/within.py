@@ -22,7 +22,6 @@ from planner.attached.forward import OnNew, PlanningForward, Settings
 from planner.attached.status import Status
 from planner.plans.file import load
 from planner.plans.plan import Plan
-from planner.running.applying import check_plan
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -77,7 +76,7 @@ def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew
         raise TypeError("plan must be a planner.Plan or the path of a saved one, got "
                         f"{type(given).__name__}")
     if given is not None:
-        check_plan(given)
+        given.check()
     if given is not None and limit is not None and limit.size_bytes is not None:
         takes = given.reserved_bytes if planning.budget_of == "reserved" else given.peak_bytes
         if takes is None:

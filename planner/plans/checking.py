@@ -17,13 +17,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from apply.recipe import RegionRecipe
 from graph_capture.specification import MalformedGraph, check
 from graph_capture.training_graph import Phase, Region, TrainingGraph
 from planner.errors import PlanMismatch
 from planner.plans.decisions import build_regions, decide, schedule_of
-from planner.plans.plan import Plan
 from planner.step.accounting import account, memory_over
 from planner.step.budget import StepBudget
 from planner.step.course import StepCourse
@@ -31,6 +31,8 @@ from planner.step.form import Form
 from planner.step.lowering import lower
 from solvers.simulator import Timeline, unroll
 
+if TYPE_CHECKING:
+    from planner.plans.plan import Plan
 
 _MOST_PIECES = 16
 """For each op of a step: a part that has as many rows as pieces has an op for each."""
@@ -72,7 +74,7 @@ def stated_form(plan: Plan) -> Form:
                    region.outline, region.block, region.hoisted, region.released, region.unmade)
             for number, region in enumerate(recipe.regions)))
     check(graph)
-    if not 1 <= min(recipe.pieces, recipe.inner_pieces) or (
+    if min(recipe.pieces, recipe.inner_pieces) < 1 or (
             max(recipe.pieces, recipe.inner_pieces) > _MOST_PIECES * len(recipe.ops)):
         raise ValueError(f"{recipe.pieces} and {recipe.inner_pieces} pieces of a step of "
                          f"{len(recipe.ops)} ops")
@@ -90,8 +92,7 @@ def _contradictions(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]
         yield from _of_region(number, stated,
                               found if is_eager else replace(found, inplace_reuses=()))
     decisions = decide(form, timeline.schedule)
-    for decision in _first_difference("decisions", plan.decisions, decisions):
-        yield decision
+    yield from _first_difference("decisions", plan.decisions, decisions)
     yield from _of_memory(plan, form, timeline)
     yield from _of_time(plan, form, timeline)
 
@@ -121,8 +122,9 @@ def _of_memory(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
         "resident_bytes": budget.resident_bytes,
         "optimizer_step_peak_bytes": budget.optimizer_step_bytes}
     lengths = {len(course.gradients), len(course.activations), len(course.temporaries)}
-    if len(lengths) > 1 or course.backward_begins > max(lengths):
-        yield "course: its rows are of different lengths, or its backward begins behind their end"
+    if len(lengths) > 1 or 0 in lengths or course.backward_begins > max(lengths):
+        yield ("course: its rows are of different lengths or empty, or its backward begins behind "
+               "their end")
         return
     if course.plain.backward_begins > len(course.plain.whole_bytes):
         yield "course.plain: its backward begins behind its end"

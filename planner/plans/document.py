@@ -3,8 +3,8 @@ reads it, and `planner.plans.schema` makes the published JSON Schema of it.
 
 A file holds the fields of a plan and of its recipe in groups: the step (`ops`, `buffers`), what is
 done with it (`regions`), and what follows from the two.  Every field is required, there are no
-others, and every whole number is a count: not below 0.  What a field means is said where it comes from (`SOURCES` of
-`planner.plans.schema`).
+others, and every whole number is a count: not below 0.  What a field means is said where it comes
+from (`SOURCES` of `planner.plans.schema`).
 """
 
 from __future__ import annotations

@@ -87,6 +87,19 @@ class Plan(Predicted):
 
         return apply(model, self, replan=replan)
 
+    def check(self) -> None:
+        """Simulate the plan's schedule on the step that the plan states.
+
+        Raises `PlanMismatch` where peak, decisions or anything else does not follow, as in a plan
+        that was changed after it was made.  `apply` does it first; a file is checked when it is
+        read.
+        """
+        from planner.errors import PlanMismatch
+        from planner.plans.checking import contradiction
+
+        if words := contradiction(self):
+            raise PlanMismatch(f"this is not a plan as it was made: {words}; plan again")
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to `path` as JSON, all of it or nothing; an existing file is replaced, a
         device or a pipe is written to.

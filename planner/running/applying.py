@@ -69,8 +69,9 @@ def apply(model: nn.Module, plan: Plan, *,
     why = other_ranks(plan.parallel, model)
     if why:
         raise PlanMismatch(why)
+    applied = apply_recipe(model, recipe, replan=None if replan is None else _recipes(replan))
     _check_resident(model, plan)
-    return apply_recipe(model, recipe, replan=None if replan is None else _recipes(replan))
+    return applied
 
 
 def steps_of(model: nn.Module) -> StepCounts:
@@ -106,22 +107,19 @@ def _recipes(
 
 
 def _recipe_of(what: str, plan: object) -> Recipe:
-    from planner.plans.plan import Plan
-
-    if not isinstance(plan, Plan):
+    recipe = getattr(plan, "recipe", None)
+    if not isinstance(recipe, Recipe):
         raise TypeError(f"{what} must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
-    check_plan(plan)
-    return plan.recipe
+    plan.check()  # type: ignore[attr-defined]
+    return recipe
 
 
 def _check_resident(model: nn.Module, plan: Plan) -> None:
     """Raise `PlanMismatch` where the model holds more than the plan counts on, or has no argument
     that the plan gives its forward."""
     if plan.parallel is None:
-        from graph_capture.model_state import state_bytes
-
-        held, stated = state_bytes(model), (
+        held, stated = _state_bytes(model), (
             plan.resident.parameters_bytes + plan.resident.buffers_bytes)
         if held > stated:
             raise PlanMismatch(f"the parameters and buffers of this model take {held:,} bytes, "
@@ -133,9 +131,12 @@ def _check_resident(model: nn.Module, plan: Plan) -> None:
                                "not take; plan this model anew")
 
 
-def check_plan(plan: Plan) -> None:
-    """Raise `PlanMismatch` where a plan does not follow from the step that it states."""
-    from planner.plans.checking import contradiction
+def _state_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, each storage once, as far as they fill it."""
+    from graph_capture.torch_compat import storage_key
 
-    if words := contradiction(plan):
-        raise PlanMismatch(f"this is not a plan as it was made: {words}; plan again")
+    storages: dict[int, list[int]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        storages.setdefault(storage_key(tensor), [tensor.untyped_storage().nbytes(), 0])[1] += (
+            tensor.numel() * tensor.element_size())
+    return sum(map(min, storages.values()))
