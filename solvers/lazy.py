@@ -54,6 +54,10 @@ TASTES = (
 """Tastes that differ in where they are good."""
 
 
+_WORK_PER_OP, _WORK_PER_RUN, _WORK_PER_WANTED = 2e-5, 1e-5, 3e-6
+_WORK_PER_EVICTION, _WORK_PER_VICTIM = 3e-5, 1e-5
+
+
 class _NoRoom(Exception):
     """The walk cannot go on within its budget."""
 
@@ -68,13 +72,21 @@ def lazy_schedule(
     walk gives up at `deadline` (of `time.monotonic`).
     """
     limit = max_runs if max_runs is not None else 12 * len(problem) + 1000
-    walk = _Walk(problem, budget_bytes, taste, limit, deadline)
+    return counted_walk(problem, budget_bytes, taste, limit, deadline=deadline)[0]
+
+
+def counted_walk(problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int, *,
+                 max_work: float = math.inf, deadline: float = math.inf
+                 ) -> tuple[Order | None, float]:
+    """Like `lazy_schedule`, and the work of the walk (see `solvers.milp.Answer`), which gives up
+    after `max_work`."""
+    walk = _Walk(problem, budget_bytes, taste, max_runs, deadline, max_work)
     try:
         for op in range(len(problem)):
             walk.first_run(op)
     except _NoRoom:
-        return None
-    return tuple(walk.schedule)
+        return None, walk.work
+    return tuple(walk.schedule), walk.work
 
 
 def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf
@@ -108,7 +120,9 @@ class _Frame:
 
 class _Walk:
     def __init__(self, problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int,
-                 deadline: float) -> None:
+                 deadline: float, max_work: float) -> None:
+        self.work = _WORK_PER_OP * len(problem)
+        self.max_work = max_work
         self.problem = problem
         self.budget = budget_bytes
         self.max_runs = max_runs
@@ -187,7 +201,9 @@ class _Walk:
     def _execute(self, frame: _Frame) -> None:
         """Run an op whose inputs are all at hand and locked."""
         described = self.problem.ops[frame.op]
-        if len(self.schedule) >= self.max_runs or time.monotonic() > self.deadline:
+        self.work += _WORK_PER_RUN
+        if (len(self.schedule) >= self.max_runs or self.work > self.max_work
+                or time.monotonic() > self.deadline):
             raise _NoRoom
         self._make_room(frame.op, frame.again)
         self.schedule.append(frame.op)
@@ -235,6 +251,7 @@ class _Walk:
     def _evict_until(self, limit: int) -> None:
         if self.used <= limit:
             return
+        self.work += _WORK_PER_EVICTION
         victims = np.flatnonzero(self.held & self.evictable & (self.locks == 0))
         if not len(victims):
             raise _NoRoom
@@ -248,6 +265,7 @@ class _Walk:
         known: dict[tuple[int, int], bool] = {}
         for index in np.argsort(scores, kind="stable"):
             storage = int(victims[index])
+            self.work += _WORK_PER_VICTIM
             if self._may_evict(storage, now, known):
                 self._evict(storage, now)
                 if self.used <= limit:
@@ -346,6 +364,7 @@ class _Walk:
         """Note that the inputs of the storage's producer are needed to remake it."""
         todo = [storage]
         while todo:
+            self.work += _WORK_PER_WANTED
             for source in self.problem.ops[self.producer[todo.pop()]].inputs:
                 earlier = int(self.wanted_next[source])
                 fresh_next = first if earlier < self.stage else min(earlier, first)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
-from solvers.lazy import EvictionTaste, has_sources, lazy_schedule
+from solvers.lazy import EvictionTaste, counted_walk, has_sources
 from solvers.local_search import anneal_within, move_work
 from solvers.problem import Order, Problem
 from solvers.simulator import simulate
@@ -32,10 +32,10 @@ PATIENCE = 0.5
 """Part of that work after which the search ends if it has found nothing better by `WORTH`."""
 WORTH = 0.003
 """A part of the peak that is worth a search."""
+MOST_OF_ONE_WALK = 0.2
+"""Part of the work that one walk may take."""
 _MOST_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
 _MOVES, _MOVES_IN_A_ROW = 8_000, 60_000  # for one target, and before the next walks
-_PLAIN_TASTES = 7
-_RUN_WORK = 2e-5  # of one run of a walk
 
 
 def working_set_floor(problem: Problem) -> int:
@@ -129,6 +129,7 @@ class Descent:
         self._whole_work = min(WORK + WORK_PER_OP * len(problem), WORK_PER_OP_OF_SMALL
                                * len(problem)) if whole_work is None else whole_work
         self._patience = PATIENCE if whole_work is None else 1.0
+        self._max_walk_work = MOST_OF_ONE_WALK * min(self._whole_work, 1e3)
         self._steps = self._search()
         self._ended = False
 
@@ -153,16 +154,14 @@ class Descent:
         if has_sources(self.problem):
             plain.append(EvictionTaste(keep_sources=True))
         for taste in plain:
-            while self._attempt((self.floor + self.best_peak) // 2, taste, 3):
-                yield self._walk_work(3)
-            yield self._walk_work(3)
+            found = True
+            while found:
+                found, work = self._attempt((self.floor + self.best_peak) // 2, taste, 3)
+                yield work
         for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed, plain)):
-            if rank % 10 == _PLAIN_TASTES:
+            if rank % 10 == 2 * len(plain) + 3:  # after the plain ones
                 yield from self._anneal(self.seed + rank)
             yield from self._bisect(taste, runs_per_op)
-
-    def _walk_work(self, runs_per_op: int) -> float:
-        return _RUN_WORK * min(runs_per_op, 4) * len(self.problem)
 
     def _anneal(self, draw: int) -> Iterator[float]:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
@@ -188,32 +187,36 @@ class Descent:
         """Bisect for the smallest budget at which a walk in this taste succeeds."""
         low = self.floor
         step = max(1, self.floor >> 9)
-        work = self._walk_work(runs_per_op)
-        if self._attempt(low, taste, runs_per_op) or not self._attempt(
-                self.best_peak - step, taste, runs_per_op):
-            yield 2 * work
+        found, work = self._attempt(low, taste, runs_per_op)
+        yield work
+        if found:
             return
-        while self.best_peak - low > step:
-            yield work
+        found, work = self._attempt(self.best_peak - step, taste, runs_per_op)
+        yield work
+        while found and self.best_peak - low > step:
             middle = (low + self.best_peak) // 2
-            if not self._attempt(middle, taste, runs_per_op):
+            is_lower, work = self._attempt(middle, taste, runs_per_op)
+            yield work
+            if not is_lower:
                 low = middle
 
-    def _attempt(self, budget: int, taste: EvictionTaste, runs_per_op: int) -> bool:
-        found = lazy_schedule(self.problem, budget, taste=taste,
-                              max_runs=runs_per_op * len(self.problem) + 200)
+    def _attempt(self, budget: int, taste: EvictionTaste, runs_per_op: int) -> tuple[bool, float]:
+        """Whether a walk gives a smaller peak, and its work."""
+        found, work = counted_walk(
+            self.problem, budget, taste, runs_per_op * len(self.problem) + 200,
+            max_work=self._max_walk_work)
         if found is None:
-            return False
+            return False, work
         peak = simulate(self.problem, found).peak_bytes
         if peak >= self.best_peak:
-            return False
+            return False, work
         self.best, self.best_peak = found, peak
-        return True
+        return True, work
 
 
 def _tastes(seed: int, plain: list[EvictionTaste]) -> Iterator[tuple[EvictionTaste, int]]:
     """Tastes with the runs per op to allow: plain scores first, then random ones, dearer ones."""
-    for taste in (plain[0], plain[-1]):
+    for taste in plain:
         yield taste, 3
         yield taste, 20
     yield EvictionTaste(cost=0.0), 10
