@@ -35,7 +35,7 @@ WORTH = 0.003
 MOST_OF_ONE_WALK = 0.2
 """Part of the work that one walk may take."""
 _MOST_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
-_MOVES, _MOVES_IN_A_ROW = 8_000, 60_000  # for one target, and before the next walks
+_MOVES, _FRUITLESS_MOVES = 8_000, 16_000  # for one target, and before the next walks
 
 
 def working_set_floor(problem: Problem) -> int:
@@ -168,7 +168,7 @@ class Descent:
         is_short = len(self.best) <= _MOST_RUNS_PER_OP * len(self.problem)
         current = self.best if is_short else self.problem.keep_all_schedule
         peak = simulate(self.problem, current).peak_bytes
-        share, moves, left = 0.1, _MOVES, _MOVES_IN_A_ROW
+        share, moves, left = 0.1, _MOVES, _FRUITLESS_MOVES
         while peak > self.floor and share > 0.002 and left > 0:
             draw += 1
             target = peak - max(1, int(share * (peak - self.floor)))
@@ -180,6 +180,7 @@ class Descent:
                 share *= 1.5
                 current, peak = found, simulate(self.problem, found).peak_bytes
                 if peak < self.best_peak:
+                    left = _FRUITLESS_MOVES
                     self.best, self.best_peak = current, peak
             yield move_work(self.problem) * spent
 
