@@ -16,7 +16,8 @@ from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.reporters.one_line import summarize
 from planner.search.agreement import agreed
-from planner.search.alternatives import with_alternatives
+from planner.search.alternatives import in_percent, with_alternatives
+from planner.search.effort import USUAL_TIME_LIMIT
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
 
@@ -130,16 +131,19 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         prepared = prepare_step(model, inputs, planning, report)
         left = 0.9 * time_limit - (time.monotonic() - started)
         effort = Effort(solver=solver, time_limit=max(left, time_limit / 2),
-                        work_limit=time_limit, progress=report)
+                        work_limit=time_limit, is_thorough=time_limit > USUAL_TIME_LIMIT,
+                        progress=report)
         limit_bytes = resolve(limit, prepared)
         if prepared.parallel is None:
             try:
                 made = plan_within(prepared, limit_bytes, effort)
             except InfeasibleBudget as refusal:
-                raise with_alternatives(
+                refusal = with_alternatives(
                     refusal, planning, prepared,
-                    lambda wider: prepare_step(model, inputs, wider, None),
-                    effort) from None
+                    lambda wider: prepare_step(model, inputs, wider, None))
+                if limit is not None and limit.fraction is not None:
+                    refusal = in_percent(refusal, float(limit.fraction), prepared.plain_bytes)
+                raise refusal from None
         else:
             made = agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
                           effort)

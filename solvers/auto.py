@@ -1,76 +1,102 @@
-"""The ladder: cheap methods first, each handing its schedule to the next, until one is proven.
+"""The portfolio: cheap methods first, each handing its schedule to the next, until one is proven.
 
-Keep all, lazy rematerialization, the time-cut MILP with one cut, anchors, slots and a first further
-cut, square root, dynamic program, then turns of the MILP (`solvers.ilp`) and of local search.  The
-result is the best of all rungs, with the best bound of all.
-The search ends with a proof, with the time, where the MILP has said all it can and local search has
-found nothing for `PATIENCE` of the time limit, or where the gap is too small to be worth the rest
-of the time (`GOOD_ENOUGH`).  A search of counted work that goes on from a schedule within the
-budget leaves out square root and dynamic program.
+A first schedule (`solvers.incumbent`: a lazy walk, or the search for the smallest peak, which alone
+decides that nothing fits), the time-cut MILP with one cut, anchors, slots and a first further cut,
+square root, dynamic program, then turns of the MILP (`solvers.ilp`) and of local search.  The
+result is the best of all stages, with the best bound of all.
+
+Work is counted, not timed.  The search ends with a proof; after its work (`WORK`); where nothing
+was gained for `PATIENCE` of it; where the gap is too small to be worth the rest (`GOOD_ENOUGH`); or
+where the MILP has said all it can and local search finds nothing.  A search of counted work that
+goes on from a schedule within the budget leaves out square root and dynamic program.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from solvers.actions import as_order
 from solvers.dp import dp
-from solvers.ilp import CutSearch
+from solvers.ilp import CutSearch, one_cut_bound
 from solvers.incumbent import Incumbent
-from solvers.local_search import improve
+from solvers.local_search import improve, move_work
+from solvers.problem import Problem
 from solvers.sqrt_n import sqrt_n
 from solvers.task import Proposal, Task
 
-PATIENCE = 0.15
+WORK, WORK_PER_OP = 3.0, 5e-4
+"""Work (see `solvers.milp.Answer`) of the whole search."""
+PATIENCE = 0.35
+"""Part of it without a gain of `WORTH` after which the search ends."""
+WORTH = 1e-3
+"""A gain, as a fraction of the keep-all cost, for which it is worth to go on."""
+PATIENCE_OF_SETTLED = 0.15
+"""The same where the MILP has said all it can."""
 LOCAL_SHARE = 0.5
 """What local search works in comparison to the MILP; less where it finds nothing."""
 FIRST_TURN_MOVES = 6_000
-MOVE_SECONDS, MOVE_SECONDS_PER_OP = 3e-5, 2e-8
-"""What a move takes, about."""
 FIRST_TURNS = 4
-"""Turns of the MILP before the simple rungs and local search have theirs."""
+"""Turns of the MILP before the simple stages and local search have theirs."""
 GOOD_ENOUGH = 0.001
-"""A gap (as a fraction of the keep-all cost) that is not worth the second half of the time limit;
-in the first half it has to be smaller by the cube of the time: an eighth of it after a quarter."""
+"""A gap (as a fraction of the keep-all cost) that is not worth the second half of the work; in the
+first half it has to be smaller by the cube of the work: an eighth of it after a quarter."""
+
+
+def usual_work(problem: Problem) -> float:
+    """The work of a search whose work is not limited otherwise."""
+    return WORK + WORK_PER_OP * len(problem)
 
 
 def auto(task: Task) -> Proposal:
-    """The best of all rungs within the time limit."""
+    """The best of all stages within the work and the time."""
     incumbent = Incumbent(task)
-    # In deep models the simple rungs take as long as all else; what the work is to go on from has
-    # been through them for another budget.
-    goes_on = task.work_limit is not None and incumbent.fits
-    incumbent.start()
-    if not incumbent.possible or incumbent.proven:
-        return incumbent.proposal()
-    whole = task.work_limit or task.seconds_left
+    goes_on = task.work_limit not in (None, math.inf) and incumbent.fits
+    work_limit = usual_work(task.problem) if task.work_limit is None else task.work_limit
+    try:
+        if not incumbent.start():
+            incumbent.raise_bound(one_cut_bound(task))
+        elif not incumbent.proven:
+            _search(replace(task, work_limit=work_limit), incumbent, goes_on)
+    except KeyboardInterrupt:
+        if not incumbent.fits:
+            raise
+        incumbent.interrupted = True
+    return incumbent.proposal()
+
+
+def _search(task: Task, incumbent: Incumbent, goes_on: bool) -> None:
+    """Turns of the MILP and of local search, shared out by work."""
+    assert task.work_limit is not None
+    is_timed = task.work_limit == math.inf
+    whole = task.seconds_left if is_timed else task.work_limit
     search = CutSearch(task, incumbent)
     turn, moves, fruitless_work, local_work = 0, FIRST_TURN_MOVES, 0.0, 0.0
     owed = 0.0  # work of local search that the MILP has to match before it goes on
+    level, gained_at = incumbent.cost, 0.0
     while not incumbent.proven and task.seconds_left > 0:
-        spent = (1 - task.seconds_left / whole if task.work_limit is None
-                 else (search.work + local_work) / whole)
+        work = search.work + local_work
+        spent = 1 - task.seconds_left / whole if is_timed else work / whole
         if spent >= 1 or incumbent.gap < GOOD_ENOUGH * min(1.0, 2 * spent) ** 3:
             break
-        # Turns are shared out by work, which is counted, so that the result does not depend on
-        # what else the machine does.
-        if not search.settled and (turn < FIRST_TURNS or search.work <= owed):
+        if incumbent.cost < level - WORTH * task.problem.keep_all_cost:
+            level, gained_at = incumbent.cost, work
+        if not is_timed and turn > FIRST_TURNS and work - gained_at > PATIENCE * whole:
+            break
+        if search.settled and fruitless_work > PATIENCE_OF_SETTLED * whole:
+            break
+        turn += 1
+        if not search.settled and (turn <= FIRST_TURNS or search.work <= owed):
             search.turn()
-            turn += 1
             if turn == FIRST_TURNS and not goes_on:
-                _offer_simple_rungs(task, incumbent)
-            if not incumbent.ensure_fit(last=search.tried_slots) and search.tried_slots:
-                break
+                _offer_simple_stages(task, incumbent)
             continue
-        if not incumbent.ensure_fit():  # the MILP has nothing more to say: no schedule fits
-            break
-        if search.settled and fruitless_work > PATIENCE * whole:
-            break
         before = incumbent.cost
         incumbent.offer(improve(
-            task.problem, task.budget_bytes, incumbent.schedule, seed=task.seed + turn,
+            task.problem, task.budget_bytes, incumbent.schedule, seed=task.seed + turn - 1,
             moves=moves, time_limit=task.seconds_left))
         incumbent.report("local search")
-        turn += 1
-        work = moves * (MOVE_SECONDS + MOVE_SECONDS_PER_OP * len(task.problem))
+        work = moves * move_work(task.problem)
         local_work += work
         if incumbent.cost < before:
             fruitless_work, moves = 0.0, 2 * moves
@@ -79,12 +105,10 @@ def auto(task: Task) -> Proposal:
             fruitless_work += work
             owed = search.work + fruitless_work / LOCAL_SHARE
             moves *= 1 + search.settled
-    incumbent.ensure_fit()
-    return incumbent.proposal()
 
 
-def _offer_simple_rungs(task: Task, incumbent: Incumbent) -> None:
-    for rung in (sqrt_n, dp):
+def _offer_simple_stages(task: Task, incumbent: Incumbent) -> None:
+    for stage in (sqrt_n, dp):
         if not incumbent.proven:
-            incumbent.offer(as_order(rung(task).schedule))
-            incumbent.report(rung.__name__)
+            incumbent.offer(as_order(stage(task).schedule))
+            incumbent.report(stage.__name__)

@@ -16,19 +16,25 @@ class InfeasibleBudget(ValueError):
     """No schedule within the budget was found, or none can exist."""
 
     def __init__(self, budget_bytes: int, minimum_bytes: int, message: str | None = None,
-                 schedule: Schedule = (), lower_bound: float = 0.0) -> None:
+                 schedule: Schedule = (), lower_bound: float = 0.0,
+                 proven_minimum_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
         """The budget that was asked for."""
         self.minimum_bytes = minimum_bytes
-        """The smallest budget that this package can meet; solving with it succeeds."""
+        """The smallest peak found by a search that does not depend on the budget; solving with it
+        succeeds."""
+        self.proven_minimum_bytes = proven_minimum_bytes
+        """No schedule peaks below it; `None` where nothing is proven."""
         self.schedule = schedule
         """A schedule that peaks at `minimum_bytes`; empty where it is not at hand."""
         self.lower_bound = lower_bound
         """No schedule within the budget costs less; in the unit of the problem."""
+        proven = "" if not proven_minimum_bytes else (
+            f"; nothing below {proven_minimum_bytes} bytes is possible")
         super().__init__(message or (
             f"no schedule fits in {budget_bytes} bytes; the smallest budget that works is "
-            f"{minimum_bytes} bytes"))
+            f"{minimum_bytes} bytes{proven}"))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.budget_bytes, self.minimum_bytes, str(self), self.schedule,
-                             self.lower_bound))
+                             self.lower_bound, self.proven_minimum_bytes))

@@ -19,6 +19,7 @@ from solvers.cut_model import CutModel
 from solvers.dp import Chain
 from solvers.frontiers import narrow_frontiers, region_after, waists
 from solvers.incumbent import Incumbent
+from solvers.minimum import working_set_floor
 from solvers.realise import realise
 from solvers.repetition import Run, runs_of
 from solvers.simulator import unroll
@@ -47,15 +48,24 @@ SHARE_OF_MODEL = 0.25
 def ilp(task: Task) -> Proposal:
     """The best schedule that the time-cut MILP leads to within the time limit."""
     incumbent = Incumbent(task)
-    incumbent.start()
-    if incumbent.possible and not incumbent.proven:
+    if incumbent.start() and not incumbent.proven:
         search = CutSearch(task, incumbent)
         while not search.settled and task.seconds_left > 0:
             search.turn()
-            if not incumbent.ensure_fit(last=search.tried_slots) and search.tried_slots:
-                break
-        incumbent.ensure_fit()
     return incumbent.proposal()
+
+
+def one_cut_bound(task: Task) -> float:
+    """What every schedule within the budget recomputes for at least, by the model with one cut; 0
+    where the working sets alone say that there is none."""
+    problem = task.problem
+    if working_set_floor(problem) > task.budget_bytes:
+        return 0.0
+    pivot = unroll(problem, problem.keep_all_schedule).peak_position
+    solution = CutModel(problem, task.budget_bytes, (pivot,), runs=runs_of(problem)).solve(
+        max(1.0, task.seconds_left), seed=task.seed, gap=COARSE_GAP * problem.keep_all_cost,
+        nodes=FIRST_NODES)
+    return solution.extra_bound if math.isfinite(solution.extra_bound) else 0.0
 
 
 class CutSearch:
@@ -90,11 +100,6 @@ class CutSearch:
         return self._incumbent.proven or (self._cuts_settled and self._slots_settled)
 
     @property
-    def tried_slots(self) -> bool:
-        """Whether slots have had a turn, which may fit where nothing else does."""
-        return self._slot_work > 0
-
-    @property
     def work(self) -> float:
         """What all turns took, see `solvers.milp.Answer`."""
         return self._cut_work + self._slot_work
@@ -109,8 +114,10 @@ class CutSearch:
         """Anchors at first, then slots or cuts; once there is a second cut, the bound by layers."""
         if not self._anchored:
             self._anchored = True
-            _offer_anchored(self._task, self._incumbent, self._cuts[0], self._runs)
-        elif self._cuts_solved and not self._layered and len(self._cuts) > 1:
+            self._cut_work += _offer_anchored(
+                self._task, self._incumbent, self._cuts[0], self._runs)
+        elif (self._cuts_solved and not self._layered and len(self._cuts) > 1
+                and self._task.work_limit in (None, math.inf)):  # dear, and but a bound
             self._layered = True
             self._bound_layers()
         elif not self._slots_settled and (
@@ -206,11 +213,12 @@ class CutSearch:
 
 
 def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
-                    runs: tuple[Run, ...]) -> None:
-    """One cut, with a chain of frontiers retained: bisect for the most room that really fits."""
+                    runs: tuple[Run, ...]) -> float:
+    """One cut, with a chain of frontiers retained: bisect for the most room that really fits; the
+    work of that."""
     problem, budget = task.problem, task.budget_bytes
     chain = Chain.of(problem)
-    low, high = 0.0, 1.0
+    low, high, work = 0.0, 1.0, 0.0
     for round_ in range(ANCHOR_ROUNDS):
         factor = 1.0 if round_ == 0 else (low + high) / 2
         anchors = chain.anchors(int(budget * factor))
@@ -223,6 +231,7 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
                             room_bytes=(int(budget * factor),)).solve(
                                 task.seconds_left, seed=task.seed, nodes=ANCHOR_NODES,
                                 gap=COARSE_GAP * problem.keep_all_cost)
+        work += solution.work
         if solution.retained is None:
             low = factor
             continue
@@ -237,3 +246,4 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
         if incumbent.proven or task.seconds_left <= 0:
             break
     incumbent.report("anchored")
+    return work

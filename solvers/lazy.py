@@ -36,6 +36,10 @@ class EvictionTaste:
     """Whether the cost counts what is gone among the storages made from it, too, and not only among
     those it is made from: better at tight budgets, worse at mild ones."""
 
+    keep_sources: bool = False
+    """Whether results that cannot be recomputed are held as long as something made from them is
+    read, so that this can be evicted."""
+
 
 TASTES = (
     EvictionTaste(both_ways=False),
@@ -48,6 +52,10 @@ TASTES = (
     EvictionTaste(size=0.5, distance=0.5, both_ways=False),
 )
 """Tastes that differ in where they are good."""
+
+
+_WORK_PER_OP, _WORK_PER_RUN, _WORK_PER_WANTED = 2e-5, 1e-5, 3e-6
+_WORK_PER_EVICTION, _WORK_PER_VICTIM = 3e-5, 1e-5
 
 
 class _NoRoom(Exception):
@@ -64,13 +72,21 @@ def lazy_schedule(
     walk gives up at `deadline` (of `time.monotonic`).
     """
     limit = max_runs if max_runs is not None else 12 * len(problem) + 1000
-    walk = _Walk(problem, budget_bytes, taste, limit, deadline)
+    return counted_walk(problem, budget_bytes, taste, limit, deadline=deadline)[0]
+
+
+def counted_walk(problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int, *,
+                 max_work: float = math.inf, deadline: float = math.inf
+                 ) -> tuple[Order | None, float]:
+    """Like `lazy_schedule`, and the work of the walk (see `solvers.milp.Answer`), which gives up
+    after `max_work`."""
+    walk = _Walk(problem, budget_bytes, taste, max_runs, deadline, max_work)
     try:
         for op in range(len(problem)):
             walk.first_run(op)
     except _NoRoom:
-        return None
-    return tuple(walk.schedule)
+        return None, walk.work
+    return tuple(walk.schedule), walk.work
 
 
 def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf
@@ -104,7 +120,9 @@ class _Frame:
 
 class _Walk:
     def __init__(self, problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int,
-                 deadline: float) -> None:
+                 deadline: float, max_work: float) -> None:
+        self.work = _WORK_PER_OP * len(problem)
+        self.max_work = max_work
         self.problem = problem
         self.budget = budget_bytes
         self.max_runs = max_runs
@@ -128,6 +146,9 @@ class _Walk:
         for storage, readers in enumerate(problem.consumers):
             if readers:
                 self.next_read[storage] = readers[0]
+        if taste.keep_sources:
+            for storage, last in _sources(problem):
+                self.wanted_next[storage] = self.wanted_last[storage] = last
         self.holes = Holes(problem, taste.both_ways)
         self.base = np.array([float(max(s, 1)) ** taste.size for s in self.size])
         self.evictable = np.array([not s.kept_to_end and s.size_bytes > 0
@@ -180,7 +201,9 @@ class _Walk:
     def _execute(self, frame: _Frame) -> None:
         """Run an op whose inputs are all at hand and locked."""
         described = self.problem.ops[frame.op]
-        if len(self.schedule) >= self.max_runs or time.monotonic() > self.deadline:
+        self.work += _WORK_PER_RUN
+        if (len(self.schedule) >= self.max_runs or self.work > self.max_work
+                or time.monotonic() > self.deadline):
             raise _NoRoom
         self._make_room(frame.op, frame.again)
         self.schedule.append(frame.op)
@@ -228,6 +251,7 @@ class _Walk:
     def _evict_until(self, limit: int) -> None:
         if self.used <= limit:
             return
+        self.work += _WORK_PER_EVICTION
         victims = np.flatnonzero(self.held & self.evictable & (self.locks == 0))
         if not len(victims):
             raise _NoRoom
@@ -241,6 +265,7 @@ class _Walk:
         known: dict[tuple[int, int], bool] = {}
         for index in np.argsort(scores, kind="stable"):
             storage = int(victims[index])
+            self.work += _WORK_PER_VICTIM
             if self._may_evict(storage, now, known):
                 self._evict(storage, now)
                 if self.used <= limit:
@@ -339,6 +364,7 @@ class _Walk:
         """Note that the inputs of the storage's producer are needed to remake it."""
         todo = [storage]
         while todo:
+            self.work += _WORK_PER_WANTED
             for source in self.problem.ops[self.producer[todo.pop()]].inputs:
                 earlier = int(self.wanted_next[source])
                 fresh_next = first if earlier < self.stage else min(earlier, first)
@@ -361,3 +387,22 @@ def _replayable_from_nothing(problem: Problem) -> list[list[bool]]:
                        and all(row[problem.storages[s].producer] for s in op.inputs))
         table.append(row)
     return table
+
+
+def has_sources(problem: Problem) -> bool:
+    """Whether `EvictionTaste.keep_sources` makes a difference."""
+    return bool(_sources(problem))
+
+
+def _sources(problem: Problem) -> list[tuple[int, int]]:
+    """Storages that cannot be recomputed, but from which others can be; each with the last first
+    run that reads one of those."""
+    last_use = [max(readers, default=-1) for readers in problem.consumers]
+    for op in reversed(problem.ops):
+        if op.recomputable and op.outputs:
+            last = max(last_use[s] for s in op.outputs)
+            for storage in op.inputs:
+                last_use[storage] = max(last_use[storage], last)
+    return [(storage, last_use[storage]) for storage, described in enumerate(problem.storages)
+            if not described.kept_to_end and not problem.ops[described.producer].recomputable
+            and last_use[storage] > max(problem.consumers[storage], default=-1)]

@@ -27,6 +27,9 @@ from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 
 _ROUNDS = 4
+_AIMED = 0.25  # of the moves of a search for a smaller peak
+_AIMS = 12  # storages that an aimed move looks at
+_MOVE_WORK, _MOVE_WORK_PER_OP = 3e-5, 2e-8
 _BATCH = 128  # moves between two looks at the clock, the temperature and the price
 
 
@@ -45,7 +48,7 @@ def improve(
     if before.peak_bytes > budget_bytes:
         raise ValueError(f"the schedule to improve peaks at {before.peak_bytes} bytes, over the "
                          f"budget of {budget_bytes}; bring it within with `repair` first")
-    found = _anneal(problem, budget_bytes, start, _limit(time_limit, deadline, moves), seed)
+    found, _ = _anneal(problem, budget_bytes, start, _limit(time_limit, deadline, moves), seed)
     if found is not None:
         after = simulate(problem, found)
         if after.peak_bytes <= budget_bytes and after.cost < before.cost:
@@ -64,11 +67,24 @@ def repair(
     start = tuple(schedule)
     if simulate(problem, start).peak_bytes <= budget_bytes:
         return start
-    found = _anneal(problem, budget_bytes, start, _limit(time_limit, deadline, moves), seed,
-                    until_feasible=True)
+    found, _ = _anneal(problem, budget_bytes, start, _limit(time_limit, deadline, moves), seed,
+                       until_feasible=True)
     if found is not None and simulate(problem, found).peak_bytes <= budget_bytes:
         return found
     return None
+
+
+def anneal_within(problem: Problem, budget_bytes: int, schedule: Order, moves: int, seed: int
+                  ) -> tuple[Order | None, int]:
+    """A schedule within `budget_bytes`, found from one over it by at most so many `moves`, and how
+    many it took."""
+    return _anneal(problem, budget_bytes, schedule, _Limit(0.0, math.inf, moves), seed,
+                   until_feasible=True)
+
+
+def move_work(problem: Problem) -> float:
+    """Work of one move (see `solvers.milp.Answer`)."""
+    return _MOVE_WORK + _MOVE_WORK_PER_OP * len(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ class _Limit:
 
     def spent(self, moves: int) -> float:
         """The share of the work that is done; 1 and more: stop."""
-        elapsed = time.monotonic() - self.start
+        elapsed = 0.0 if self.seconds == math.inf else time.monotonic() - self.start
         share = elapsed / self.seconds if self.seconds > 0 else 1.0
         return share if self.moves is None else max(moves / max(self.moves, 1), share // 1)
 
@@ -90,11 +106,11 @@ def _limit(time_limit: float, deadline: float | None, moves: int | None) -> _Lim
 
 
 def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed: int,
-            until_feasible: bool = False) -> Order | None:
-    """The best schedule within the budget that the walk met."""
-    walk = _Walk(problem, budget, schedule, seed)
+            until_feasible: bool = False) -> tuple[Order | None, int]:
+    """The best schedule within the budget that the walk met, and the moves that it made."""
+    walk = _Walk(problem, budget, schedule, seed, aims_at_peak=until_feasible)
     if not walk.candidates:
-        return walk.best
+        return walk.best, 1
     mean_cost = problem.keep_all_cost / len(problem) or 1.0
     moves = current = 0
     while (share := limit.spent(moves)) < 1.0 and not (until_feasible and walk.best):
@@ -105,15 +121,17 @@ def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed:
         # Each round cools from a lower start than the one before.
         walk.batch(mean_cost * 0.6 * 0.6 ** current * 0.02 ** within)
         moves += _BATCH
-    return walk.best
+    return walk.best, moves
 
 
 class _Walk:
     """A timeline, its energy, and the moves on it."""
 
-    def __init__(self, problem: Problem, budget: int, schedule: Order, seed: int) -> None:
+    def __init__(self, problem: Problem, budget: int, schedule: Order, seed: int,
+                 aims_at_peak: bool = False) -> None:
         self.problem = problem
         self.budget = budget
+        self.aims_at_peak = aims_at_peak
         self.chance = random.Random(seed)
         self.timeline = EditableTimeline(problem, schedule)
         self.candidates = [
@@ -171,6 +189,8 @@ class _Walk:
     def _move(self) -> bool:
         draw = self.chance.random()
         if draw < 0.35:
+            if self.aims_at_peak and draw < _AIMED:
+                return self._insert_across_peak()
             return self._insert(self.chance.choice(self.candidates))
         key = self._random_recomputation()
         if key is None:
@@ -207,6 +227,26 @@ class _Walk:
             if timeline.first_keys[timeline.ops[position]] != key:
                 return key
         return None
+
+    def _insert_across_peak(self) -> bool:
+        """Recompute, after a moment over the budget, what is only held across it."""
+        timeline, chance = self.timeline, self.chance
+        over = np.flatnonzero(timeline.memory_bytes > self.budget)
+        if not len(over):
+            return False
+        moment = timeline.keys[int(over[int(chance.random() * len(over))])]
+        for _ in range(_AIMS):
+            storage = chance.choice(self.candidates)
+            lived = timeline.life(storage, moment)
+            if lived is None or lived[1] <= moment:
+                continue
+            reads = timeline.reads[storage]
+            index = bisect_left(reads, moment)
+            if reads[index] == moment:
+                continue
+            self.chain = 1 if chance.random() < 0.5 else chance.choice((2, 3, 4, 6, 8, 12))
+            return self._insert_op(self.problem.storages[storage].producer, reads[index])
+        return False
 
     def _insert(self, storage: int) -> bool:
         """Recompute a storage somewhere between a read of it and what comes before that read."""

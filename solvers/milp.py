@@ -71,6 +71,7 @@ def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SC
         kind = mathopt.SolverType.HIGHS
     else:
         params.threads = 1
+        params.gscip.bool_params["misc/catchctrlc"] = False  # Python raises it after this model
         params.presolve = mathopt.Emphasis.LOW  # more of it took longer than it saved
         if not cutting_planes:
             params.gscip.int_params["separating/maxroundsroot"] = 0

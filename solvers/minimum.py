@@ -1,9 +1,12 @@
 """The smallest peak: a bound that no schedule beats, and a schedule that comes as near as it can.
 
 The bound looks at one first run at a time and counts what must be alive there.  The schedule is
-found by walking lazily (`solvers.lazy`) at ever smaller budgets, whatever the recomputations cost,
-and by annealing (`solvers.local_search.repair`) from there, which wins on graphs that are no
-training steps.
+found by lazy walks (`solvers.lazy`) at ever smaller budgets, whatever the recomputations cost, and
+by annealing (`solvers.local_search.repair`) from there.
+
+There is one search for a problem and a seed.  It counts its work and looks at no clock and at no
+budget, so what it finds is the same for every budget and on every machine: a budget only ends it
+earlier.  A budget that it does not meet is refused.
 
 Blind spots: the bound knows of no need that spans two runs (recomputing an input while its sibling
 is held), so it may lie below the smallest peak that exists; on training graphs the two mostly meet.
@@ -17,17 +20,22 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
-from solvers.lazy import EvictionTaste, lazy_schedule
-from solvers.local_search import repair
+from solvers.lazy import EvictionTaste, counted_walk, has_sources
+from solvers.local_search import anneal_within, move_work
 from solvers.problem import Order, Problem
 from solvers.simulator import simulate
 from solvers.working_set import inplace_candidates
 
+WORK, WORK_PER_OP, WORK_PER_OP_OF_SMALL = 2.0, 1e-3, 0.04
+"""Work of the whole search (see `solvers.milp.Answer`); less for problems of a few ops."""
+PATIENCE = 0.5
+"""Part of that work after which the search ends if it has found nothing better by `WORTH`."""
+WORTH = 0.003
+"""A part of the peak that is worth a search."""
+MOST_OF_ONE_WALK = 0.2
+"""Part of the work that one walk may take."""
 _MOST_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
-_ANNEAL_MOVES = 30_000  # per target
-_ANNEAL_MOVES_IN_ALL = 240_000
-_MOVE_SECONDS, _RUN_SECONDS = 5e-5, 3e-5  # what a move and a run of a walk take, about
-_ANNEAL_SECONDS = 60.0  # only so that `moves` is what stops it
+_MOVES, _FRUITLESS_MOVES = 8_000, 16_000  # for one target, and before the next walks
 
 
 def working_set_floor(problem: Problem) -> int:
@@ -96,80 +104,75 @@ def _outlives(problem: Problem, storage: int, index: int) -> bool:
     return _last_chance_to_replay(problem, producer, following) <= index
 
 
-def minimum_peak(problem: Problem, *, time_limit: float = 10.0, seed: int = 0,
-                 target_bytes: int = 0) -> Order:
-    """A legal schedule whose peak is as small as can be found within `time_limit` seconds.
+def minimum_peak(problem: Problem, *, seed: int = 0, target_bytes: int = 0) -> Order:
+    """The legal schedule with the smallest peak that the search finds; its cost plays no part.
 
-    Its cost plays no part.  Stops early where the peak meets `working_set_floor` or is at most
-    `target_bytes`.  The same seed gives the same schedule unless the time limit cuts the search
-    short, and a target only ends the same search earlier.
+    Stops early where the peak is at most `target_bytes`.
     """
-    descent = Descent(problem, seed, target_bytes)
-    descent.run(time.monotonic() + time_limit)
+    descent = Descent(problem, seed)
+    descent.reaches(target_bytes)
     return descent.best
 
 
 class Descent:
-    """Walks at ever smaller budgets, with ever more runs per op allowed and in other tastes.
+    """The search for the smallest peak.  Mutable; it goes on where it was."""
 
-    Mutable; a search that a deadline has stopped goes on where it was.
-    """
-
-    def __init__(self, problem: Problem, seed: int = 0, target_bytes: int = 0) -> None:
+    def __init__(self, problem: Problem, seed: int = 0, *, whole_work: float | None = None) -> None:
+        """`whole_work`: the work after which it ends; `None`: as much as is worth it."""
         self.problem = problem
         self.seed = seed
         self.floor = working_set_floor(problem)
-        self.goal = max(self.floor, target_bytes)
         self.best = problem.keep_all_schedule
         """The schedule with the smallest peak found."""
         self.best_peak = simulate(problem, self.best).peak_bytes
-        self._deadline = 0.0
+        self.work = 0.0
+        self._whole_work = min(WORK + WORK_PER_OP * len(problem), WORK_PER_OP_OF_SMALL
+                               * len(problem)) if whole_work is None else whole_work
+        self._patience = PATIENCE if whole_work is None else 1.0
+        self._max_walk_work = MOST_OF_ONE_WALK * min(self._whole_work, 1e3)
         self._steps = self._search()
+        self._ended = False
 
-    def run(self, deadline: float, work: float = math.inf) -> bool:
-        """Go on until the goal is met, nothing is left to try, `deadline`, or so much work (seconds
-        of some machine) is done; whether the deadline was what ended it."""
-        self._deadline = deadline
-        if self.best_peak > self.goal:
-            for spent in self._steps:
-                work -= spent
-                if self.best_peak <= self.goal:
-                    break
-                if time.monotonic() > deadline:
-                    return True
-                if work <= 0:
-                    break
-        return False
+    def reaches(self, target_bytes: int, deadline: float = math.inf) -> bool:
+        """Whether the search finds a peak of at most `target_bytes`, which it ends at.
+
+        `deadline` (of `time.monotonic`) is for those who ask for more than the usual work."""
+        gained_at, level = 0.0, float(self.best_peak)
+        while self.best_peak > max(target_bytes, self.floor) and not self._ended:
+            spent = next(self._steps, None)
+            self.work += spent or 0.0
+            if self.best_peak < (1 - WORTH) * level:
+                gained_at, level = self.work, float(self.best_peak)
+            self._ended = (spent is None or self.work >= self._whole_work
+                           or self.work - gained_at > self._patience * self._whole_work
+                           or time.monotonic() > deadline)
+        return self.best_peak <= target_bytes
 
     def _search(self) -> Iterator[float]:
-        """Yields the work of each step, a second or two at most."""
-        helped = False
-        while self._attempt((self.floor + self.best_peak) // 2, EvictionTaste(),
-                            3 * len(self.problem) + 200):
-            helped = True
-            yield self._walk_work(3)
-        if not helped:
-            yield from self._anneal()
-        for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed)):
+        """Yields the work of each step."""
+        plain = [EvictionTaste()]
+        if has_sources(self.problem):
+            plain.append(EvictionTaste(keep_sources=True))
+        for taste in plain:
+            found = True
+            while found:
+                found, work = self._attempt((self.floor + self.best_peak) // 2, taste, 3)
+                yield work
+        for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed, plain)):
+            if rank % 10 == 2 * len(plain) + 3:  # after the plain ones
+                yield from self._anneal(self.seed + rank)
             yield from self._bisect(taste, runs_per_op)
-            if rank % 12 == 2 and not (helped and rank == 2):
-                yield from self._anneal()
 
-    def _walk_work(self, runs_per_op: int) -> float:
-        return _RUN_SECONDS * min(runs_per_op, 4) * len(self.problem)
-
-    def _anneal(self) -> Iterator[float]:
+    def _anneal(self, draw: int) -> Iterator[float]:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
         is_short = len(self.best) <= _MOST_RUNS_PER_OP * len(self.problem)
         current = self.best if is_short else self.problem.keep_all_schedule
         peak = simulate(self.problem, current).peak_bytes
-        share, draw, moves, left = 0.1, self.seed, _ANNEAL_MOVES, _ANNEAL_MOVES_IN_ALL
-        while peak > self.goal and share > 0.002 and left > 0:
+        share, moves, left = 0.1, _MOVES, _FRUITLESS_MOVES
+        while peak > self.floor and share > 0.002 and left > 0:
             draw += 1
             target = peak - max(1, int(share * (peak - self.floor)))
-            found = repair(self.problem, target, current, time_limit=_ANNEAL_SECONDS,
-                           deadline=self._deadline, moves=moves, seed=draw)
-            spent = moves
+            found, spent = anneal_within(self.problem, target, current, moves, draw)
             left -= spent
             if found is None:
                 share, moves = share / 2, moves * 2
@@ -177,46 +180,52 @@ class Descent:
                 share *= 1.5
                 current, peak = found, simulate(self.problem, found).peak_bytes
                 if peak < self.best_peak:
+                    left = _FRUITLESS_MOVES
                     self.best, self.best_peak = current, peak
-            yield _MOVE_SECONDS * spent
+            yield move_work(self.problem) * spent
 
     def _bisect(self, taste: EvictionTaste, runs_per_op: int) -> Iterator[float]:
         """Bisect for the smallest budget at which a walk in this taste succeeds."""
         low = self.floor
         step = max(1, self.floor >> 9)
-        max_runs, work = runs_per_op * len(self.problem) + 200, self._walk_work(runs_per_op)
-        if self._attempt(low, taste, max_runs) or not self._attempt(
-                self.best_peak - step, taste, max_runs):
-            yield 2 * work
+        found, work = self._attempt(low, taste, runs_per_op)
+        yield work
+        if found:
             return
-        while self.best_peak - low > step:
-            yield work
+        found, work = self._attempt(self.best_peak - step, taste, runs_per_op)
+        yield work
+        while found and self.best_peak - low > step:
             middle = (low + self.best_peak) // 2
-            if not self._attempt(middle, taste, max_runs):
+            is_lower, work = self._attempt(middle, taste, runs_per_op)
+            yield work
+            if not is_lower:
                 low = middle
 
-    def _attempt(self, budget: int, taste: EvictionTaste, max_runs: int) -> bool:
-        found = lazy_schedule(self.problem, budget, taste=taste, max_runs=max_runs,
-                              deadline=self._deadline)
+    def _attempt(self, budget: int, taste: EvictionTaste, runs_per_op: int) -> tuple[bool, float]:
+        """Whether a walk gives a smaller peak, and its work."""
+        found, work = counted_walk(
+            self.problem, budget, taste, runs_per_op * len(self.problem) + 200,
+            max_work=self._max_walk_work)
         if found is None:
-            return False
+            return False, work
         peak = simulate(self.problem, found).peak_bytes
         if peak >= self.best_peak:
-            return False
+            return False, work
         self.best, self.best_peak = found, peak
-        return True
+        return True, work
 
 
-def _tastes(seed: int) -> Iterator[tuple[EvictionTaste, int]]:
+def _tastes(seed: int, plain: list[EvictionTaste]) -> Iterator[tuple[EvictionTaste, int]]:
     """Tastes with the runs per op to allow: plain scores first, then random ones, dearer ones."""
-    yield EvictionTaste(), 3
-    yield EvictionTaste(), 20
+    for taste in plain:
+        yield taste, 3
+        yield taste, 20
     yield EvictionTaste(cost=0.0), 10
     yield EvictionTaste(distance=0.0), 10
     yield EvictionTaste(cost=0.0, size=0.0), 10
     chance = random.Random(seed)
     for effort in (10, 10, 40):
-        for _ in range(20):
+        for rank in range(20):
             cost, size, distance = (chance.uniform(0.0, 1.5) for _ in range(3))
-            chance.random()  # so that a seed goes on giving the schedules that it gave
-            yield EvictionTaste(cost, size, distance), effort
+            yield EvictionTaste(cost, size, distance,
+                                keep_sources=plain[rank % len(plain)].keep_sources), effort

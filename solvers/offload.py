@@ -38,7 +38,6 @@ _STEPS = 8
 """In so many parts recomputations are given up before single ones are looked at."""
 _MARGINS = (0.0, 0.05, 0.1, 0.2)
 """Parts of the budget that are stored beyond what has to be."""
-_REFUSAL_SECONDS = 10.0
 
 _Found = tuple[Action | int, ...]
 
@@ -77,12 +76,12 @@ def jointly(propose: Algorithm) -> Algorithm:
         found = search(problem, task.budget_bytes, orders)
         if _rank(problem, task.budget_bytes, found)[0]:
             # What does not depend on the budget, so that a refusal's promise can be kept.
-            least = minimum_peak(relaxed(problem), seed=task.seed,
-                                 time_limit=min(_REFUSAL_SECONDS, seconds))
+            least = minimum_peak(relaxed(problem), seed=task.seed)
             found = search(problem, task.budget_bytes, (*orders, least))
         task.report("stored on the host: "
                     f"{simulate(problem, found).cost / (problem.keep_all_cost or 1.0) - 1:.3%}")
-        return Proposal(found, free.lower_bound, late=alone.late or free.late)
+        return Proposal(found, free.lower_bound, late=alone.late or free.late,
+                        interrupted=alone.interrupted or free.interrupted)
 
     return propose_jointly
 

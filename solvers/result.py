@@ -32,6 +32,8 @@ class Result:
     """Wall time of the solver."""
     solver: str
     """Name of the solver that was asked for."""
+    interrupted: bool = False
+    """Whether the user ended the search (`KeyboardInterrupt`); the schedule is the best by then."""
 
     @property
     def overhead(self) -> float:

@@ -10,6 +10,8 @@ from types import MappingProxyType
 from solvers.actions import Schedule, as_order, as_schedule, known_actions
 from solvers.errors import InfeasibleBudget
 from solvers.incumbent import PROOF_TOLERANCE
+from solvers.minimum import working_set_floor
+from solvers.offload import jointly, relaxed
 from solvers.problem import Problem
 from solvers.result import Result
 from solvers.simulator import simulate
@@ -41,11 +43,16 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
     `Proposal`.  `time_limit` is in seconds and soft: a model under way is finished.
     `warm_start` is a legal schedule to start from, such as that for a smaller budget; the result
     never costs more than it where it fits.  `ideas` are legal schedules, within the budget or not,
-    whose recomputations are worth a try.  `work_limit` ends the search by work that is counted (in
-    seconds of some machine), so that the time limit only cuts off what takes far longer.
+    whose recomputations are worth a try.  `auto` counts its work (in seconds of some machine) and
+    stops when what is left to gain is not worth more of it, so that the time limit only cuts off
+    what takes far longer; `work_limit` is another limit on that work, `math.inf` none: then it
+    searches until the time limit.
     Where the problem has a link, results may also be stored on the host (`solvers.offload`), which
     takes up to half as long again.
     `progress` receives lines of text.
+
+    Ctrl-C (`KeyboardInterrupt`) ends the search of `auto` with the best schedule so far, where one
+    fits; `Result.interrupted` says so.
 
     Raises `InfeasibleBudget` where no schedule within the budget was found, with a
     `minimum_bytes` that this solver meets, `IllegalSchedule` for an illegal warm start, and
@@ -65,8 +72,6 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
 
     start = None if warm_start is None else as_order(warm_start)
     if problem.link is not None:
-        from solvers.offload import jointly
-
         propose = jointly(propose)
     proposal = propose(Task(problem, budget, started + time_limit, seed, start,
                             tuple(map(as_order, ideas)), progress, work_limit))
@@ -77,13 +82,16 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
     schedule = as_schedule(schedule)
     peak, cost = simulate(problem, schedule)
     if peak > budget:
-        raise InfeasibleBudget(budget, peak, schedule=schedule, lower_bound=bound)
+        floor = working_set_floor(problem if problem.link is None else relaxed(problem))
+        raise InfeasibleBudget(budget, peak, schedule=schedule, lower_bound=bound,
+                               proven_minimum_bytes=floor or None)
     proven = cost <= bound + PROOF_TOLERANCE * problem.keep_all_cost and not proposal.late
     return Result(
         schedule=schedule, peak_bytes=peak, cost=cost, keep_all_cost=problem.keep_all_cost,
         lower_bound=min(bound, cost), status="optimal" if proven else "feasible",
         seconds=time.monotonic() - started,
-        solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "given"))
+        solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "given"),
+        interrupted=proposal.interrupted)
 
 
 def _rank(problem: Problem, budget_bytes: int, schedule: Schedule) -> tuple[int, float]:

@@ -28,8 +28,9 @@ class Task:
     """Legal schedules, within the budget or not, whose recomputations are worth offering."""
     progress: Progress | None = None
     work_limit: float | None = None
-    """Work (see `solvers.milp.Answer`) after which a search is to end; `None`: it works until the
-    deadline.  With a limit the result depends on the machine only where the deadline strikes."""
+    """Work (see `solvers.milp.Answer`) after which a search is to end; `None`: as much as is worth
+    it; infinite: it works until the deadline.  With a finite limit, or none, the result depends on
+    the machine only where the deadline strikes."""
 
     @property
     def seconds_left(self) -> float:
@@ -54,6 +55,8 @@ class Proposal:
     late: bool = False
     """The deadline had a part in which schedule was found, so that the same search on a faster or
     slower machine may end with another one."""
+    interrupted: bool = False
+    """Whether the user ended the search (`KeyboardInterrupt`) after a schedule was found."""
 
 
 Algorithm = Callable[[Task], Proposal]

@@ -1,21 +1,21 @@
-"""What a budget that cannot be met would need if the plan were allowed more."""
+"""Refusals in the terms of the one who asks: percentages, and what more choices would need."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from planner.arguments.planning import CHOICES, Planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.search.eager import infeasible
-from planner.search.effort import Effort
 from planner.step.host_link import host_link
 from planner.step.prepared import PreparedStep
+from planner.units import format_bytes
 
 
 def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: PreparedStep,
-                      prepared_for: Callable[[Planning], PreparedStep], effort: Effort
-                      ) -> InfeasibleBudget:
+                      prepared_for: Callable[[Planning], PreparedStep]) -> InfeasibleBudget:
     """The refusal with the smallest budgets of plans that may do more than `planning` allows,
     where these are smaller; of what is reserved only planning itself can tell."""
     if planning.budget_of != "allocated":
@@ -33,7 +33,16 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: P
             continue
         if choice == "chunk" and not any(form.pieces > 1 for form in other.forms):
             continue
-        least = infeasible(other, refusal.budget_bytes, effort).minimum_bytes
+        least = infeasible(other, refusal.budget_bytes).minimum_bytes
         if least < refusal.minimum_bytes:
             found[tuple(wider.allow)] = least
     return refusal.with_alternatives(found) if found else refusal
+
+
+def in_percent(refusal: InfeasibleBudget, fraction: float, plain_bytes: int) -> InfeasibleBudget:
+    """The refusal of a budget that was given as a fraction of the plain step's peak."""
+    would_do = math.ceil(100 * refusal.minimum_bytes / plain_bytes)
+    return refusal.worded(
+        f"{100 * fraction:g}% is {format_bytes(refusal.budget_bytes)} of "
+        f"{format_bytes(plain_bytes)}; {would_do}% would do "
+        f"({format_bytes(would_do * plain_bytes // 100)}): {refusal}")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from planner.errors import InfeasibleBudget
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
 from planner.search.candidate import Candidate
@@ -67,7 +68,8 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
     search, found, least = _smallest(
         [search for search in searches if search.has_workspace], net)
     if budget.whole_bytes(found.step.peak_bytes) > budget_bytes:
-        raise budget.refusal(budget_bytes, least, _describe(prepared, found.step))
+        raise InfeasibleBudget(budget_bytes, budget.whole_bytes(least),
+                               _describe(prepared, found.step))
     return _make_plan(searches, search, budget_bytes, found)
 
 

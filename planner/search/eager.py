@@ -6,15 +6,13 @@ schedule changes, resident memory and the optimizer's step, sets a floor.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from graph_capture.training_graph import Phase
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_recipe
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
 from planner.search.effort import Effort
-from planner.search.forms import LEAST_SHARE, cheapest, solve_form
+from planner.search.forms import cheapest, smallest, solve_form
 from planner.step.accounting import account, describe_bottleneck, memory_over
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
@@ -28,8 +26,7 @@ OFFLOAD_IS_EXPERIMENTAL = (
     "the nominal rate of its link")
 _TOLERATED_SHARE = 0.001
 """Without a budget nothing is recomputed to save less than this share of the plain step's peak."""
-_DIAGNOSIS_SECONDS = 1.0
-"""Longest search for a cheap schedule that only serves to explain a refusal."""
+INTERRUPTED = "planning was interrupted: this is the best plan that was found until then"
 
 
 def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort, *,
@@ -39,11 +36,11 @@ def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Ef
     if budget_bytes is None:
         return _schedule_without_budget(prepared, effort)
     if not prepared.budget.is_possible(budget_bytes):
-        raise infeasible(prepared, budget_bytes, effort)
+        raise infeasible(prepared, budget_bytes)
     form, found = cheapest(
         prepared.forms, prepared.budget.net_bytes(budget_bytes), effort, warm_start)
     if isinstance(found, Refusal):
-        raise _refusal(form, budget_bytes, found.minimum_bytes, found.schedule)
+        raise _refusal(prepared, form, budget_bytes, found.schedule)
     return form, found
 
 
@@ -73,23 +70,18 @@ def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[Form, Resul
     return form, found
 
 
-def infeasible(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
-    """The error for a budget below what the optimizer's step or resident memory takes: the smallest
-    that can be met, and what holds it."""
-    net_bytes = prepared.budget.least_net_bytes
-    # Of more than two forms each gets a part of it.
-    seconds = _DIAGNOSIS_SECONDS / (LEAST_SHARE if len(prepared.forms) > 2 else 1)
-    brief = replace(effort, time_limit=min(effort.time_limit, seconds))
-    form, found = cheapest(prepared.forms, net_bytes, brief)
-    if isinstance(found, Refusal):
-        net_bytes = found.minimum_bytes
-    return _refusal(form, budget_bytes, net_bytes, found.schedule)
+def infeasible(prepared: PreparedStep, budget_bytes: int) -> InfeasibleBudget:
+    """The error for a budget that cannot be met: the smallest that can, and what holds it."""
+    form, schedule = smallest(prepared.forms, prepared.budget.least_net_bytes)
+    return _refusal(prepared, form, budget_bytes, schedule)
 
 
-def _refusal(form: Form, budget_bytes: int, net_minimum_bytes: int, schedule: Schedule
+def _refusal(prepared: PreparedStep, form: Form, budget_bytes: int, schedule: Schedule
              ) -> InfeasibleBudget:
-    return form.budget.refusal(budget_bytes, net_minimum_bytes,
-                               describe_bottleneck(form, unroll(form.problem, schedule)))
+    return InfeasibleBudget(
+        budget_bytes, form.peak_bytes(schedule),
+        describe_bottleneck(form, unroll(form.problem, schedule)),
+        proven_minimum_bytes=prepared.proven_minimum_bytes)
 
 
 def make_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, result: Result
@@ -109,5 +101,6 @@ def make_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, resu
         made=memory_over(form.graph, timeline), backward_begins=next(
             (position for position, index in timeline.runs
              if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)),
-        notes=(*(() if prepared.surroundings is None else prepared.surroundings.notes),
+        notes=(*((INTERRUPTED,) if result.interrupted else ()),
+               *(() if prepared.surroundings is None else prepared.surroundings.notes),
                *((OFFLOAD_IS_EXPERIMENTAL,) if timeline.offloaded else ())))

@@ -18,6 +18,7 @@ from planner.step.form import Form
 from solvers.actions import as_order
 from solvers.errors import InfeasibleBudget as Refusal
 from solvers.incumbent import PROOF_TOLERANCE
+from solvers.minimum import minimum_peak
 from solvers.problem import Schedule
 from solvers.result import Result
 from solvers.solve import solve
@@ -60,6 +61,8 @@ def solve_form(form: Form, net_bytes: int | None, effort: Effort,
                warm_start: Schedule | None = None, work_limit: float | None = None) -> Result:
     """What the solver finds for one form within `net_bytes`; costs are relative to the base form.
     `work_limit`: see `solvers.solve`.  Raises `solvers.InfeasibleBudget`."""
+    if effort.is_thorough and work_limit is None:
+        work_limit = math.inf
     fits = warm_start and max(as_order(warm_start)) + 1 == len(form.problem)
     given = warm_start if fits else None
     result = solve(form.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
@@ -77,14 +80,17 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
     base, is_only = forms[0], len(forms) == 1
     refusals: list[tuple[Form, Refusal]] = []
     bounds: dict[Form, float] = {}
+    interrupted = False
 
     def ask(form: Form, seconds: float, start: Schedule | None = warm_start) -> Result | None:
+        nonlocal interrupted
         try:
             result = solve_form(form, net_bytes, replace(effort, time_limit=seconds), start)
         except Refusal as refusal:
             refusals.append((form, refusal))
             bounds[form] = refusal.lower_bound if form.may_fit(net_bytes) else math.inf
             return None
+        interrupted |= result.interrupted
         bounds[form] = max(result.lower_bound, bounds.get(form, 0.0))
         return result
 
@@ -103,13 +109,14 @@ def cheapest(forms: Sequence[Form], net_bytes: int, effort: Effort,
         room = 1 - form.floor_bytes / max(net_bytes, 1)
         return ask(form, min(max(room, _LEAST_FIRST_SHARE), _FIRST_SHARE) * effort.time_limit)
 
-    found = choose(forms, attempt, lambda form, best: best.cost > form.problem.keep_all_cost)
+    found = choose(forms, attempt, lambda form, best: (
+        not interrupted and best.cost > form.problem.keep_all_cost))
     if found is None:
         if all(form is not base for form, _ in refusals):
             ask(base, LEAST_SHARE * effort.time_limit)
         return min(refusals, key=lambda refused: refused[1].minimum_bytes)
     form, result = found
-    if len(forms) > 2 and result.status != "optimal":
+    if len(forms) > 2 and result.status != "optimal" and not interrupted:
         # Each had a short look; the best has the rest.
         result = ask(form, seconds_left(), result.schedule) or result
     return form, replace(over_all_forms(result, bounds.values()),
@@ -123,6 +130,28 @@ def over_all_forms(result: Result, bounds: Iterable[float]) -> Result:
     proven = result.status == "optimal" and (
         result.cost <= bound + PROOF_TOLERANCE * result.keep_all_cost)
     return replace(result, lower_bound=bound, status="optimal" if proven else "feasible")
+
+
+def smallest(forms: Sequence[Form], enough_net_bytes: int = 0) -> tuple[Form, Schedule]:
+    """The schedule with the smallest peak that the search for it finds (`solvers.minimum`), and the
+    form that it is of; a peak of `enough_net_bytes` is as good as a smaller one."""
+    found = []
+    for form in forms:
+        problem = form.problem
+        schedule: Schedule
+        if problem.link is None:
+            schedule = minimum_peak(problem, target_bytes=enough_net_bytes)
+        else:
+            try:
+                schedule = solve(problem, enough_net_bytes).schedule
+            except Refusal as refusal:
+                schedule = refusal.schedule
+        peak = form.net_peak_bytes(schedule)
+        found.append((peak, form, schedule))
+        if peak <= enough_net_bytes:
+            break
+    _, form, schedule = min(found, key=lambda each: each[0])
+    return form, schedule
 
 
 def without_workspace(form: Form) -> Form:

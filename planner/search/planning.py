@@ -38,4 +38,4 @@ def refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> Infeas
     """The error for a step of which it is known that no plan of it fits."""
     if prepared.budget_of == "reserved":
         return reserved_refusal(prepared, budget_bytes, effort)
-    return infeasible(prepared, budget_bytes, effort)
+    return infeasible(prepared, budget_bytes)

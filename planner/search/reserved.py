@@ -175,4 +175,5 @@ def _refusal(prepared: PreparedStep, budget_bytes: int, tries: Iterable[_Tried]
         found = replace(around, expandable=True).replay(around.planned(form.graph, timeline))
         words += (f"; with expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True) it "
                   f"reserves {format_bytes(found.reserved_bytes)}")
-    return InfeasibleBudget(budget_bytes, smallest.reserved_bytes, f"{words}.")
+    return InfeasibleBudget(budget_bytes, smallest.reserved_bytes, f"{words}.",
+                            proven_minimum_bytes=prepared.proven_minimum_bytes)

@@ -102,8 +102,7 @@ class Feasibility:
         effort = self._effort if thorough else replace(
             self._effort, time_limit=_BRIEF * self._effort.time_limit)
         if not thorough and self._overhead_limit is None and effort.solver == "auto":
-            brief = replace(effort, time_limit=effort.time_limit / len(step.forms))
-            return any(self._try_smallest(number, step, form, net_bytes, brief)
+            return any(self._try_smallest(number, step, form, net_bytes)
                        for form in step.forms)
         if thorough:
             self._asked.add(number)
@@ -126,11 +125,9 @@ class Feasibility:
             self._proven.add(number)
         return False
 
-    def _try_smallest(self, number: int, step: PreparedStep, form: Form, net_bytes: int,
-                      effort: Effort) -> bool:
-        """Whether the smallest schedule of a form that is quickly found fits."""
-        schedule = minimum_peak(form.problem, time_limit=effort.time_limit, seed=effort.seed,
-                                target_bytes=net_bytes)
+    def _try_smallest(self, number: int, step: PreparedStep, form: Form, net_bytes: int) -> bool:
+        """Whether the smallest schedule found of a form fits."""
+        schedule = minimum_peak(form.problem, target_bytes=net_bytes)
         self._small.append(schedule)
         return self._accept(number, step, form, schedule, net_bytes)
 
@@ -171,8 +168,7 @@ class Feasibility:
                     for size, step in self._steps.captured.items()}
         if not self._small and len(captured) > 1:
             number = max(captured)
-            self._small.append(minimum_peak(captured[number].base.problem,
-                                            time_limit=_BRIEF * self._effort.time_limit))
+            self._small.append(minimum_peak(captured[number].base.problem))
         guesses = []
         for schedule in self._small:
             peaks = {number: float(form.peak_bytes(schedule))

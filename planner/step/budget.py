@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from graph_capture.training_graph import OptimizerMemory, TrainingGraph
-from planner.errors import InfeasibleBudget
 from planner.step.categories import MemoryByCategory
 
 
@@ -107,12 +106,6 @@ class StepBudget:
         memory = self.optimizer_step if floor > forward_backward else self.with_resident(made)
         assert memory.total_bytes == max(forward_backward, floor), "every byte has a category"
         return StepAccount(memory, forward_backward)
-
-    def refusal(self, limit_bytes: int, net_minimum_bytes: int, bottleneck: str
-                ) -> InfeasibleBudget:
-        """The error for a limit on the whole step, where no schedule is known to take less than
-        `net_minimum_bytes`."""
-        return InfeasibleBudget(limit_bytes, self.whole_bytes(net_minimum_bytes), bottleneck)
 
 
 def _plus(memory: MemoryByCategory, made: Mapping[str, int]) -> MemoryByCategory:

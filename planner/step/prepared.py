@@ -91,6 +91,11 @@ class PreparedStep:
         """Peak of the step in which nothing is recomputed."""
         return self.base.peak_bytes(self.base.problem.keep_all_schedule)
 
+    @property
+    def proven_minimum_bytes(self) -> int:
+        """No plan of the step peaks below it."""
+        return min(form.budget.whole_bytes(form.floor_bytes) for form in self.forms)
+
     def takes_bytes(self, form: Form, schedule: Schedule) -> int:
         """What a schedule of one form takes of that which a budget limits."""
         if self.budget_of == "reserved":

@@ -84,14 +84,14 @@ def test_a_time_limit_returns_what_was_found_and_what_is_not_proven() -> None:
     assert result.status == "feasible" and result.gap > 0
 
 
-def test_counted_work_that_goes_on_from_a_schedule_leaves_out_the_simple_rungs(
+def test_counted_work_that_goes_on_from_a_schedule_leaves_out_the_simple_stages(
         monkeypatch: pytest.MonkeyPatch) -> None:
     problem = gpt(6)
     plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = int(0.2 * plain)
     before = solve(problem, int(0.198 * plain), time_limit=1e4, work_limit=0.5)
     asked: list[float | None] = []
-    monkeypatch.setattr("solvers.auto._offer_simple_rungs",
+    monkeypatch.setattr("solvers.auto._offer_simple_stages",
                         lambda task, incumbent: asked.append(task.work_limit))
     after = solve(problem, budget, time_limit=1e4, work_limit=0.5, warm_start=before.schedule)
     assert not asked
