@@ -19,16 +19,17 @@ from torch import nn
 
 import planner
 from apply.plan_backend import _first_difference
+from apply.recipe import InplaceReuse
 from apply.same_step import difference_from_step, outputs_let_go
 from graph_capture.joint_graph.lower import LoweredRegion
 from planner.errors import InfeasibleBudget
 from planner.plans.checking import stated_form
-from planner.plans.decisions import build_regions, schedule_of
+from planner.plans.decisions import schedule_of
 from planner.plans.file import from_dict
 from planner.plans.plan import Plan
 from planner.search.planning import plan_within
 from planner.step.form import Form
-from solvers.simulator import unroll
+from solvers.simulator import Timeline, unroll
 from tests.support.altered_plans import altered, forged, signed
 from tests.support.compiler import needs_compiler
 from tests.support.loss_head import Head, batch
@@ -114,14 +115,24 @@ class Original:
         """What the schedule of a plan that was not refused does to the graph that the model has."""
         timeline = unroll(self.form.problem, schedule_of(self.form, plan.recipe))
         if plan.backend == "eager":
-            for stated, true in zip(plan.recipe.regions, build_regions(self.form.graph, timeline),
-                                    strict=True):
-                if not {*stated.inplace_reuses} <= {*true.inplace_reuses}:
-                    return "WRONG REUSES"
+            if not all(_is_legal(self.form, timeline, reuse) for region in plan.recipe.regions
+                       for reuse in region.inplace_reuses):
+                return "WRONG REUSES"
             net_bytes = plan.peak_bytes - plan.resident_bytes
             if plan.optimizer is None and timeline.peak_bytes > net_bytes:
                 return "OVER THE BUDGET"
         return "harmless"
+
+
+def _is_legal(form: Form, timeline: Timeline, reuse: InplaceReuse) -> bool:
+    """Whether the operand that is written over dies there, and was made in the same segment."""
+    index = form.graph.index_of[reuse.op]
+    position = [at for at, op in timeline.runs if op == index][reuse.run]
+    storage = form.graph.ops[index].inplace[reuse.candidate]
+    return not form.problem.storages[storage].kept_to_end and any(
+        each.storage == storage and each.death == position
+        and timeline.segments[each.birth] == timeline.segments[position]
+        for each in timeline.instances)
 
 
 @functools.cache
@@ -159,7 +170,7 @@ def load_and_simulate(kind: str, count: int, seed: int) -> Counter[str]:
         steers = ("regions", "ops", "buffers") if number % 3 else ()
         changed = altered(document, dice, steers)
         if way == "forged":
-            made = forged(changed)
+            made = forged(document, changed)
             changed = signed(changed) if made is None else made.to_dict()
         elif way == "signed":
             changed = signed(changed)
@@ -189,7 +200,7 @@ def test_changed_files_are_refused_or_harmless(kind):
 def test_many_changed_files_are_refused_or_harmless(kind):
     found = load_and_simulate(kind, ALL, 2)
     assert not any(name.isupper() for name in found), found
-    assert found["refused"] > ALL / 2
+    assert found["refused"] > ALL / 3
 
 
 def apply_and_train(kind: str, count: int, seed: int) -> Counter[str]:
@@ -200,7 +211,7 @@ def apply_and_train(kind: str, count: int, seed: int) -> Counter[str]:
     while found.total() < count:
         changed = altered(document, dice, ("regions", "ops", "buffers") if dice.random() < 0.8
                           else ())
-        made = forged(changed)
+        made = forged(document, changed)
         try:
             plan = from_dict(signed(changed) if made is None else made.to_dict())
         except planner.PlanFileError:

@@ -115,9 +115,16 @@ def signed(document: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def forged(document: dict[str, Any]) -> Plan | None:
+def forged(original: dict[str, Any], document: dict[str, Any]) -> Plan | None:
     """The plan of a changed document in which all that is derived is derived again, with a budget
-    that is just met; `None` where its schedule is none of its step."""
+    that is just met; `None` where its schedule is none of its step, or the change is to memory
+    outside of the regions, which is taken as stated."""
+    ops = original["ops"]
+    if any(old != new and old["region"] is None
+           for old, new in zip(ops, document["ops"], strict=False)) or any(
+               old != new and ops[old["producer"]]["region"] is None for old, new in zip(
+                   original["buffers"], document["buffers"], strict=False)):
+        return None
     try:
         plan = _plan_of(read(document, Document, "forged"))
         form = stated_form(plan)
