@@ -93,11 +93,13 @@ _on_terminals_only: ContextVar[bool] = ContextVar("_on_terminals_only", default=
 
 
 @contextmanager
-def watched(progress: Progress | None, what: str = "planning") -> Iterator[Watch]:
+def watched(progress: Progress | None, what: str = "") -> Iterator[Watch]:
     """Reports inside go to `progress`, else to whoever watches already, else to a line on stderr or
     the log.  `what`: the work, as in "the planner is planning a step"."""
     known = _current.get()
     if progress is None and known is not None:
+        if what:
+            known(what)
         yield known
         return
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -119,6 +121,13 @@ def watched(progress: Progress | None, what: str = "planning") -> Iterator[Watch
 def active() -> Progress | None:
     """Takes reports of what goes on now; `None`: nobody watches."""
     return _current.get()
+
+
+def show_results() -> None:
+    """Take the line on the terminal away: what comes now are results."""
+    watch = _current.get()
+    if watch is not None:
+        watch.end()
 
 
 @contextmanager

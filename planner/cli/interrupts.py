@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from _thread import interrupt_main
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 INTERRUPTED = 130
@@ -32,7 +33,7 @@ class Interrupts:
         self.is_ending = False
         """Whether the command is to end."""
         self._presses = 0
-        self._is_said = False
+        self._is_said = self._is_installed = False
 
     def install(self) -> None:
         """Take over Ctrl-C in this process."""
@@ -40,14 +41,20 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._handle)
         except ValueError:  # not the main thread, which alone can be interrupted
             return
+        self._is_installed = True
         sys.unraisablehook = self._dropped
         sys.excepthook = self._dropped_by_c
 
     def say(self) -> None:
-        """Print the one line, once."""
+        """Print the one line, once; the process, if it is a command's, ends soon."""
+        if self._is_installed:
+            with suppress(ValueError):  # on the thread that ends it, there is nothing to ignore
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._end_soon()
         if not self._is_said:
-            self._is_said = True
-            print("error: interrupted", file=sys.stderr, flush=True)
+            self._is_said = self._is_installed
+            with suppress(OSError):
+                print("error: interrupted", file=sys.stderr, flush=True)
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         self._presses += 1

@@ -19,7 +19,7 @@ from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import flag
 from planner.cli.failures import UsageError, reported
 from planner.cli.output import results_apart
-from planner.progress import on_terminals_only
+from planner.progress import on_terminals_only, watched
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A saved plan.")]
 Budget = Annotated[str | None, typer.Option(
@@ -122,7 +122,8 @@ def command(*, without: Collection[str] = (), **only: Collection[str]
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
-            with results_apart(), on_terminals_only(), reported():
+            with (results_apart(), on_terminals_only(), reported(),
+                  watched(None, "loading")):
                 for name, group in taken.items():
                     given = {each.name: _given(each, values.pop(each.name)) for each in group}
                     values[name] = signature.parameters[name].annotation(**{

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 from planner.cli.failures import UsageError
+from planner.progress import show_results
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,6 +45,7 @@ def print_report(report: RenderableType) -> None:
 
     stream = _results.get()
     if stream.isatty():
+        show_results()
         with _as_errors_of_stdout():
             Console(file=stream, highlight=False, markup=False, emoji=False).print(report)
             stream.flush()
@@ -86,6 +88,7 @@ def _can_print(text: str) -> bool:
 
 
 def _print(text: str) -> None:
+    show_results()
     with _as_errors_of_stdout():
         print(text, file=_results.get(), flush=True)
 

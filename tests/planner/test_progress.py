@@ -63,6 +63,15 @@ def test_without_logging_the_start_and_the_end_are_printed(no_logging, capsys):
     assert end.endswith(" s: all fits")
 
 
+def test_results_are_printed_on_a_free_line(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with watched(None, "loading torch and the target"):
+        progress.show_results()
+        terminal.write("table\n")
+        time.sleep(0.1)
+    assert terminal.getvalue().endswith("\r\x1b[2Ktable\n\r\x1b[2K")
+
+
 def test_short_work_and_work_of_other_ranks_is_silent(no_logging, capsys, monkeypatch):
     no_logging()
     work(seconds=0)
@@ -106,10 +115,10 @@ def test_a_callback_gets_the_reports_and_nothing_is_shown(no_logging, capsys):
     with watched(lines.append, "planning a step") as report:
         report("one")
         active()("two")
-        with watched(None, "inner") as inner:  # reports to who watches already
-            inner("three")
+        with watched(None, "three") as inner:  # reports to who watches already
+            inner("four")
         time.sleep(0.2)
-    assert lines == ["one", "two", "three"] and active() is None
+    assert lines == ["one", "two", "three", "four"] and active() is None
     assert capsys.readouterr() == ("", "")
 
 
