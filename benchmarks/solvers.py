@@ -4,12 +4,14 @@
 
 Instances are networkx node-link JSON files (see `solvers.instances`); `--models` names models that
 are captured first (see `benchmarks.captured`), and `--problems` takes files that it wrote.
-Budgets are fractions of the peak of the plain order.  Overheads are percentages of the cost of
+`auto` searches until the time limit; `usual` is `auto` as planning has it, which stops when more work
+is not worth it.  Budgets are fractions of the peak of the plain order.  Overheads are percentages of the cost of
 running every op once.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -62,10 +64,11 @@ def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> 
                          seed=seed), None)
 
 
-def _solver(solver: str | Algorithm) -> Method:
+def _solver(solver: str | Algorithm, work_limit: float | None = math.inf) -> Method:
     def method(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
         try:
-            result = solve(problem, budget_bytes, solver=solver, time_limit=time_limit, seed=seed)
+            result = solve(problem, budget_bytes, solver=solver, time_limit=time_limit, seed=seed,
+                           work_limit=work_limit)
         except InfeasibleBudget:
             return Found(None, None)
         return Found(result.schedule, result.lower_bound)
@@ -76,6 +79,7 @@ METHODS: dict[str, Method] = {
     "lazy": lazy, "local": local,
     "checkmate": _solver(checkmate), "moccasin": _solver(moccasin),
     **{name: _solver(name) for name in SOLVERS},
+    "usual": _solver("auto", None),
 }
 """Everything that can be compared, by name."""
 
