@@ -4,9 +4,9 @@
 
 Instances are networkx node-link JSON files (see `solvers.instances`); `--models` names models that
 are captured first (see `benchmarks.captured`), and `--problems` takes files that it wrote.
-`auto` searches until the time limit; `usual` is `auto` as planning has it, which stops when more work
-is not worth it.  Budgets are fractions of the peak of the plain order.  Overheads are percentages of the cost of
-running every op once.
+`auto` searches until the time limit; `usual` is `auto` as planning has it, which stops when more
+work is not worth it.  Budgets are fractions of the peak of the plain order.  Overheads are
+percentages of the cost of running every op once.
 """
 
 from __future__ import annotations

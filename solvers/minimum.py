@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
-from solvers.lazy import EvictionTaste, counted_walk, has_sources
+from solvers.lazy import EvictionTaste, counted_walk
 from solvers.local_search import anneal_within, move_work
 from solvers.problem import Order, Problem
 from solvers.simulator import simulate
@@ -151,7 +151,7 @@ class Descent:
     def _search(self) -> Iterator[float]:
         """Yields the work of each step."""
         plain = [EvictionTaste()]
-        if has_sources(self.problem):
+        if self.problem.sources:
             plain.append(EvictionTaste(keep_sources=True))
         for taste in plain:
             found = True
