@@ -48,7 +48,8 @@ def plan_or_smallest(step: PreparedStep, budget_bytes: int, time_limit: float) -
     """The plan within a budget of the whole step, or within the smallest that can be met."""
     while True:
         try:
-            return plan_within(step, budget_bytes, Effort(time_limit=time_limit))
+            return plan_within(step, budget_bytes,
+                               Effort(time_limit=time_limit, is_thorough=True))
         except InfeasibleBudget as refusal:  # on a busy machine maybe more than once
             budget_bytes = refusal.minimum_bytes
 

@@ -4,12 +4,14 @@
 
 Instances are networkx node-link JSON files (see `solvers.instances`); `--models` names models that
 are captured first, large ones on the meta device, and kept with `--save`; `--problems` takes what
-was kept.  Budgets are fractions of the peak of the plain order, overheads percentages of the cost
-of running every op once.
+was kept.  `auto` searches until the time limit; `usual` is `auto` as planning has it, which stops
+when more work is not worth it.  Budgets are fractions of the peak of the plain order, overheads
+percentages of the cost of running every op once.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import time
@@ -78,10 +80,11 @@ def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> 
                          seed=seed), None)
 
 
-def _solver(solver: str) -> Method:
+def _solver(solver: str, work_limit: float | None = math.inf) -> Method:
     def method(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
         try:
-            result = solve(problem, budget_bytes, solver=solver, time_limit=time_limit, seed=seed)
+            result = solve(problem, budget_bytes, solver=solver, time_limit=time_limit, seed=seed,
+                           work_limit=work_limit)
         except InfeasibleBudget:
             return Found(None, None)
         return Found(result.schedule, result.lower_bound)
@@ -91,6 +94,7 @@ def _solver(solver: str) -> Method:
 METHODS: dict[str, Method] = {
     "lazy": lazy, "local": local,
     **{name: _solver(name) for name in SOLVERS},
+    "usual": _solver("auto", None),
 }
 """Everything that can be compared, by name."""
 

@@ -76,9 +76,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             that is here, and an A100, with a note in the plan, where there is none or it is not
             known.
         probe: measure the workspace of single ops where the device is at hand.
-        time_limit: seconds for planning; soft.  What capture has used is taken off the solver's
-            share, down to half of the limit.  For Inductor work is counted and the limit only cuts
-            off, which the plan then says.
+        time_limit: seconds for planning; soft.  Planning stops earlier, by counted work, when more
+            of it is not worth it; with more than the default it searches until the limit.  What
+            capture has used is taken off the solver's share, down to half of the limit.  For
+            Inductor work is counted and the limit only cuts off, which the plan then says.
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         accumulation: micro-steps to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.

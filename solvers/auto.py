@@ -21,6 +21,7 @@ from solvers.dp import dp
 from solvers.ilp import CutSearch, one_cut_bound
 from solvers.incumbent import Incumbent
 from solvers.local_search import improve, move_work
+from solvers.minimum import working_set_floor
 from solvers.problem import Problem
 from solvers.sqrt_n import sqrt_n
 from solvers.task import Proposal, Task
@@ -38,6 +39,8 @@ LOCAL_SHARE = 0.5
 FIRST_TURN_MOVES = 6_000
 FIRST_TURNS = 4
 """Turns of the MILP before the simple stages and local search have theirs."""
+TURNS_TO_FIT = 12
+"""Turns of the MILP in which a search without a limit on its work looks for what fits."""
 GOOD_ENOUGH = 0.001
 """A gap (as a fraction of the keep-all cost) that is not worth the second half of the work; in the
 first half it has to be smaller by the cube of the work: an eighth of it after a quarter."""
@@ -54,9 +57,9 @@ def auto(task: Task) -> Proposal:
     goes_on = task.work_limit not in (None, math.inf) and incumbent.fits
     work_limit = usual_work(task.problem) if task.work_limit is None else task.work_limit
     try:
-        if not incumbent.start():
+        if not incumbent.start() and work_limit < math.inf:
             incumbent.raise_bound(one_cut_bound(task))
-        elif not incumbent.proven:
+        elif not incumbent.proven and working_set_floor(task.problem) <= task.budget_bytes:
             _search(replace(task, work_limit=work_limit), incumbent, goes_on)
     except KeyboardInterrupt:
         if not incumbent.fits:
@@ -86,7 +89,12 @@ def _search(task: Task, incumbent: Incumbent, goes_on: bool) -> None:
         if search.settled and fruitless_work > PATIENCE_OF_SETTLED * whole:
             break
         turn += 1
-        if not search.settled and (turn <= FIRST_TURNS or search.work <= owed):
+        if not incumbent.fits and (search.settled or turn > TURNS_TO_FIT):
+            incumbent.search_on()
+            if not incumbent.fits:
+                break
+        if not search.settled and (
+                turn <= FIRST_TURNS or search.work <= owed or not incumbent.fits):
             search.turn()
             if turn == FIRST_TURNS and not goes_on:
                 _offer_simple_stages(task, incumbent)

@@ -76,12 +76,18 @@ class Incumbent:
             if found is not None:
                 self.offer(found)
         if not self.fits:
-            is_long = task.work_limit == math.inf
-            descent = Descent(task.problem, task.seed, whole_work=math.inf if is_long else None)
-            descent.reaches(task.budget_bytes, task.deadline if is_long else math.inf)
+            descent = Descent(task.problem, task.seed)
+            descent.reaches(task.budget_bytes)
             self.offer(descent.best)
         self.report("first schedule")
         return self.fits
+
+    def search_on(self) -> None:
+        """Look for a schedule that fits until the deadline."""
+        task = self._task
+        descent = Descent(task.problem, task.seed, whole_work=math.inf)
+        descent.reaches(task.budget_bytes, task.deadline)
+        self.offer(descent.best)
 
     def raise_bound(self, extra_cost: float) -> None:
         """Note that every schedule within the budget recomputes for at least `extra_cost`."""

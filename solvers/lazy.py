@@ -147,7 +147,7 @@ class _Walk:
             if readers:
                 self.next_read[storage] = readers[0]
         if taste.keep_sources:
-            for storage, last in _sources(problem):
+            for storage, last in problem.sources:
                 self.wanted_next[storage] = self.wanted_last[storage] = last
         self.holes = Holes(problem, taste.both_ways)
         self.base = np.array([float(max(s, 1)) ** taste.size for s in self.size])
@@ -387,22 +387,3 @@ def _replayable_from_nothing(problem: Problem) -> list[list[bool]]:
                        and all(row[problem.storages[s].producer] for s in op.inputs))
         table.append(row)
     return table
-
-
-def has_sources(problem: Problem) -> bool:
-    """Whether `EvictionTaste.keep_sources` makes a difference."""
-    return bool(_sources(problem))
-
-
-def _sources(problem: Problem) -> list[tuple[int, int]]:
-    """Storages that cannot be recomputed, but from which others can be; each with the last first
-    run that reads one of those."""
-    last_use = [max(readers, default=-1) for readers in problem.consumers]
-    for op in reversed(problem.ops):
-        if op.recomputable and op.outputs:
-            last = max(last_use[s] for s in op.outputs)
-            for storage in op.inputs:
-                last_use[storage] = max(last_use[storage], last)
-    return [(storage, last_use[storage]) for storage, described in enumerate(problem.storages)
-            if not described.kept_to_end and not problem.ops[described.producer].recomputable
-            and last_use[storage] > max(problem.consumers[storage], default=-1)]

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
-from solvers.lazy import EvictionTaste, counted_walk, has_sources
+from solvers.lazy import EvictionTaste, counted_walk
 from solvers.local_search import anneal_within, move_work
 from solvers.problem import Order, Problem
 from solvers.simulator import simulate
@@ -28,14 +28,14 @@ from solvers.working_set import inplace_candidates
 
 WORK, WORK_PER_OP, WORK_PER_OP_OF_SMALL = 2.0, 1e-3, 0.04
 """Work of the whole search (see `solvers.milp.Answer`); less for problems of a few ops."""
-PATIENCE = 0.5
+PATIENCE = 0.6
 """Part of that work after which the search ends if it has found nothing better by `WORTH`."""
 WORTH = 0.003
 """A part of the peak that is worth a search."""
 MOST_OF_ONE_WALK = 0.2
 """Part of the work that one walk may take."""
 _MOST_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
-_MOVES, _FRUITLESS_MOVES = 8_000, 16_000  # for one target, and before the next walks
+_MOVES, _FRUITLESS_MOVES = 6_000, 12_000  # for one target, and before the next walks
 
 
 def working_set_floor(problem: Problem) -> int:
@@ -151,7 +151,7 @@ class Descent:
     def _search(self) -> Iterator[float]:
         """Yields the work of each step."""
         plain = [EvictionTaste()]
-        if has_sources(self.problem):
+        if self.problem.sources:
             plain.append(EvictionTaste(keep_sources=True))
         for taste in plain:
             found = True

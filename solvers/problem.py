@@ -134,6 +134,21 @@ class Problem:
         return tuple(tuple(indices) for indices in readers)
 
     @cached_property
+    def sources(self) -> tuple[tuple[int, int], ...]:
+        """Storages that cannot be recomputed, but from which others can be; each with the last
+        first run that reads one of those."""
+        last_use = [max(readers, default=-1) for readers in self.consumers]
+        for op in reversed(self.ops):
+            if op.recomputable and op.outputs:
+                last = max(last_use[storage] for storage in op.outputs)
+                for storage in op.inputs:
+                    last_use[storage] = max(last_use[storage], last)
+        return tuple(
+            (number, last_use[number]) for number, storage in enumerate(self.storages)
+            if not storage.kept_to_end and not self.ops[storage.producer].recomputable
+            and last_use[number] > max(self.consumers[number], default=-1))
+
+    @cached_property
     def segment_of(self) -> tuple[int, ...]:
         """For each op, the index of its segment."""
         homes: list[int] = []

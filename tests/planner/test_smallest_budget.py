@@ -63,6 +63,7 @@ def test_one_smallest_budget_whatever_is_asked(name: str) -> None:
     assert below.value.minimum_bytes == minimum
 
 
+@pytest.mark.slow
 def test_a_refusal_speaks_in_percent_where_it_was_asked_so() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
