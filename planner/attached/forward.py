@@ -294,7 +294,7 @@ class PlanningForward(ObservingForward):
             optimizers = ()  # gradients were made and are gone: what took them is none of torch's
         lives = graph.lives
         lets_go = not planner.loss_is_outside and lives and {*lives} != {Until.END}
-        return Known(optimizers, graph.beside(self._held_bytes), graph.loss,
+        return Known(optimizers, graph.beside(self._held_bytes), graph.shared_loss,
                      lives if lets_go else None, self._defers_reduction, graph.is_lean)
 
     def _assumed(self, graph: PlannedGraph) -> Known:

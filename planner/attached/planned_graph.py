@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet, ref
 
 from torch import nn
@@ -82,6 +82,15 @@ class PlannedGraph:
                       fullest(each.beside(self) for begin, ends in self.moments.items()
                               for each in ends or (begin,)),
                       max((each.plan.baseline_peak_bytes for each in self.companions), default=0))
+
+    @property
+    def shared_loss(self) -> SeenLoss | None:
+        """The loss; where calls share a step, each may hold its output longer than the last one."""
+        if self.loss is None or not (self.companions or any(
+                present.pending for present in self.moments)):
+            return self.loss
+        return replace(self.loss, outputs=tuple(replace(each, until=Until.END)
+                                                for each in self.loss.outputs))
 
     def note(self, present: Present) -> bool:
         """Note what is there as a call of it begins; whether that is new."""

@@ -87,8 +87,8 @@ def test_calls_that_hold_memory_at_once_share_the_budget(budget):
     assert found == losses
     assert plan.recompute_flops > 0
     assert max(measured[2:]) <= plan.budget_bytes < max(peaks)
-    assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
-    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.02)
+    assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.03)
+    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.03)
     assert plan.memory.activations > plan.optimizer.state_bytes
     assert (status.steps, status.planned_steps, status.calls) == (STEPS, STEPS, 2 * STEPS)
 
