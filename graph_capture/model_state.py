@@ -29,14 +29,15 @@ def remembered_state(model: nn.Module) -> Callable[[], None]:
 
 def remembered_random_state(model: nn.Module) -> Callable[[], None]:
     """A function that puts the random state of Python, NumPy and torch back to what it is now."""
-    python, numpy_state, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    python, numpy_state = random.getstate(), numpy.random.get_state()
+    cpu = torch.get_rng_state().numpy().copy()  # no tensor, which would be taken for the loop's
     gpus = [(device, torch.cuda.get_rng_state(device)) for device in
             {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}]
 
     def restore() -> None:
         random.setstate(python)
         numpy.random.set_state(numpy_state)
-        torch.set_rng_state(cpu)
+        torch.set_rng_state(torch.from_numpy(cpu))
         for device, state in gpus:
             torch.cuda.set_rng_state(state, device)
 

@@ -281,8 +281,11 @@ class ReplayedLoss:
         reached = [tensor for tensor, gradient in zip(tensors, seen.outputs, strict=True)
                    if gradient.flows]
         sizes = [gradient.size_bytes for gradient in seen.outputs if gradient.flows]
-        loss: torch.Tensor = _Replay.apply(
-            seen.peak_bytes, seen.forward_peak_bytes, there_bytes, sizes, *reached)
+        # What is held counts throughout the step.
+        peak_bytes = max(seen.peak_bytes - seen.held_bytes, seen.gradient_bytes)
+        forward_bytes = peak_bytes if seen.forward_peak_bytes is None else (
+            seen.forward_peak_bytes - seen.held_bytes)
+        loss: torch.Tensor = _Replay.apply(peak_bytes, forward_bytes, there_bytes, sizes, *reached)
         return loss
 
 
@@ -292,15 +295,15 @@ _SCALAR_BYTES = 4
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, peak_bytes: int, forward_peak_bytes: int | None, there_bytes: int,
+    def forward(ctx: Any, peak_bytes: int, forward_peak_bytes: int, there_bytes: int,
                 sizes: list[int], *outputs: torch.Tensor) -> torch.Tensor:
         """A scalar, and the memory that goes with it."""
         ctx.peak_bytes, ctx.sizes = peak_bytes, sizes
         ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in outputs]
         # Made of tensors without data, these have none.
         loss = outputs[0].new_empty((), dtype=torch.float32)
-        most_bytes = peak_bytes if forward_peak_bytes is None else forward_peak_bytes
-        outputs[0].new_empty(max(0, most_bytes - there_bytes - _SCALAR_BYTES), dtype=torch.uint8)
+        outputs[0].new_empty(max(0, forward_peak_bytes - there_bytes - _SCALAR_BYTES),
+                             dtype=torch.uint8)
         return loss
 
     @staticmethod

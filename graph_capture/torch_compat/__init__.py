@@ -68,12 +68,12 @@ from graph_capture.torch_compat.memory import (
 from graph_capture.torch_compat.memory import mark_as_parameter as mark_as_parameter
 from graph_capture.torch_compat.memory import next_node_number as next_node_number
 from graph_capture.torch_compat.memory import no_active_modes as no_active_modes
+from graph_capture.torch_compat.memory import no_saved_tensors_hooks as no_saved_tensors_hooks
 from graph_capture.torch_compat.memory import no_subclass_functions as no_subclass_functions
 from graph_capture.torch_compat.memory import profiler_is_running as profiler_is_running
 from graph_capture.torch_compat.memory import running_node_number as running_node_number
-from graph_capture.torch_compat.memory import runs_its_own_ops as runs_its_own_ops
-from graph_capture.torch_compat.memory import no_saved_tensors_hooks as no_saved_tensors_hooks
 from graph_capture.torch_compat.memory import runs_in_backward as runs_in_backward
+from graph_capture.torch_compat.memory import runs_its_own_ops as runs_its_own_ops
 from graph_capture.torch_compat.memory import storage_at as storage_at
 from graph_capture.torch_compat.memory import storage_key as storage_key
 from graph_capture.torch_compat.memory import tensor_clone as tensor_clone

@@ -93,17 +93,7 @@ class Beside:
         """What other calls hold at most, above the gradients that the form counts, in a step whose
         calls of this graph all run this schedule; where a forward is fuller than the backward, what
         makes their peaks equal."""
-        timeline = unroll(form.problem, schedule)
-        ops, first = form.graph.ops, dict[int, int]()
-        for position, index in timeline.runs:
-            first.setdefault(index, position)
-        end = max((position for index, position in first.items()
-                   if ops[index].phase is Phase.FORWARD), default=-1)
-        begin = min((position for index, position in first.items()
-                     if ops[index].phase is Phase.BACKWARD), default=len(timeline.schedule))
-        saved_bytes = sum(form.problem.storages[each.storage].size_bytes
-                          for each in timeline.instances if each.birth <= end < each.death)
-        ahead = timeline.peak_bytes - max(timeline.memory_bytes[:begin], default=0)
+        saved_bytes, ahead = _saved_and_ahead(form, schedule)
         counted_bytes = form.graph.resident.gradients_bytes
         gradient_bytes = counted_bytes or form.graph.gradient_bytes
         return max(0, *(moment.held_bytes(saved_bytes, gradient_bytes) - counted_bytes
@@ -133,5 +123,19 @@ class Beside:
 
 def saved_bytes(form: Form, schedule: Schedule) -> int:
     """What a call holds from the end of its forward to its backward."""
-    return Beside(forward=frozenset({Moment()}), backward=frozenset({Moment(pending=1)})
-                  ).pending_bytes(form, schedule)
+    return _saved_and_ahead(form, schedule)[0]
+
+
+def _saved_and_ahead(form: Form, schedule: Schedule) -> tuple[int, int]:
+    """It, and by how much the peak of the backward is above that before it."""
+    timeline = unroll(form.problem, schedule)
+    ops, first = form.graph.ops, dict[int, int]()
+    for position, index in timeline.runs:
+        first.setdefault(index, position)
+    end = max((position for index, position in first.items()
+               if ops[index].phase is Phase.FORWARD), default=-1)
+    begin = min((position for index, position in first.items()
+                 if ops[index].phase is Phase.BACKWARD), default=len(timeline.schedule))
+    saved = sum(form.problem.storages[each.storage].size_bytes
+                for each in timeline.instances if each.birth <= end < each.death)
+    return saved, timeline.peak_bytes - max(timeline.memory_bytes[:begin], default=0)

@@ -25,11 +25,11 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
-from weakref import WeakKeyDictionary, finalize, ref
+from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from apply.blocks import run_step
 from apply.circumstances import Call, differences
 from apply.errors import PlanMismatch
-from apply.planned_forward import CountingForward, can_be_pickled
+from apply.planned_forward import can_be_pickled
 from graph_capture.model_state import remembered_random_state
 from graph_capture.module_forward import Forward, in_place_of_forward
 from graph_capture.plain_step.loss import Until
@@ -49,56 +49,39 @@ from graph_capture.plain_step.seen_loss import (
     end_watches,
     watch_output,
 )
-from graph_capture.torch_compat import no_saved_tensors_hooks, pytree, running_node_number
-from planner.arguments.budget import Budget
-from planner.arguments.planning import Planning
-from planner.attached.held import LoopMemory, device_of, tensors_of
-from planner.attached.known import GraphPlanner, Known
-from planner.attached.optimizers import observe, observers
+from graph_capture.torch_compat import no_saved_tensors_hooks, running_node_number
+from planner.attached.known import GraphPlanner
+from planner.attached.observing import (
+    STEPS_LOOKED_AT,
+    ObservingForward,
+    Settings,
+    alive,
+    needs_gradient,
+)
+from planner.attached.optimizers import observers
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
     Present,
-    pending_bytes,
     pending_calls,
 )
-from planner.attached.status import Status
-from planner.plans.plan import Plan
+from planner.attached.step_known import Known
+from planner.errors import InfeasibleBudget
 from planner.progress import Watch, watched
 from planner.reporters.one_line import summarize
 from planner.step.wrapped import defers_reduction, other_ranks
 
 log = logging.getLogger("planner")
 
-_HOOKS = ("saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
-          "a planned call: they do not apply to what its plan saves, so that the budget is kept; "
-          "they apply to the loss and all that is not planned")
-_NOT_CALLED = (
-    "an optimizer has stepped a model that planner.within was called for, while its forward was not "
-    "called with gradients: the step ran without a plan, and nothing keeps it within the budget. "
-    "Train the model by its forward, or call planner.within for the submodule that is called")
-
-OnNew = Literal["replan", "refuse"]
-
-_STEPS_LOOKED_AT = 3
-"""Steps in which it is looked for what the loop holds beside the model."""
+_HOOKS = (
+    "saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
+    "a planned call: they do not apply to what its plan saves, so that the budget is kept; they "
+    "apply to the loss and all that is not planned")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the user asked for."""
-
-    planning: Planning
-    """Its `regions` are `None` for what suits the wrappers of the model."""
-    limit: Budget | None
-    on_new: OnNew = "replan"
-    given: Plan | None = None
-    """A saved plan."""
-    batches_ahead: int = 0
-    """How many batches the caller holds beside the one in use."""
 
 
-class PlanningForward(CountingForward):
+class PlanningForward(ObservingForward):
     """Stands in for the forward of a model."""
 
     def __init__(self, module: nn.Module, inner: Forward | None, settings: Settings) -> None:
@@ -118,20 +101,7 @@ class PlanningForward(CountingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
-        self._watch: LossWatch | None = None
-        self._optimizers: list[ref[Optimizer]] = []
-        self._defers_reduction = self._backward_seen = self._in_backward = False
-        self._learned = 0
-        """How often something came to be known."""
-        self._looks: list[list[int]] = [[]]
-        """Bytes that the loop was seen to hold beside the model, step by step."""
-        self._worst_bytes: int | None = None
-        self._plans, self._planning_seconds = 0, 0.0
-        self._steps = self._planned_steps = self._calls = self._calls_of_step = 0
-        self._calls_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._unplanned_before = self.steps.unplanned
-        self._loop = LoopMemory()
-        observe(self)
+        self._begin_observing()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"__self__", "inner", "settings", "steps"}
@@ -166,29 +136,14 @@ class PlanningForward(CountingForward):
         self.settings = settings
         self._begin()
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that the last step ran under."""
-        return None if self.running is None else self.running.plan
-
-    @property
-    def status(self) -> Status:
-        """What became of the training so far."""
-        is_open = self._calls_of_step > 0 and not self._optimizers and self._backward_seen
-        planned = self.steps.unplanned == self._unplanned_before
-        return Status(
-            self.plan, self._steps + is_open, self._planned_steps + (is_open and planned),
-            self._calls, self._worst_bytes, None if self.plan is None else self.plan.budget_bytes,
-            self._plans, self._planning_seconds, self.steps.last_reason)
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in a training step under a plan."""
         end_watches()
         self._end_watch()
-        self._in_backward = False
+        self._begin_call()
         args = self.without_self(args)
-        if self.is_foreign() or not torch.is_grad_enabled() or not _needs_gradient(
+        if self.is_foreign() or not torch.is_grad_enabled() or not needs_gradient(
                 self.__self__, args, kwargs):
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
@@ -203,12 +158,6 @@ class PlanningForward(CountingForward):
         self._worst_bytes = max(self._worst_bytes or 0, graph.plan.peak_bytes)
         self._observe(graph, present, output)
         return output
-
-    @property
-    def _has_gradients(self) -> bool:
-        """Whether gradients are there, to which the next ones are added."""
-        return (self._defers_reduction or self.settings.planning.accumulation > 1
-                or any(p.grad is not None for p in self.__self__.parameters()))
 
     def _step(self, call: Call, present: Present, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
@@ -265,7 +214,7 @@ class PlanningForward(CountingForward):
         settings, module = self.settings, self.__self__
         with self._planning() as watch:
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
-                                   settings.batches_ahead, partial(_alive, self._optimizers))
+                                   settings.batches_ahead, partial(alive, self._optimizers))
             graph = PlannedGraph(call, planner)
             graph.note(present)
             graph.lives = self._expected_output(planner)
@@ -282,7 +231,7 @@ class PlanningForward(CountingForward):
         planner = graph.planner
         if planner is None or running_node_number() is not None:
             return
-        if self._steps < _STEPS_LOOKED_AT:
+        if self._steps < STEPS_LOOKED_AT:
             self._look_beside(planner, args, kwargs)
         if graph.note(present):
             self._learned += 1
@@ -312,7 +261,16 @@ class PlanningForward(CountingForward):
         assert planner is not None
         graph.is_provisional = known is None
         graph.known = known or self._assumed(graph)
-        plan = (planner.provisional_plan(graph.known) if known is None else planner.plan(known))
+        try:
+            plan = planner.provisional_plan(graph.known) if known is None else planner.plan(known)
+        except InfeasibleBudget as refusal:
+            if not graph.make_way():
+                raise
+            # From the next step on the others leave more.
+            plan = planner.leanest(graph.known)
+            log.warning("%s: this call does not fit in the budget beside what others hold; it runs "
+                        "under the schedule that takes least, and so do they from the next step "
+                        "on: %s", self._name, refusal)
         graph.adopt(self.__self__, plan)
         planner.note_saved(plan, graph.known)
         self._plans += 1
@@ -323,34 +281,6 @@ class PlanningForward(CountingForward):
                 each._learned += 1  # what this model's calls hold
         self._say(graph, "; for the first step, while its optimizer or loss is not known"
                   if known is None else self._words(known))
-
-    def _look_beside(self, planner: GraphPlanner, args: tuple[Any, ...], kwargs: dict[str, Any]
-                     ) -> None:
-        """Look for what the loop holds beside the model in this step."""
-        if not planner.is_alone:
-            return
-        own = [*planner.own_tensors, *tensors_of(self.__self__, _alive(self._optimizers)),
-               *(leaf for leaf in pytree.tree_leaves((args, kwargs))
-                 if isinstance(leaf, torch.Tensor))]
-        before = self._held_bytes
-        others = [tensor for each in observers() if isinstance(each, PlanningForward)
-                  for tensor in tensors_of(each.__self__)]
-        self._looks[-1].append(self._loop.beside_bytes(
-            device_of(self.__self__), own, others, pending_bytes()))
-        self._learned += self._held_bytes != before
-
-    @property
-    def _held_bytes(self) -> int:
-        """The most that the loop held beside the model in the last steps."""
-        return max((size for step in self._looks[-2:] for size in step), default=0)
-
-    @property
-    def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
-        """The optimizers that have stepped; `None`: not known, or the user said."""
-        if self.settings.planning.optimizer is not None:
-            return None
-        alive = tuple(each for each in self._optimizers if each() is not None)
-        return alive or None
 
     def _known(self, graph: PlannedGraph, present: Present) -> Known | None:
         """What there is to know of a step; `None` as long as a part of it is not known."""
@@ -365,8 +295,8 @@ class PlanningForward(CountingForward):
             optimizers = ()  # gradients were made and are gone: what took them is none of torch's
         lives = graph.lives
         lets_go = not planner.loss_is_outside and lives and {*lives} != {Until.END}
-        return Known(optimizers, graph.beside(self._held_bytes), graph.loss,
-                     lives if lets_go else None, self._defers_reduction)
+        return Known(optimizers, graph.beside(self._held_bytes), graph.shared_loss,
+                     lives if lets_go else None, self._defers_reduction, graph.is_lean)
 
     def _assumed(self, graph: PlannedGraph) -> Known:
         """What is known of a step, and assumed."""
@@ -394,40 +324,6 @@ class PlanningForward(CountingForward):
                        peak_bytes=math.ceil(scale * seen.loss.peak_bytes),
                        held_bytes=math.ceil(scale * seen.loss.held_bytes))
 
-    def stepping(self, optimizer: Optimizer) -> None:
-        """Note an optimizer that steps this model's parameters."""
-        self._end_watch()
-        if any(each() is optimizer for each in self._optimizers):
-            self._stepped(optimizer)
-            return
-        mine = {id(parameter) for parameter in self.__self__.parameters()}
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            if not self._optimizers:
-                self._steps = self._planned_steps = 0  # what came before were parts of a step
-                self._unplanned_before = 0
-            self._optimizers.append(ref(optimizer))
-            self._learned += 1
-            self._stepped(optimizer)
-
-    def _stepped(self, optimizer: Optimizer) -> None:
-        """Count the step that this optimizer makes of the calls since its last one."""
-        if self._calls == self._calls_before.get(optimizer, 0) and any(
-                p.grad is not None for p in self.__self__.parameters()):
-            self.steps.count(_NOT_CALLED)
-            self._steps += 1
-        self._calls_before[optimizer] = self._calls
-        self._end_step()
-
-    def _end_step(self) -> None:
-        """Count the step that the calls since the last one make."""
-        if not self._calls_of_step:
-            return
-        self._steps += 1
-        self._planned_steps += self.steps.unplanned == self._unplanned_before
-        self._unplanned_before, self._calls_of_step = self.steps.unplanned, 0
-        if len(self._looks) < _STEPS_LOOKED_AT:
-            self._looks.append([])
-
     def _observe(self, graph: PlannedGraph, present: Present, output: Any) -> None:
         """See what comes after the forward, as long as it is not known."""
         pending = PendingCall(graph)
@@ -453,24 +349,6 @@ class PlanningForward(CountingForward):
                     call.graph() is graph for call in pending_calls()):
                 graph.is_followed = True
                 self._learned += 1
-
-    def note_backward(self, graph: PlannedGraph, present: Present, pending: PendingCall) -> None:
-        """A backward through the model has begun, for a call that began with so much present."""
-        if not pending.begin_backward():
-            return
-        now = Present.now(has_gradients=self._in_backward or self._has_gradients)
-        self._in_backward = True
-        ends = graph.moments.setdefault(present, set())
-        if now not in ends or not self._backward_seen:
-            ends.add(now)
-            self._learned += 1
-        self._backward_seen = True
-
-    def _end_watch(self) -> None:
-        # What is left in a backward is there again behind it.
-        if (self._watch is not None and running_node_number() is None
-                and self._watch.end()):
-            self._watch = None
 
     @contextlib.contextmanager
     def _planning(self) -> Iterator[Watch]:
@@ -501,10 +379,6 @@ class PlanningForward(CountingForward):
         log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)
 
 
-def _alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:
-    return [found for each in optimizers if (found := each()) is not None]
-
-
 def _note_loss(forward: ref[PlanningForward], graph: ref[PlannedGraph], seen: UnmeasuredLoss
                ) -> None:
     found, owner = graph(), forward()
@@ -520,9 +394,3 @@ def _note_backward(forward: ref[PlanningForward], graph: PlannedGraph, present: 
     found = forward()
     if found is not None:
         found.note_backward(graph, present, pending)
-
-
-def _needs_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    leaves: Iterable[Any] = pytree.tree_leaves((args, kwargs))
-    return any(p.requires_grad for p in module.parameters()) or any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -48,15 +48,16 @@ from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
-from planner.attached.beside import Beside, saved_bytes
+from planner.attached.beside import saved_bytes
 from planner.attached.held import held_bytes
+from planner.attached.step_known import Known
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.agreement import agreed, check_same_model
 from planner.search.eager import make_plan
-from planner.search.planning import Effort, plan_within
+from planner.search.planning import Effort, leanest_plan, plan_within
 from planner.step.prepared import PreparedStep, prepare
 from planner.step.wrapped import group_of, with_wrappers
 from planner.units import format_bytes
@@ -83,38 +84,6 @@ _CLOSE = 0.005
 """Part of the budget within which they may be fitted better."""
 _PROVISIONAL_SHARE = 0.25
 """Part of the time limit for a plan that is made for one step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What a plan counts beside the graph."""
-
-    optimizers: tuple[ref[Optimizer], ...] | None
-    """Those that step; `None`: what the user gave, or nothing is known."""
-    beside: Beside
-    """What else is held while the graph runs."""
-    loss: SeenLoss | None
-    """The loss outside of the model; `None`: it is inside, or the user gave it."""
-    lives: tuple[Until, ...] | None = None
-    """Where there is no such loss: how long each tensor of the output is there; `None`: it is taken
-    to be held."""
-    defers_reduction: bool = False
-    """Whether the gradients there before are whole ones, which `fully_shard` has yet to reduce."""
-
-    @property
-    def without_beside(self) -> Known:
-        """It but for what lies beside the graph."""
-        return replace(self, beside=Beside())
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients are there when a backward begins."""
-        return self.beside.accumulates
-
-    @property
-    def lets_output_go(self) -> bool:
-        """Whether nothing of the output but the loss is there when the backward begins."""
-        return self.lives is not None and Until.LOSS in self.lives
 
 
 class GraphPlanner:
@@ -263,17 +232,11 @@ class GraphPlanner:
         return agreed(lambda: self._fitting(known, prepared, limit_bytes, effort), prepared,
                       limit_bytes, effort)
 
-    def peak_bytes(self, plan: Plan, known: Known) -> int:
-        """Peak of the step under a plan that was made with less known of what lies beside it."""
-        prepared = self._prepared(known)
-        form = prepared.form_of(plan.recipe)
-        schedule = schedule_of(form, plan.recipe)
-        return form.peak_bytes(schedule) + known.beside.pending_bytes(form, schedule) - (
-            form.graph.resident.pending_bytes)
-
     def _fitting(self, known: Known, prepared: PreparedStep, limit_bytes: int | None,
                  effort: Effort) -> Plan:
         """The plan that fits beside what its own schedule saves in other calls."""
+        if known.is_lean:
+            return self.leanest(known, limit_bytes)
         plan = plan_within(prepared, limit_bytes, effort)
         low_bytes = prepared.base.graph.resident.pending_bytes
         needed_bytes = self._needed(known, prepared, plan)
@@ -301,14 +264,22 @@ class GraphPlanner:
                 break
         if best is not None:
             return self._accounted(known, *best, bound)
-        least = leanest_plan(prepared, brief)
-        needed_bytes = self._needed(known, prepared, least)
-        minimum_bytes = self.peak_bytes(least, known)
-        if minimum_bytes <= limit_bytes:
-            return self._accounted(known, least, needed_bytes, bound, limit_bytes)
+        least = self.leanest(known, limit_bytes)
+        if least.peak_bytes <= limit_bytes:
+            return least
         raise InfeasibleBudget(
-            limit_bytes, minimum_bytes, f"Several calls of the model hold memory at once: other "
-            f"calls {format_bytes(needed_bytes)} of it.")
+            limit_bytes, least.peak_bytes, f"Several calls of the model hold memory at once: other "
+            f"calls {format_bytes(self._needed(known, prepared, least))} of it.")
+
+    def leanest(self, known: Known, limit_bytes: int | None = None) -> Plan:
+        """The plan that takes least, whether or not that is within the budget."""
+        prepared = self._prepared(known)
+        if limit_bytes is None:
+            limit_bytes = self._limit_bytes(known, prepared)
+        effort = Effort(solver=self._planning.solver,
+                        time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
+        least = leanest_plan(prepared, effort)
+        return self._accounted(known, least, self._needed(known, prepared, least), 0.0, limit_bytes)
 
     def _limit_bytes(self, known: Known, prepared: PreparedStep) -> int | None:
         return None if self._limit is None else self._limit.resolve(
@@ -425,11 +396,3 @@ def regions_under_wrappers(model: nn.Module) -> str | None:
     if wrapping_data_parallel() is None:
         return None
     return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
-
-
-def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
-    """The plan for the smallest budget that can be met."""
-    try:
-        return plan_within(prepared, max(prepared.resident_bytes, 1), effort)
-    except InfeasibleBudget as refusal:
-        return plan_within(prepared, refusal.minimum_bytes, effort)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet, ref
 
 from torch import nn
@@ -13,12 +13,13 @@ from apply.circumstances import Call
 from graph_capture.plain_step.loss import Until
 from graph_capture.plain_step.seen_loss import SeenLoss, UnmeasuredLoss
 from planner.attached.beside import Beside, Moment, fullest
-from planner.attached.known import GraphPlanner, Known
+from planner.attached.known import GraphPlanner
+from planner.attached.step_known import Known
 from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
 
 _CLOSE = 0.01
-"""Part of the budget by which what lies beside a graph may shrink before it is planned again."""
+"""Part of the budget by which what lies beside a graph may change before it is planned again."""
 
 
 class PlannedGraph:
@@ -45,6 +46,8 @@ class PlannedGraph:
         """What was there when calls of it began, and then when their backward did."""
         self.companions: WeakSet[PlannedGraph] = WeakSet()
         """Other graphs, of this and other models, that share a step with it."""
+        self.is_lean = False
+        """Whether it saves as little as it can, so that its companions fit beside it."""
         self.checked = -1
         """How much was known when its plan was last compared with what is known."""
 
@@ -80,6 +83,15 @@ class PlannedGraph:
                               for each in ends or (begin,)),
                       max((each.plan.baseline_peak_bytes for each in self.companions), default=0))
 
+    @property
+    def shared_loss(self) -> SeenLoss | None:
+        """The loss; where calls share a step, each may hold its output longer than the last one."""
+        if self.loss is None or not (self.companions or any(
+                present.pending for present in self.moments)):
+            return self.loss
+        return replace(self.loss, outputs=tuple(replace(each, until=Until.END)
+                                                for each in self.loss.outputs))
+
     def note(self, present: Present) -> bool:
         """Note what is there as a call of it begins; whether that is new."""
         if present in self.moments:
@@ -91,6 +103,14 @@ class PlannedGraph:
                 self.companions.add(found)
                 found.companions.add(self)
         return True
+
+    def make_way(self) -> bool:
+        """Have all graphs whose calls hold memory beside this one save as little as they can;
+        whether that is new."""
+        others = [each for each in self.companions if not each.is_lean]
+        for each in others:
+            each.is_lean = True
+        return bool(others)
 
     def serves(self, known: Known) -> bool:
         """Whether the plan is for what is known now, or has room for what came."""
@@ -106,9 +126,8 @@ class PlannedGraph:
         limit_bytes = self.plan.budget_bytes
         if growth == 0 or limit_bytes is None:
             return growth == 0
-        if growth > 0:
-            return self.plan.limited_bytes + growth <= limit_bytes
-        return -growth < _CLOSE * limit_bytes
+        return (abs(growth) < _CLOSE * limit_bytes
+                and self.plan.limited_bytes + growth <= limit_bytes)
 
 
 class PendingCall:

@@ -18,7 +18,8 @@ from torch import nn
 from graph_capture.module_forward import own_forward, set_forward, standing_in, take_down
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
-from planner.attached.forward import OnNew, PlanningForward, Settings
+from planner.attached.forward import PlanningForward
+from planner.attached.observing import OnNew, Settings
 from planner.attached.status import Status
 from planner.plans.file import load
 from planner.plans.plan import Plan

@@ -15,7 +15,7 @@ from typing import Unpack
 from torch import nn
 
 from planner.arguments.planning import PlanArguments
-from planner.attached.forward import OnNew
+from planner.attached.observing import OnNew
 from planner.attached.within import attach, plan_of, settings_of
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize

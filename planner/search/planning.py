@@ -16,7 +16,7 @@ from planner.search.reserved import reserved_refusal, schedule_reserving
 from planner.step.prepared import PreparedStep
 from solvers.problem import Schedule
 
-__all__ = ["Effort", "plan_within", "refusal"]
+__all__ = ["Effort", "leanest_plan", "plan_within", "refusal"]
 
 
 @fewer_collections()
@@ -32,6 +32,14 @@ def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort
     else:
         form, result = schedule_within(prepared, budget_bytes, effort, warm_start=warm_start)
     return make_plan(prepared, form, budget_bytes, result)
+
+
+def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
+    """The plan for the smallest budget that can be met."""
+    try:
+        return plan_within(prepared, max(prepared.resident_bytes, 1), effort)
+    except InfeasibleBudget as refusal:
+        return plan_within(prepared, refusal.minimum_bytes, effort)
 
 
 def refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:

@@ -1,0 +1,218 @@
+"""`planner.within` in loops whose step is more than one call: the budget is that of the step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graph_capture.memory.allocator import record_stages
+
+STEPS = 4
+Loop = Callable[[nn.Module], Callable[[], torch.Tensor]]
+
+
+def layers(seed: int = 0, depth: int = 4) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+                           for _ in range(depth)])
+
+
+def nbytes(*models: nn.Module) -> int:
+    return sum(p.nbytes for model in models for p in model.parameters())
+
+
+def run(net: nn.Module, loop: Loop, beside_bytes: int = 0) -> tuple[list[float], list[int]]:
+    """Losses, and the peak of each step, with the parameters and what the loop holds."""
+    step = loop(net)
+    losses = []
+
+    def one(number: int) -> None:
+        torch.manual_seed(number)
+        losses.append(step().item())
+
+    records = record_stages([lambda number=number: one(number) for number in range(STEPS)])
+    return losses, [nbytes(net) + beside_bytes + record.peak_bytes for record in records]
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.01)
+
+
+def pairs(net: nn.Module) -> Callable[[], torch.Tensor]:
+    """A contrastive loss of two calls."""
+    optimizer = sgd(net)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        scores = net(torch.randn(256, 32)) @ net(torch.randn(256, 32)).T
+        loss = F.cross_entropy(scores, torch.arange(256))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def in_order(zero_grad: str) -> Loop:
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer = sgd(net)
+
+        def step() -> torch.Tensor:
+            loss = net(torch.randn(256, 32)).square().mean()
+            if zero_grad == "before backward":
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if zero_grad == "last":
+                optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return loop
+
+
+@pytest.mark.parametrize("budget", ["70%", 2_700_000])
+def test_calls_that_hold_memory_at_once_share_the_budget(budget):
+    losses, peaks = run(layers(), pairs)
+    net = planner.within(layers(), budget, time_limit=1)
+    found, measured = run(net, pairs)
+    plan, status = planner.plan_of(net), planner.status(net)
+    assert found == losses
+    assert plan.recompute_flops > 0
+    assert max(measured[2:]) <= plan.budget_bytes < max(peaks)
+    assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.03)
+    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.03)
+    assert plan.memory.activations > plan.optimizer.state_bytes
+    assert (status.steps, status.planned_steps, status.calls) == (STEPS, STEPS, 2 * STEPS)
+
+
+@pytest.mark.parametrize("zero_grad", ["before backward", "last"])
+def test_gradients_count_where_a_backward_begins(zero_grad):
+    losses, peaks = run(layers(), in_order(zero_grad))
+    net = planner.within(layers(), "85%", time_limit=1)
+    found, measured = run(net, in_order(zero_grad))
+    plan = planner.plan_of(net)
+    assert found == losses
+    assert plan.baseline_peak_bytes == pytest.approx(max(peaks[1:]), rel=0.01)
+    assert max(measured[2:]) <= plan.budget_bytes
+    assert not net.forward.graphs[0].known.accumulates
+
+
+def test_what_the_loop_holds_beside_the_model_counts():
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer, reference, memory = sgd(net), layers(1), torch.zeros(50_000)
+
+        def step() -> torch.Tensor:
+            inputs, targets = torch.randn(256, 32), torch.randn(256, 32)
+            with torch.no_grad():
+                targets += reference(inputs) + memory[0]
+            loss = F.mse_loss(net(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    beside_bytes = nbytes(layers()) + 200_000
+    losses, peaks = run(layers(), loop, beside_bytes)
+    net = planner.within(layers(), "80%", time_limit=1)
+    found, measured = run(net, loop, beside_bytes)
+    plan = planner.plan_of(net)
+    assert found == losses
+    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.01)
+    assert max(measured[2:]) <= plan.budget_bytes
+    assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
+
+
+def test_models_of_one_step_share_its_budget():
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        maker, judge = net
+        optimizers = sgd(maker), sgd(judge)
+
+        def step() -> torch.Tensor:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            made = maker(torch.randn(256, 32))
+            loss = sum(judge(x).square().mean() for x in (made, torch.randn(256, 32)))
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            return loss.detach()
+
+        return step
+
+    losses, peaks = run(nn.ModuleList([layers(0), layers(1)]), loop)
+    models = nn.ModuleList([layers(0), layers(1)])
+    budget = int(0.75 * max(peaks))
+    for net in models:
+        planner.within(net, budget, time_limit=1)
+    found, measured = run(models, loop)
+    assert found == losses
+    assert max(measured[2:]) <= budget < max(peaks)
+
+
+def test_hooks_of_saved_tensors_do_not_reach_what_a_plan_saves():
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    net = planner.within(layers(), "90%", time_limit=1, loss_fn=lambda out: out.square().mean())
+    inputs, optimizer = torch.randn(64, 32), sgd(net)
+    for _ in range(2):  # From then on its plan does not change.
+        net(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with (pytest.warns(UserWarning, match="saved-tensor hooks"),
+          torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)):
+        loss = net(inputs).square().mean()
+    assert packed == [torch.Size([64, 32])]
+    loss.backward()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_training_by_another_method_is_said_at_once():
+    net = planner.within(Encoder(), "80%")
+    optimizer = sgd(net)
+    with pytest.warns(UserWarning, match="forward was not called") as said:
+        for _ in range(2):
+            optimizer.zero_grad()
+            net.encode(torch.randn(8, 32)).mean().backward()
+            optimizer.step()
+    assert len(said) == 1
+    status = planner.status(net)
+    assert (status.steps, status.planned_steps, status.calls) == (2, 0, 0)
+    assert "forward was not called" in status.last_reason
+    assert status.last_reason in str(status)
+
+
+def test_planning_throws_no_dice():
+    net = planner.within(layers(), "90%", time_limit=1)
+    net.register_forward_pre_hook(lambda *_: random.random() and None)
+    random.seed(3)
+    expected = [random.random() for _ in range(2)]
+    random.seed(3)
+    net(torch.randn(8, 32)).mean().backward()
+    assert random.random() == expected[1]
+
+
+def test_status_is_for_models_within_a_budget():
+    with pytest.raises(ValueError, match=r"planner\.within was not called"):
+        planner.status(layers())
