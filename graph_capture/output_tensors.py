@@ -26,37 +26,38 @@ from graph_capture.torch_compat import pytree
 def output_tensors(output: Any) -> list[torch.Tensor]:
     """Every tensor of a model's output, in order; one that is there twice, twice."""
     found: list[torch.Tensor] = []
-    seen: set[int] = set()
-
-    def collect(value: Any) -> None:
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                found.append(leaf)
-            elif id(leaf) not in seen:
-                seen.add(id(leaf))
-                for part in _parts(leaf).values():
-                    collect(part)
-
-    collect(output)
+    _collect(output, found, set())
     return found
 
 
 def with_changed_tensors(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
     """`output` with each of `output_tensors` changed; what holds them is copied."""
-    copies: dict[int, Any] = {}
+    return pytree.tree_map(partial(_changed, change, {}), output)
 
-    def changed(leaf: Any) -> Any:
+
+# Functions that refer to themselves from inside of another would hold the tensors until garbage is
+# collected.
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+    for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            return change(leaf)
-        if id(leaf) not in copies:
-            copies[id(leaf)] = leaf
-            if output_tensors(leaf):
-                copies[id(leaf)] = made = copy.copy(leaf)
-                for name, part in _parts(leaf).items():
-                    _put(made, name, pytree.tree_map(changed, part))
-        return copies[id(leaf)]
+            found.append(leaf)
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            for part in _parts(leaf).values():
+                _collect(part, found, seen)
 
-    return pytree.tree_map(changed, output)
+
+def _changed(change: Callable[[torch.Tensor], torch.Tensor], copies: dict[int, Any], leaf: Any
+             ) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return change(leaf)
+    if id(leaf) not in copies:
+        copies[id(leaf)] = leaf
+        if output_tensors(leaf):
+            copies[id(leaf)] = made = copy.copy(leaf)
+            for name, part in _parts(leaf).items():
+                _put(made, name, pytree.tree_map(partial(_changed, change, copies), part))
+    return copies[id(leaf)]
 
 
 _OPAQUE = (nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,

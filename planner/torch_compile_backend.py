@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import fx, nn
 
+from graph_capture.module_hooks import hooks_within
 from planner.arguments.planning import PlanArguments, Planning
 from planner.attached.within import is_within, within
 from planner.captured_graph import Options, PlannedGraph, with_least_memory
@@ -84,6 +87,16 @@ class _GraphOfModel(PlannedGraph):
         super().__init__(module, options)
         self._least = with_least_memory(module)
         self._why_broken = _why_broken(module)
+        model = _compiled_model()
+        self._model = None if model is None else ref(model)
+        self._hooks = None if model is None else hooks_within(model)
+
+    def __call__(self, *args: Any) -> Any:
+        model = None if self._model is None else self._model()
+        if model is not None and self._hooks not in (None, hooks_within(model)):
+            self._hooks = None
+            warnings.warn(_OTHER_HOOKS, stacklevel=2)
+        return super().__call__(*args)
 
     def _first_call(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Any:
         model = _compiled_model()
@@ -105,6 +118,12 @@ class _GraphOfModel(PlannedGraph):
             arguments.pop("output", None)  # it is seen
             within(model, options.budget, budget_gb=options.budget_gb, **arguments)
         return self._least(*args)
+
+
+_OTHER_HOOKS = (
+    "hooks of submodules have come or gone since torch.compile captured the model, and it runs "
+    "without looking at them: call torch._dynamo.reset(), or set "
+    "torch._dynamo.config.skip_nnmodule_hook_guards = False before the first step")
 
 
 def _why_broken(module: fx.GraphModule) -> str:

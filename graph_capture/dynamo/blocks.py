@@ -2,7 +2,7 @@
 
 The model of the world: a deep model holds its blocks in containers (`ModuleList`, `Sequential`,
 `ModuleDict`), several of one class side by side.  The outermost such classes are the blocks; what
-is inside a block belongs to it.  A `Sequential` is a block where there are none in it.  Whether two
+is inside a block belongs to it.  Where there are no others, each `Sequential` is one.  Whether two
 blocks of a class are the same computation is left to torch.compile, which compiles code once for
 all modules that pass its guards.
 
@@ -35,7 +35,7 @@ def find_blocks(model: nn.Module, regions: str | Sequence[str]) -> tuple[str, ..
     if regions == WHOLE_MODEL:
         return ()
     if regions == REPEATED_BLOCKS:
-        found = tuple(_repeated(model, ""))
+        found = _repeated_blocks(model)
         if not found:
             raise ValueError(
                 'regions="blocks" found no repeated blocks (modules of one class side by side in '
@@ -59,22 +59,25 @@ def find_blocks(model: nn.Module, regions: str | Sequence[str]) -> tuple[str, ..
 
 def has_repeated_blocks(model: nn.Module) -> bool:
     """Whether `find_blocks` finds any by itself."""
-    return next(_repeated(model, ""), None) is not None
+    return bool(_repeated_blocks(model))
 
 
-def _repeated(module: nn.Module, path: str) -> Iterator[str]:
+def _repeated_blocks(model: nn.Module) -> tuple[str, ...]:
+    return (tuple(_repeated(model, "", _CONTAINERS))
+            or tuple(_repeated(model, "", (nn.ModuleList, nn.ModuleDict))))
+
+
+def _repeated(module: nn.Module, path: str, never: tuple[type[nn.Module], ...]) -> Iterator[str]:
+    """The outermost repeated modules, none of them of the kinds `never`."""
     kinds = Counter(type(child) for child in module.children())
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        may_be_block = (isinstance(module, _CONTAINERS) and kinds[type(child)] > 1
-                        and _is_composed(child))
-        if may_be_block and not isinstance(child, _CONTAINERS):
+        is_block = (isinstance(module, _CONTAINERS) and kinds[type(child)] > 1
+                    and not isinstance(child, never) and _is_composed(child))
+        if is_block:
             yield inner
-            continue
-        within = tuple(_repeated(child, inner))
-        if not within and may_be_block and isinstance(child, nn.Sequential):
-            within = (inner,)
-        yield from within
+        else:
+            yield from _repeated(child, inner, never)
 
 
 def _is_composed(module: nn.Module) -> bool:

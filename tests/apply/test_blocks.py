@@ -181,6 +181,7 @@ class Pairs(nn.Module):
 
 def test_blocks_are_the_outermost_repeated_modules():
     assert find_blocks(Pairs(), "blocks") == ("layers.a", "layers.b")
+    assert find_blocks(Pairs().stages, "blocks") == ("0", "1")  # there are none but Sequentials
     assert find_blocks(Pairs(), "model") == ()
     assert find_blocks(Pairs(), "stages.*") == ("stages.0", "stages.1")
     assert find_blocks(Pairs(), ("stem", "layers.a")) == ("stem", "layers.a")
