@@ -64,6 +64,7 @@ from graph_capture.torch_compat.memory import mark_as_parameter as mark_as_param
 from graph_capture.torch_compat.memory import next_node_number as next_node_number
 from graph_capture.torch_compat.memory import no_active_modes as no_active_modes
 from graph_capture.torch_compat.memory import no_subclass_functions as no_subclass_functions
+from graph_capture.torch_compat.memory import of_class as of_class
 from graph_capture.torch_compat.memory import profiler_is_running as profiler_is_running
 from graph_capture.torch_compat.memory import running_node_number as running_node_number
 from graph_capture.torch_compat.memory import runs_its_own_ops as runs_its_own_ops

@@ -146,7 +146,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.utils._ordered_set.OrderedSet",
     ),
     "memory": (
-        "torch.Tensor._use_count",
+        *_of("torch.Tensor", "_make_subclass", "_use_count"),
         "torch.UntypedStorage._cdata",
         *_of("torch._C", "DisableTorchFunctionSubclass", "_construct_storage_from_data_pointer",
              "_current_autograd_node", "_storage_Use_Count"),
