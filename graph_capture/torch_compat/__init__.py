@@ -13,7 +13,6 @@ from graph_capture.torch_compat.compilation import BoxedCodeGen as BoxedCodeGen
 from graph_capture.torch_compat.compilation import HigherOrderOperator as HigherOrderOperator
 from graph_capture.torch_compat.compilation import OpOverload as OpOverload
 from graph_capture.torch_compat.compilation import PartitionFunction as PartitionFunction
-from graph_capture.torch_compat.compilation import PrimalSource as PrimalSource
 from graph_capture.torch_compat.compilation import TorchDynamoException as TorchDynamoException
 from graph_capture.torch_compat.compilation import aot_backend as aot_backend
 from graph_capture.torch_compat.compilation import aten_name as aten_name
@@ -29,11 +28,8 @@ from graph_capture.torch_compat.compilation import cotangent_sources as cotangen
 from graph_capture.torch_compat.compilation import (
     eliminate_common_subexpressions as eliminate_common_subexpressions,
 )
-from graph_capture.torch_compat.compilation import gradient_targets as gradient_targets
 from graph_capture.torch_compat.compilation import lookup_backend as lookup_backend
-from graph_capture.torch_compat.compilation import mutated_inputs as mutated_inputs
 from graph_capture.torch_compat.compilation import pass_absent_gradients as pass_absent_gradients
-from graph_capture.torch_compat.compilation import primal_sources as primal_sources
 from graph_capture.torch_compat.compilation import pytree as pytree
 from graph_capture.torch_compat.compilation import quiet_fake_tensors as quiet_fake_tensors
 from graph_capture.torch_compat.compilation import schema_of as schema_of
@@ -43,6 +39,10 @@ from graph_capture.torch_compat.compilation import split_joint_graph as split_jo
 from graph_capture.torch_compat.compilation import uncompiled_operations as uncompiled_operations
 from graph_capture.torch_compat.compilation import weakly as weakly
 from graph_capture.torch_compat.compilation import wrapping_data_parallel as wrapping_data_parallel
+from graph_capture.torch_compat.joint_inputs import PrimalSource as PrimalSource
+from graph_capture.torch_compat.joint_inputs import gradient_targets as gradient_targets
+from graph_capture.torch_compat.joint_inputs import mutated_inputs as mutated_inputs
+from graph_capture.torch_compat.joint_inputs import primal_sources as primal_sources
 from graph_capture.torch_compat.memory import FakeTensor as FakeTensor
 from graph_capture.torch_compat.memory import FakeTensorMode as FakeTensorMode
 from graph_capture.torch_compat.memory import GradientSums as GradientSums

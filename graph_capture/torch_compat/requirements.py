@@ -47,10 +47,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.lookup_backend(name)",
         *_of("torch._dynamo.types", "FrameAction.DEFAULT", "FrameExecStrategy"),
-        *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
-             "DifferentiableAOTInput", "InputMutationAOTOutput(mutated_input=)",
-             "PlainAOTInput(idx=)", "SubclassGetAttrAOTInput(base=, attr=)",
-             "SubclassGetAttrAOTOutput(base=, attr=)"),
         "torch._functorch.compile_utils.fx_graph_cse(graph)",
         *_of("torch._functorch.config", "debug_assert", "donated_buffer", "enable_autograd_cache",
              "patch"),
@@ -144,6 +140,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "Scheduler.topological_sort_schedule(self, nodes)"),
         "torch._inductor.virtualized.V",
         "torch.utils._ordered_set.OrderedSet",
+    ),
+    "joint_inputs": (
+        *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
+             "DifferentiableAOTInput", "InputMutationAOTOutput(mutated_input=)",
+             "PlainAOTInput(idx=)", "SubclassGetAttrAOTInput(base=, attr=)",
+             "SubclassGetAttrAOTOutput(base=, attr=)"),
     ),
     "memory": (
         *_of("torch.Tensor", "_make_subclass", "_use_count"),
