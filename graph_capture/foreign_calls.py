@@ -46,11 +46,11 @@ def foreign_call() -> ForeignCall | None:
     if is_forward_mode():
         return ForeignCall("forward-mode differentiation is on (torch.autograd.forward_ad), "
                            f"{_RUNS_AS_WRITTEN}")
+    mode = next((mode for mode in active_modes() if not isinstance(mode, MemoryTracker)), None)
+    if mode is not None:
+        return ForeignCall(f"the dispatch mode {type(mode).__name__} is active, {_RUNS_AS_WRITTEN}",
+                           is_traced=isinstance(mode, FakeTensorMode))
     if has_global_hooks():
         return ForeignCall("hooks for all modules are registered (torch.nn.modules.module."
                            f"register_module_*), {_RUNS_AS_WRITTEN}")
-    mode = next((mode for mode in active_modes() if not isinstance(mode, MemoryTracker)), None)
-    if mode is None:
-        return None
-    return ForeignCall(f"the dispatch mode {type(mode).__name__} is active, {_RUNS_AS_WRITTEN}",
-                       is_traced=isinstance(mode, FakeTensorMode))
+    return None

@@ -13,7 +13,6 @@ from graph_capture.torch_compat.compilation import BoxedCodeGen as BoxedCodeGen
 from graph_capture.torch_compat.compilation import HigherOrderOperator as HigherOrderOperator
 from graph_capture.torch_compat.compilation import OpOverload as OpOverload
 from graph_capture.torch_compat.compilation import PartitionFunction as PartitionFunction
-from graph_capture.torch_compat.compilation import PrimalSource as PrimalSource
 from graph_capture.torch_compat.compilation import TorchDynamoException as TorchDynamoException
 from graph_capture.torch_compat.compilation import aot_backend as aot_backend
 from graph_capture.torch_compat.compilation import aten_name as aten_name
@@ -29,11 +28,8 @@ from graph_capture.torch_compat.compilation import cotangent_sources as cotangen
 from graph_capture.torch_compat.compilation import (
     eliminate_common_subexpressions as eliminate_common_subexpressions,
 )
-from graph_capture.torch_compat.compilation import gradient_targets as gradient_targets
 from graph_capture.torch_compat.compilation import lookup_backend as lookup_backend
-from graph_capture.torch_compat.compilation import mutated_inputs as mutated_inputs
 from graph_capture.torch_compat.compilation import pass_absent_gradients as pass_absent_gradients
-from graph_capture.torch_compat.compilation import primal_sources as primal_sources
 from graph_capture.torch_compat.compilation import pytree as pytree
 from graph_capture.torch_compat.compilation import quiet_fake_tensors as quiet_fake_tensors
 from graph_capture.torch_compat.compilation import schema_of as schema_of
@@ -48,6 +44,10 @@ from graph_capture.torch_compat.foreign_calls import is_forward_mode as is_forwa
 from graph_capture.torch_compat.foreign_calls import is_traced as is_traced
 from graph_capture.torch_compat.foreign_calls import is_under_transform as is_under_transform
 from graph_capture.torch_compat.foreign_calls import undisturbed_autograd as undisturbed_autograd
+from graph_capture.torch_compat.joint_inputs import PrimalSource as PrimalSource
+from graph_capture.torch_compat.joint_inputs import gradient_targets as gradient_targets
+from graph_capture.torch_compat.joint_inputs import mutated_inputs as mutated_inputs
+from graph_capture.torch_compat.joint_inputs import primal_sources as primal_sources
 from graph_capture.torch_compat.memory import FakeTensor as FakeTensor
 from graph_capture.torch_compat.memory import FakeTensorMode as FakeTensorMode
 from graph_capture.torch_compat.memory import GradientSums as GradientSums
@@ -70,6 +70,7 @@ from graph_capture.torch_compat.memory import next_node_number as next_node_numb
 from graph_capture.torch_compat.memory import no_active_modes as no_active_modes
 from graph_capture.torch_compat.memory import no_saved_tensors_hooks as no_saved_tensors_hooks
 from graph_capture.torch_compat.memory import no_subclass_functions as no_subclass_functions
+from graph_capture.torch_compat.memory import of_class as of_class
 from graph_capture.torch_compat.memory import profiler_is_running as profiler_is_running
 from graph_capture.torch_compat.memory import running_node_number as running_node_number
 from graph_capture.torch_compat.memory import runs_in_backward as runs_in_backward

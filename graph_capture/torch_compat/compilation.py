@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from graph_capture.module_forward import call_forward, own_forward
@@ -277,48 +277,6 @@ def split_joint_graph(
     return _extract_fwd_bwd_modules(joint, list(saved), [], num_fwd_outputs=num_forward_outputs)
 
 
-def mutated_inputs(output: fx.Node) -> dict[int, int]:
-    """For each forward output that AOTAutograd copies back into an input after the forward:
-    position among the outputs -> index of the input."""
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-
-    return _described_inputs(output, InputMutationAOTOutput, "mutated_input")
-
-
-def gradient_targets(output: fx.Node) -> dict[int, int]:
-    """For each output that is a gradient: position among the outputs -> index of the input."""
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
-
-    return _described_inputs(output, GradAOTOutput, "grad_of")
-
-
-def _described_inputs(output: fx.Node, kind: type, attribute: str) -> dict[int, int]:
-    from torch._functorch._aot_autograd.descriptors import (
-        DifferentiableAOTInput,
-        SubclassGetAttrAOTInput,
-        SubclassGetAttrAOTOutput,
-    )
-
-    # A tensor subclass is a placeholder for each tensor in it.
-    place_of = {description: place for place, description in enumerate(
-        node.meta.get("desc") for node in output.graph.find_nodes(op="placeholder"))}
-    found: dict[int, int] = {}
-    for position, description in enumerate(output.meta.get("desc", ())):
-        attributes: list[str] = []
-        while isinstance(description, SubclassGetAttrAOTOutput):
-            attributes.append(description.attr)
-            description = description.base
-        if not isinstance(description, kind):
-            continue
-        source: Any = getattr(description, attribute)
-        for name in reversed(attributes):
-            source = SubclassGetAttrAOTInput(source, name)
-        if isinstance(source, SubclassGetAttrAOTInput | DifferentiableAOTInput) and (
-                source in place_of):
-            found[position] = place_of[source]
-    return found
-
-
 class BoxedCodeGen(CodeGen):
     """Generated code that takes its arguments in one list and empties it, so that each argument is
     freed after its last use (torch has its own only from 2.12 on)."""
@@ -403,37 +361,3 @@ def uncompiled_operations(outputs: object, inputs: object, *, behind_regions: bo
             waiting += [following for following, _ in node.next_functions]
         count += not (is_region or type(node).__name__ == "AccumulateGrad")
     return count
-
-
-class PrimalSource(NamedTuple):
-    """Where an input of a joint graph comes from."""
-
-    position: int
-    """Among the inputs given to the backend."""
-    attributes: tuple[str, ...] = ()
-    """From a tensor subclass given there, inwards to the tensor that it is."""
-
-    def of(self, inputs: Sequence[Any]) -> Any:
-        """The input, where these are given to the backend."""
-        return functools.reduce(getattr, self.attributes, inputs[self.position])
-
-    def name(self, names: Sequence[str | None]) -> str | None:
-        """Its name, where those given to the backend have these."""
-        known = names[self.position]
-        return None if known is None else ".".join((known, *self.attributes))
-
-
-def primal_sources(primals: Sequence[fx.Node]) -> list[PrimalSource]:
-    """For each input of a joint graph, where it comes from."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
-
-    sources = []
-    for position, node in enumerate(primals):
-        description: Any = node.meta.get("desc")
-        attributes: tuple[str, ...] = ()
-        while isinstance(description, SubclassGetAttrAOTInput):
-            attributes = (description.attr, *attributes)
-            description = description.base
-        sources.append(PrimalSource(description.idx, attributes)
-                       if isinstance(description, PlainAOTInput) else PrimalSource(position))
-    return sources

@@ -111,6 +111,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def of_class(plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """`plain` as a tensor of another class, without a call of the class."""
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, plain, plain.requires_grad)
+    return made
+
+
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Make a tensor of a subclass a parameter, as `nn.Parameter` does with a copy of it."""
     tensor._is_param = True

@@ -34,6 +34,7 @@ from graph_capture.torch_compat import (
     TorchDispatchMode,
     fake_tensor,
     is_traceable_wrapper_subclass,
+    of_class,
     pytree,
     runs_its_own_ops,
     schema_of,
@@ -340,7 +341,7 @@ class DataLessCopier(TwinCopier):
         return data_less_tensor(like, storage)
 
     def of_class(self, plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-        return torch.Tensor._make_subclass(kind, plain, plain.requires_grad)
+        return of_class(plain, kind)
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         original = self._original_of.get(id(real), real)
