@@ -24,7 +24,7 @@ from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
 from graph_capture.joint_graph.inplace import can_write_inplace
 from graph_capture.joint_graph.replay import is_random
-from graph_capture.joint_graph.walks import descendants, operands
+from graph_capture.joint_graph.walks import descendants, operands, readers
 from graph_capture.torch_compat import (
     OpOverload,
     copied_module,
@@ -195,13 +195,15 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
 
 
 def _makes_anew(node: fx.Node, hastened: set[fx.Node]) -> bool:
-    """Whether an op allocates a gradient while it reads another one, as weight normalization does.
+    """True for an op that turns the gradient of a tensor that only it reads into another one, as
+    the backward of weight normalization does.
 
     It waits for the gradient of the layer's input, which may be the last to read the weight.
     """
     return (len(node.all_input_nodes) > 1 and not is_view(node)
             and not can_write_inplace(node.target)
-            and any(source in hastened for source in operands(node, is_view)))
+            and any(source in hastened and readers(source, is_view) == {node}
+                    for source in operands(node, is_view)))
 
 
 def _in_backward(graph: fx.Graph) -> set[fx.Node]:
