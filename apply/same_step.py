@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from apply.recipe import Recipe
+from apply.recipe import Recipe, RunAgain
 from graph_capture.joint_graph.joint import tensors_of
 from graph_capture.joint_graph.lower import LoweredOp, LoweredRegion
 from graph_capture.training_graph import Phase, TrainingOp
@@ -44,6 +44,11 @@ def outputs_let_go(recipe: Recipe, index: int, lowered: LoweredRegion) -> tuple[
         planned = {op.name: op for op in recipe.ops}
         held = {buffer for op in recipe.ops if not op.digest for buffer in op.inputs}
         held |= {place for place, buffer in enumerate(recipe.buffers) if buffer.kept_to_end}
+        # What the plan itself saves for the backward is there whoever holds it.
+        again = {action.op for group in recipe.regions[index].insertions
+                 for action in group.actions if isinstance(action, RunAgain)}
+        held |= {buffer for op in recipe.ops if op.phase is Phase.BACKWARD for buffer in op.inputs
+                 if recipe.ops[recipe.buffers[buffer].producer].name not in again}
         made = {storage for op in lowered.ops for storage, buffer in zip(
             op.outputs, planned[op.name].outputs, strict=True) if buffer not in held}
         released |= {place for place, node in enumerate(lowered.returned)

@@ -27,7 +27,7 @@ from torch import fx, nn
 
 from graph_capture.module_hooks import hooks_within
 from planner.arguments.planning import PlanArguments, Planning
-from planner.attached.within import is_within, within
+from planner.attached.within import attach_in_step, is_within, settings_of
 from planner.captured_graph import Options, PlannedGraph, with_least_memory
 
 log = logging.getLogger("planner.torch_compile_backend")
@@ -116,7 +116,8 @@ class _GraphOfModel(PlannedGraph):
             arguments: PlanArguments = {
                 **options.arguments, "backend": "inductor" if options.inductor else "eager"}
             arguments.pop("output", None)  # it is seen
-            within(model, options.budget, budget_gb=options.budget_gb, **arguments)
+            attach_in_step(model, settings_of(
+                options.budget, options.budget_gb, "replan", None, arguments))
         return self._least(*args)
 
 

@@ -84,6 +84,21 @@ class Recording:
     """What runs between the regions; `None`: the model is one region and nothing else."""
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
+    calls_again: int = 0
+    """Calls of captured pieces when the step ran for the second time."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """True where the step called as many captured pieces when it ran again."""
+        return self.calls_again == len(self.calls)
+
+    def check_repeatable(self) -> None:
+        """Raise `CaptureError` where the second run of the step called other pieces."""
+        if not self.is_repeatable:
+            raise CaptureError(
+                f"torch.compile captured {len(self.calls)} pieces of the step, and "
+                f"{self.calls_again} when it ran again: it gave up on code in which the graph "
+                "breaks. Take that out of the model, or name blocks without it in regions")
 
     def check_any(self) -> None:
         """Raise `CaptureError` where there is nothing to plan, in a step that does need gradients.
@@ -194,11 +209,7 @@ def _follow_uncaptured(
     seen = tracker.finish({name: parameter.grad for name, parameter
                            in twin.model.named_parameters() if parameter.grad is not None})
     del held
-    if found and tracker.calls != len(recorder.recording.calls):
-        raise CaptureError(
-            f"torch.compile captured {len(recorder.recording.calls)} pieces of the step, and "
-            f"{tracker.calls} when it ran again: it gave up on code in which the graph breaks. "
-            "Take that out of the model, or name blocks without it in regions")
+    recorder.recording.calls_again = tracker.calls if found else len(recorder.recording.calls)
     return seen if found else None
 
 

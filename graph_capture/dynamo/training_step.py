@@ -27,11 +27,15 @@ def record_training_step(
     wrapper = wrapper or Wrapper()
     first = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
     if blocks or len(first[0].calls) == 1:
+        first[0].check_repeatable()
         return first
     again = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
     is_better = again[0].calls and (
-        not first[0].calls or len(again[0].calls) < len(first[0].calls))
-    return again if is_better else first
+        not first[0].calls or not first[0].is_repeatable
+        or len(again[0].calls) < len(first[0].calls))
+    chosen = again if is_better else first
+    chosen[0].check_repeatable()
+    return chosen
 
 
 def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,

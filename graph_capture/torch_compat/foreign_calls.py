@@ -15,24 +15,26 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import _has_any_global_hook
 
+from graph_capture.torch_compat.memory import no_saved_tensors_hooks
+
 
 def is_under_transform() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp, vjp) is running."""
+    """True inside a transform of `torch.func` (vmap, grad, jvp, vjp)."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def is_forward_mode() -> bool:
-    """Whether forward-mode differentiation is on (`torch.autograd.forward_ad.dual_level`)."""
+    """True where forward-mode differentiation is on (`torch.autograd.forward_ad.dual_level`)."""
     return forward_ad._current_level >= 0
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks are registered for all modules, which Dynamo leaves out."""
+    """True where hooks are registered for all modules, which Dynamo leaves out."""
     return bool(_has_any_global_hook())
 
 
 def is_traced() -> bool:
-    """Whether `torch.jit.trace`, `torch.export`, `make_fx` or `torch.fx` records what is called."""
+    """True while `torch.jit.trace`, `torch.export`, `make_fx` or `torch.fx` records calls."""
     return bool(torch.jit.is_tracing() or torch.compiler.is_exporting()
                 or is_fx_symbolic_tracing() or get_proxy_mode() is not None)
 
@@ -41,13 +43,5 @@ def is_traced() -> bool:
 def undisturbed_autograd() -> Iterator[None]:
     """Inside, no hooks of the caller's pack what autograd saves, and anomaly mode is off: for steps
     that are traced without data while the caller's is under way."""
-    hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        with torch.autograd.set_detect_anomaly(False):
-            yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    with no_saved_tensors_hooks(), torch.autograd.set_detect_anomaly(False):
+        yield

@@ -98,7 +98,7 @@ def no_saved_tensors_hooks() -> Iterator[bool]:
 
 
 def runs_in_backward() -> bool:
-    """Whether autograd's engine runs what is executed here."""
+    """True inside of autograd's engine."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -123,8 +123,8 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 
 
 def runs_its_own_ops(types: Iterable[type]) -> bool:
-    """Whether one of these types of tensors is a wrapper subclass, whose `__torch_dispatch__` is to
-    run before a mode looks at the ops on the tensors inside."""
+    """True where one of these types is a wrapper subclass, whose `__torch_dispatch__` is to run
+    before a mode looks at the ops on the tensors inside."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 

@@ -79,8 +79,13 @@ class ObservingForward(CountingForward):
         self._calls_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._unplanned_before = self.steps.unplanned
         self._loop, self._begun = LoopMemory(), next(_clock)
+        self._began_in_step = False
         self._last_call = 0
         observe(self)
+
+    def begin_in_step(self) -> None:
+        """Note that the step under way has called the model before it was observed."""
+        self._began_in_step = True
 
     def _begin_call(self) -> None:
         """A call begins."""
@@ -152,7 +157,8 @@ class ObservingForward(CountingForward):
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count the step that this optimizer makes of the calls since its last one."""
-        if self._calls == self._calls_before.get(optimizer, 0) and any(
+        began_in_step, self._began_in_step = self._began_in_step, False
+        if not began_in_step and self._calls == self._calls_before.get(optimizer, 0) and any(
                 p.grad is not None for p in self.__self__.parameters()):
             self.steps.count(_NOT_CALLED)
             self._steps += 1

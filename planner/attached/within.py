@@ -103,6 +103,14 @@ def attach(model: nn.Module, settings: Settings) -> None:
         set_forward(target, PlanningForward(target, own_forward(target), settings))
 
 
+def attach_in_step(model: nn.Module, settings: Settings) -> None:
+    """Like `attach`, in a step that has called the model already."""
+    attach(model, settings)
+    standing = _standing(_unwrapped(model))
+    assert standing is not None
+    standing.begin_in_step()
+
+
 def is_within(model: nn.Module) -> bool:
     """Whether `within` was called for this model, or for what it wraps."""
     return _standing(_unwrapped(model)) is not None

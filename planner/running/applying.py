@@ -133,10 +133,11 @@ def _check_resident(model: nn.Module, plan: Plan) -> None:
 
 def _state_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, each storage once, as far as they fill it."""
+    from graph_capture.memory.sparse import strided_tensors
     from graph_capture.torch_compat import storage_key
 
     storages: dict[int, list[int]] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in strided_tensors([*model.parameters(), *model.buffers()]):
         storages.setdefault(storage_key(tensor), [tensor.untyped_storage().nbytes(), 0])[1] += (
             tensor.numel() * tensor.element_size())
     return sum(map(min, storages.values()))

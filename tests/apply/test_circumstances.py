@@ -169,7 +169,7 @@ def test_buffers_made_as_such_are_captured_as_they_run():
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.CTRLConfig(
         n_layer=1, n_embd=16, n_head=2, dff=16, vocab_size=32, n_positions=16, resid_pdrop=0.0,
-        embd_pdrop=0.0))
+        embd_pdrop=0.0, use_cache=False))
     case = Case(model, {"input_ids": ids(), "labels": ids()}, None)
     plan = plan_of(case)
     applied = plan.apply(model)

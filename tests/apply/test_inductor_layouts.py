@@ -8,14 +8,10 @@ import torch
 from torch import nn
 
 from graph_capture.memory.allocator import record_peak
-from graph_capture.torch_compat import convolution_layouts
-from graph_capture.torch_compat.kernels_apart import KernelsApart
-from graph_capture.training_graph import SavingCosts
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled_search import CompiledSearch
 from planner.search.planning import plan_within
-from planner.step.compiled_account import CompiledAccount
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, budget_at
 
@@ -80,12 +76,9 @@ def test_a_plan_within_a_budget_holds_none_and_is_as_predicted(prepared, tight):
     check_as_predicted(tight, convolutions)
 
 
-def test_a_file_says_so_and_one_without_the_field_means_what_it_did(tight):
+def test_a_file_says_so(tight):
     assert loads(dumps(tight)).recipe == tight.recipe
     assert '"lean_code": true' in dumps(tight)
-    older = dumps(tight).replace('"lean_code": true,', "")
-    assert loads(older).recipe.lean_code is tight.recipe.strict_order
-    assert loads(dumps(tight).replace("lean_code", "own_layouts")).recipe == tight.recipe
 
 
 class Block(nn.Module):
@@ -111,24 +104,6 @@ def channels_in_the_last_dimension():
 @pytest.fixture(scope="module")
 def of_blocks():
     return capture(channels_in_the_last_dimension(), IMAGES, loss_fn=loss_of, backend="inductor")
-
-
-def test_what_has_its_elements_in_other_dimensions_is_not_laid_out_for_convolutions(
-    of_blocks, monkeypatch
-):
-    """Laid out so, it would be copied for products of matrices."""
-    search = CompiledSearch(of_blocks, of_blocks.base, EFFORT)
-    least = search.recipe(search.proposals.least[1], strict_order=False)
-
-    def peak():
-        account = CompiledAccount(search.account.tracer, frozenset(), SavingCosts())
-        return account.trace(least).peak_bytes
-
-    monkeypatch.setattr(KernelsApart, "_change", lambda _, nodes: nodes)  # the peak stays there
-    lower = peak()
-    monkeypatch.setattr(convolution_layouts, "_OTHER_DIMENSIONS", frozenset())
-    feature_map = 4 * 2 * 16 * 16 * 16
-    assert peak() - lower >= feature_map
 
 
 def test_a_plan_for_such_blocks_is_as_predicted(of_blocks):

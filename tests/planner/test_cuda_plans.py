@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.plans.file import from_dict
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -42,13 +41,6 @@ def test_a_plan_says_which_kernels_it_takes_and_keeps_that_in_its_file(tmp_path)
     assert "attention by flash" in str(plan) and choice.modules == ""
     plan.save(tmp_path / "plan.json")
     assert planner.load(tmp_path / "plan.json") == plan
-
-
-def test_a_file_of_version_7_is_read():
-    document = made().to_dict()
-    del document["kernels"]
-    loaded = from_dict({**document, "schema_version": 7})
-    assert loaded.kernels == () and loaded.peak_bytes == document["predicted"]["peak_bytes"]
 
 
 def test_figures_of_ones_own_stand_for_a_gpu():

@@ -123,6 +123,7 @@ def test_the_first_call_may_be_a_foreign_one_or_under_anomaly_mode(begins_with_i
     assert planner.steps_of(net).planned == 3 - (not begins_with_it)
 
 
+@pytest.mark.filterwarnings("ignore:saved-tensor hooks")
 @pytest.mark.parametrize("use_reentrant", [
     False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_within_a_budget_may_be_checkpointed(use_reentrant):

@@ -11,11 +11,10 @@ import planner
 from graph_capture.memory.caching_allocator import CachingAllocator, replay
 from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
 from planner.api import capture
-from planner.plans.file import dumps, from_dict, loads
+from planner.plans.file import dumps, loads
 from planner.step.loop_trace import LoopTrace, Span, StepPhase
 from planner.step.reserved import replay_loop
 from tests.support.command_line import TINY_GPT2, invoke, run
-from tests.support.graphs import HandMadeStep, chain, prepared
 
 MIB = 2 ** 20
 BATCH = 16384
@@ -195,19 +194,6 @@ def test_advice_counts_what_is_reserved(unlimited):
                             loss_fn=mean, budget_of="reserved", **ON_GPU)
     plans = [each.plan for each in advice.choices if each.plan is not None]
     assert plans and all(each.reserved_bytes <= budget for each in plans)
-
-
-def test_a_file_of_version_7_says_nothing_of_it():
-    from planner.search.planning import plan_within
-
-    made = plan_within(prepared(HandMadeStep(chain(12), 2600)), 1900)
-    document = made.to_dict()
-    for name in ("reserved_bytes", "baseline_reserved_bytes"):
-        assert document["predicted"].pop(name) is None
-    del document["budget_of"]
-    assert from_dict(document | {"schema_version": 7}) == made
-    with pytest.raises(planner.PlanFileError, match="predicted"):
-        from_dict(document | {"schema_version": 7, "predicted": 5})
 
 
 def test_the_command_line_takes_a_budget_of_what_is_reserved():

@@ -153,4 +153,4 @@ def forged(original: dict[str, Any], document: dict[str, Any]) -> Plan | None:
         forward_backward_peak_bytes=taken.forward_backward_peak_bytes,
         overhead=overhead, overhead_bound=min(overhead, plan.overhead_bound),
         course=StepCourse.of(memory_over(form.graph, timeline), plan.course.backward_begins,
-                             form.budget.resident.gradients, plan.course.plain))
+                             form.budget.resident, plan.course.plain))
