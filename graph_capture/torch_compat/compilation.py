@@ -118,7 +118,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             enable_autograd_cache=False, debug_assert=False,
             donated_buffer=donated_buffers and functorch_config.donated_buffer,
         ),
-        mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", lambda self: False),
+        mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _ends_at_break),
         # Dynamo can break inside of an iteration over a tuple, and not over the values of a dict.
         mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),
         mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
@@ -129,6 +129,18 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
 
 def _over_tuple(modules: nn.Module) -> Iterator[nn.Module | None]:
     return iter(tuple(modules._modules.values()))
+
+
+_may_loop = InstructionTranslatorBase.maybe_has_backedge
+
+
+def _ends_at_break(translator: Any) -> bool:
+    """True where a graph break in a loop leaves all of the code as it is written.
+
+    Without gradients there is nothing to plan, and compiled pieces would use more memory than the
+    code as it is written: in the loop of a custom `autograd.Function`, for one.
+    """
+    return not torch.is_grad_enabled() and bool(_may_loop(translator))
 
 
 _LOG_METHODS = frozenset({

@@ -35,7 +35,7 @@ class Late(nn.Module):
 
 
 class LateInALoop(Late):
-    """torch.compile gives up on a whole function that breaks within a loop."""
+    """By itself torch.compile gives up on a whole function that breaks within a loop."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for inner in (self.first, self.second, self.third):
@@ -61,11 +61,12 @@ def test_the_plan_is_that_of_all_later_calls():
         applied(torch.randn(512, 16))
 
 
-def test_a_step_that_torch_did_not_compile_is_told():
+def test_a_break_in_a_loop_of_the_first_call_is_planned():
     batch = (torch.randn(256, 16),)
     plan = planner.plan(LateInALoop(), batch, budget="80%", time_limit=2)
-    with pytest.warns(UserWarning, match="without the plan"):
-        plan.apply(LateInALoop())(*batch)
+    first = plan.apply(LateInALoop())
+    first(*batch).backward()
+    assert planner.steps_of(first).planned == 1
     called = LateInALoop()
     called(*batch)
     plan.apply(called)(*batch).backward()

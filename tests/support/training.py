@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from apply.runtime import apply_recipe
 from graph_capture.memory.allocator import record_peak
-from graph_capture.output_tensors import output_tensors
 from graph_capture.plain_step.loss import objective
 from graph_capture.torch_compat import compile_settings
 from planner.api import capture
@@ -91,7 +91,8 @@ def train(model: Callable[..., object], case: Case, *, steps: int = 2) -> Trace:
     with buffers_restored(owner):
         for _ in range(steps):
             output = model(*case.args, **case.kwargs)
-            outputs += [tensor.detach().clone() for tensor in output_tensors(output)]
+            outputs += [tensor.detach().clone() for tensor in tree_leaves(output)
+                        if isinstance(tensor, Tensor)]
             goal = objective(output, case.loss_fn)
             outputs += [root.detach().clone() for root in goal.roots]
             goal.backward()
