@@ -21,7 +21,7 @@ from torch import nn
 
 from apply.recipe import Circumstances, InputKey, ParameterKey, Recipe
 from graph_capture.module_forward import own_forward
-from graph_capture.module_hooks import hooks_within
+from graph_capture.module_hooks import classes_within, hooks_within
 
 
 def circumstances_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -48,18 +48,22 @@ class Call:
     """Of each parameter, in the order of `parameters()`."""
     hooks: tuple[int, ...] = ()
     """As `hooks_within` gives them."""
+    classes: int = 0
+    """As `classes_within` gives it."""
 
     @classmethod
     def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The call `model(*args, **kwargs)` here and now."""
         return cls(circumstances_of(model, args, kwargs), model.training,
-                   tuple(p.requires_grad for p in model.parameters()), hooks_within(model))
+                   tuple(p.requires_grad for p in model.parameters()), hooks_within(model),
+                   classes_within(model))
 
     def may_be_served_as(self, planned: Call) -> bool:
         """Whether this may be the same graph with no tensor larger."""
         mine, theirs = self.circumstances, planned.circumstances
-        return ((self.training, self.trainable, self.hooks, mine.autocast)
-                == (planned.training, planned.trainable, planned.hooks, theirs.autocast)
+        return ((self.training, self.trainable, self.hooks, self.classes, mine.autocast)
+                == (planned.training, planned.trainable, planned.hooks, planned.classes,
+                    theirs.autocast)
                 and [key.name for key in mine.inputs] == [key.name for key in theirs.inputs]
                 and all(map(_is_no_larger, mine.inputs, theirs.inputs)))
 

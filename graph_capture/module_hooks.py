@@ -1,4 +1,4 @@
-"""Which hooks a model's submodules have: some of what decides which graph a call runs.
+"""The hooks and classes of a model's submodules: some of what decides which graph a call runs.
 
 Blind spot: hooks with the same code are taken for the same, whatever they close over.
 """
@@ -26,6 +26,19 @@ def hooks_within(model: nn.Module) -> tuple[int, ...]:
                           for hook in attributes[kind].values()]
         waiting += attributes["_modules"].values()
     return tuple(found)
+
+
+def classes_within(model: nn.Module) -> int:
+    """A hash of the classes of a model's submodules: another one where a submodule was replaced by
+    one of another kind, or parametrized."""
+    found: list[int] = []
+    waiting = [*model._modules.values()]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            found.append(id(type(module)))
+            waiting += module._modules.values()
+    return hash(tuple(found))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
