@@ -294,7 +294,9 @@ class PlanningForward(ObservingForward):
                 return None
             optimizers = ()  # gradients were made and are gone: what took them is none of torch's
         lives = graph.lives
-        lets_go = not planner.loss_is_outside and lives and {*lives} != {Until.END}
+        # An object may make more tensors when the loss asks it for them.
+        lets_go = (not planner.loss_is_outside and lives and {*lives} != {Until.END}
+                   and len(lives) == planner.output_tensors)
         return Known(optimizers, graph.beside(self._held_bytes), graph.shared_loss,
                      lives if lets_go else None, self._defers_reduction, graph.is_lean)
 
