@@ -219,7 +219,11 @@ class GraphPlanner:
 
     def measured(self, loss: UnmeasuredLoss) -> SeenLoss:
         """The loss with what its kernels take for themselves."""
-        return loss.measured(self._step.tracing.workspace)
+        seen = loss.measured(self._step.tracing.workspace)
+        if len(self._step.graph.regions) > 1:
+            # Code between the regions is followed with the loss: one peak serves both directions.
+            seen = replace(seen, forward_peak_bytes=None)
+        return seen
 
     def plan(self, known: Known) -> Plan:
         """The plan for a step of which all is known; raises `InfeasibleBudget`."""

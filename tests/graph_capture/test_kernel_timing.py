@@ -1,5 +1,7 @@
 """Timing the kernels that Inductor generates, for `cost_model="measured"`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +59,8 @@ def test_overhead_is_the_ratio_of_timed_steps_and_kernels_are_timed_once(monkeyp
     account = prepared.base.compiled
     account._seconds.clear()
     recipes = [next(known for known in account._known
-                    if account.with_code(known) == made.recipe) for made in (default, plan)]
+                    if account.with_code(known) == replace(made.recipe, ops=(), buffers=()))
+               for made in (default, plan)]
     before, after = map(account.seconds, recipes)
     assert before > 0
     assert plan.overhead == pytest.approx(after / before - 1)

@@ -126,7 +126,7 @@ def test_the_low_peak_step_fits_where_the_other_cannot(tmp_path):
     step = captured(case)
     floor = working_set_floor(step.base.problem)
     low_peak = step.forms[1]
-    least = low_peak.net_peak_bytes(minimum_peak(low_peak.problem, time_limit=2.0))
+    least = low_peak.net_peak_bytes(minimum_peak(low_peak.problem))
     assert least < floor
     budget = step.resident_bytes + (least + floor) // 2
     path = tmp_path / "plan.json"
