@@ -163,7 +163,7 @@ def of_refused_sizes(rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_refuses_a_larger_batch():
-    on_ranks(of_refused_sizes, time_out=datetime.timedelta(seconds=10))
+    on_ranks(of_refused_sizes, time_out=datetime.timedelta(seconds=60))
 
 
 def saving(rank: int, folder: str) -> None:
