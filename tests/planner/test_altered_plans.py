@@ -219,7 +219,10 @@ def apply_and_train(kind: str, count: int, seed: int) -> Counter[str]:
         torch._dynamo.reset()
         try:
             planned = plan.apply(owner.case.model)
-            if train(planned, owner.case).differences(owner.reference):
+            trained = train(planned, owner.case)
+            # Sums over chunks are rounded in another order than the plain model's.
+            if (trained.distance(owner.reference) > 1e-5 if owner.plan.recipe.is_variant
+                    else trained.differences(owner.reference)):
                 found["WRONG GRADIENTS"] += 1
                 continue
         except planner.PlanMismatch:
