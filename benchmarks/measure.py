@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.models import Workload
-from graph_capture.memory.allocator import record_peak
-from graph_capture.plain_step.loss import objective
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.plain_step.loss import objective
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.planning import Effort, plan_within
@@ -64,7 +64,7 @@ def with_gradient_checkpointing(workload: Workload) -> nn.Module | None:
 
 
 def held_by_loss(workload: Workload) -> list[object]:
-    """What the loss holds, its labels among it; the account counts these among the buffers."""
+    """What the loss holds, its labels among it; the breakdown counts these among the buffers."""
     closure = getattr(workload.loss_fn, "__closure__", None) or ()
     return [cell.cell_contents for cell in closure]
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TextIO
 
-from graph_capture.progress import Progress as Progress
+from planner._graph_capture.progress import Progress as Progress
 
 log = logging.getLogger("planner.progress")
 
@@ -27,7 +27,7 @@ _SECONDS = 1.0
 
 
 class Watch:
-    """Takes reports of one piece of long work; mutable."""
+    """Takes reports of one chunk of long work; mutable."""
 
     def __init__(self, what: str, progress: Progress | None, stream: TextIO | None) -> None:
         """`progress`: a callback that takes the reports instead; `stream`: a terminal."""

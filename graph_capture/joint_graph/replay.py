@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.random_ops import state_bytes
-from graph_capture.torch_compat import HigherOrderOperator, OpOverload, schema_of
+from planner._graph_capture.joint_graph.random_ops import state_bytes
+from planner._graph_capture.torch_compat import HigherOrderOperator, OpOverload, schema_of
 
 _aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
     that the step mutates."""
     target = node.target
     if node.meta.get(RUNS_ONCE):
-        return Replay(pinned="runs in pieces, forward and backward together")
+        return Replay(pinned="runs in chunks, forward and backward together")
     if isinstance(target, HigherOrderOperator):
         return Replay(pinned=f"higher-order op {target.name()}")
     if not isinstance(target, OpOverload):

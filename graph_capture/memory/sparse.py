@@ -4,7 +4,7 @@
 many distinct rows there are depends on values, so the indices keep theirs, where the batch's are
 known; else all rows count as distinct, which is the most that there can be.
 
-Blind spot: a sparse gradient that is added to another one, which grows with every micro-step.
+Blind spot: a sparse gradient that is added to another one, which grows with every micro-batch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from graph_capture.errors import CaptureError
-from graph_capture.torch_compat import (
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.torch_compat import (
     OpOverload,
     is_traceable_wrapper_subclass,
     no_active_modes,

@@ -13,8 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graph_capture.plain_step.loss import Until
-from graph_capture.training_graph import LOSS_BACKWARD, Phase, Region, TrainingGraph, TrainingOp
+from planner._graph_capture.plain_step.loss import Until
+from planner._graph_capture.training_graph import (
+    LOSS_BACKWARD,
+    Phase,
+    Region,
+    TrainingGraph,
+    TrainingOp,
+)
 
 OUTPUT_RELEASED = "loss/output released#0"
 """Name of the pseudo-op before which the output is there, and after which it is not."""
@@ -45,10 +51,10 @@ def with_output_released(graph: TrainingGraph, lives: Sequence[Until]) -> Traini
         buffers=tuple(replace(
             buffer, producer=buffer.producer + (buffer.producer >= start),
             kept_to_end=buffer.kept_to_end and index not in going)
-            for index, buffer in enumerate(graph.buffers)),
+                      for index, buffer in enumerate(graph.buffers)),
         regions=tuple(_moved(region, tuple(sorted(
             place for each in released if each.region == number for place in each.places)))
-            for number, region in enumerate(graph.regions)))
+                      for number, region in enumerate(graph.regions)))
 
 
 def _moved(region: Region, released: tuple[int, ...]) -> Region:

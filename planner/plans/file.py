@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from apply.recipe import OpKey, Recipe, RegionRecipe
-from graph_capture.training_graph import Phase, TrainingOp
+from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
+from planner._graph_capture.training_graph import Phase, TrainingOp
 from planner.errors import PlanFileError
 from planner.plans.checking import contradiction
 from planner.plans.document import SCHEMA_VERSION, Document, ops_of, pick
@@ -70,7 +70,7 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
     expected = fingerprint(document)
     if given.fingerprint != expected:
         raise _changed(name, f"the fingerprint does not match the rest of the file: expected "
-                             f"{expected}, got {given.fingerprint}")
+                       f"{expected}, got {given.fingerprint}")
     plan = _plan_of(given)
     if words := contradiction(plan):
         raise _changed(name, words)
@@ -91,14 +91,14 @@ def _plan_of(document: Document) -> Plan:
     for op in ops:
         if op.digest:
             keys.setdefault((op.region, op.phase), []).append(_key(op))
-    recipe = pick(
-        Recipe, document, overrides=tuple(document.overrides.items()), ops=ops,
-        regions=tuple(pick(RegionRecipe, row,
+    spec = pick(
+        RewriteSpec, document, overrides=tuple(document.overrides.items()), ops=ops,
+        regions=tuple(pick(RegionSpec, row,
                            forward=tuple(keys.get((number, Phase.FORWARD), ())),
                            backward=tuple(keys.get((number, Phase.BACKWARD), ())))
                       for number, row in enumerate(document.regions)))
     return pick(
-        Plan, document, document.predicted, document.solver, recipe=recipe,
+        Plan, document, document.predicted, document.solver, spec=spec,
         solver=document.solver.name, created_with=tuple(document.created_with.items()),
         decisions=tuple(row for region in document.regions for row in region.decisions),
         solve_seconds=None)

@@ -6,15 +6,15 @@ wanted.
 
 from __future__ import annotations
 
-from graph_capture.garbage import fewer_collections
+from planner._graph_capture.garbage import fewer_collections
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.compiled import plan_compiled
 from planner.search.eager import infeasible, make_plan, schedule_within
 from planner.search.effort import Effort
 from planner.search.reserved import reserved_refusal, schedule_reserving
+from planner.solvers.problem import Schedule
 from planner.step.prepared import PreparedStep
-from solvers.problem import Schedule
 
 __all__ = ["Effort", "leanest_plan", "plan_within", "refusal"]
 
@@ -28,10 +28,10 @@ def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort
     if prepared.base.compiled is not None:
         return plan_compiled(prepared, budget_bytes, effort)
     if prepared.budget_of == "reserved" and budget_bytes is not None:
-        form, result = schedule_reserving(prepared, budget_bytes, effort, warm_start=warm_start)
+        variant, result = schedule_reserving(prepared, budget_bytes, effort, warm_start=warm_start)
     else:
-        form, result = schedule_within(prepared, budget_bytes, effort, warm_start=warm_start)
-    return make_plan(prepared, form, budget_bytes, result)
+        variant, result = schedule_within(prepared, budget_bytes, effort, warm_start=warm_start)
+    return make_plan(prepared, variant, budget_bytes, result)
 
 
 def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:

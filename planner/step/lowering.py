@@ -8,12 +8,12 @@ replayed in them, and a recomputation just before them has no place to stand.
 Where there is a link to the host, what the forward saves for its own backward, and nothing else,
 may be stored there.
 
-Resident memory is not part of the problem; `planner.step.accounting` adds it.
+Resident memory is not part of the problem; `planner.step.breakdown` adds it.
 """
 
 from __future__ import annotations
 
-from graph_capture.training_graph import (
+from planner._graph_capture.training_graph import (
     KEPT_BY_USER,
     RUNS_SEVERAL_TIMES,
     BufferKind,
@@ -21,7 +21,7 @@ from graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
-from solvers.problem import Link, Op, Problem, Segment, Storage
+from planner.solvers.problem import Link, Op, Problem, Segment, Storage
 
 
 def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from graph_capture.capture import CapturedStep, capture_step
-from graph_capture.errors import CaptureError
-from graph_capture.training_graph import BufferKind, Phase
+from planner._graph_capture.capture import CapturedStep, capture_step
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.training_graph import BufferKind, Phase
 from tests.support import models
 from tests.support.models import Case
 from tests.support.training import (
@@ -148,7 +148,7 @@ def test_a_pattern_that_names_nothing_is_refused():
         capture(models.language_model(**SMALL), keep=("blocks.7",))
 
 
-# --- Models in pieces -----------------------------------------------------------------------------
+# --- Models in chunks -----------------------------------------------------------------------------
 
 
 class TwoRegions(nn.Module):
@@ -231,7 +231,7 @@ for regions in ("model", None):
 
 @pytest.mark.slow
 def test_a_graph_break_in_a_loop_is_told():
-    """torch gives up on the loop, and compiles one piece of code for both layers; in a process of
+    """torch gives up on the loop, and compiles one chunk of code for both layers; in a process of
     its own, since what torch does depends on what it has compiled."""
     done = subprocess.run([sys.executable, "-c", BREAK_IN_LOOP], capture_output=True, text=True,
                           check=True, env={**os.environ, "PYTHONPATH": "."})
@@ -263,7 +263,7 @@ for size in range(1, 4):
     with torch._dynamo.config.patch(recompile_limit=1):
         torch.compile(case.model, backend="eager", dynamic=False)(case.args[0][:, :8 * size])
 plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn)
-print(len(plan.recipe.regions), "regions")
+print(len(plan.rewrite spec.regions), "regions")
 """
 
 
@@ -304,7 +304,7 @@ class Logged(nn.Module):
 x = torch.randn(4, 8)
 torch.compile(Logged(True), backend="eager")(x)
 plan = planner.plan(Logged(False), (x,))
-print(len(plan.recipe.regions), "regions")
+print(len(plan.rewrite spec.regions), "regions")
 """
 
 
@@ -365,7 +365,7 @@ def test_an_error_in_the_models_own_code_is_named():
             raise LookupError("no such expert")
 
     with pytest.raises(CaptureError, match=r"at test_capture\.py:\d+ \(`raise .*`\): "
-                                           r"LookupError: no such expert"):
+                       r"LookupError: no such expert"):
         capture(Case(Broken(), (torch.randn(2, 8),), torch.sum))
 
 

@@ -7,30 +7,30 @@ import pytest
 import torch
 from torch import nn
 
-from apply import plan_backend
-from graph_capture.joint_graph import pipeline
-from graph_capture.step import regions
+from planner._apply import plan_backend
+from planner._graph_capture.joint_graph import pipeline
+from planner._graph_capture.step import regions
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case
 from tests.support.training import train
 
 ROOT = Path(__file__).parents[2]
-STEPS = {"clean_joint_graph", "lower_backward_peak", "hoist_updates", "remake_dropout",
+STEPS = {"clean_joint_graph", "lower_backward_peak", "hoist_updates", "recompute_dropout",
          "saved_by_default", "ops_to_hoist", "hoist", "lower"}
-HOMES = {"joint", "low_peak_backward", "hoisting", "remade_dropout", "lower"}
+HOMES = {"joint", "low_peak_backward", "hoisting", "recomputed_dropout", "lower"}
 
 
 def test_the_steps_of_the_rewriting_are_imported_by_the_pipeline_alone():
     importers = {}
-    for room in ("graph_capture", "apply", "planner", "benchmarks"):
-        for path in (ROOT / room).rglob("*.py"):
+    for headroom in ("graph_capture", "apply", "planner", "benchmarks"):
+        for path in (ROOT / headroom).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if (isinstance(node, ast.ImportFrom) and node.module
-                        and node.module.startswith("graph_capture.joint_graph")
+                        and node.module.startswith("planner._graph_capture.joint_graph")
                         and node.module.rpartition(".")[2] in HOMES):
                     for alias in node.names:
                         importers.setdefault(alias.name, set()).add(path)
-    here = {Path(pipeline.__file__)}
+    here = {Path(pipeline.__file__).resolve()}
     assert {name: importers.get(name) for name in STEPS} == dict.fromkeys(STEPS, here)
 
 

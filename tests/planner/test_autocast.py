@@ -39,7 +39,7 @@ def test_the_step_is_planned_and_verified_under_autocast(name, autocast):
 def test_autocast_around_the_call_gives_the_same_plan():
     case = BUILDERS["gpt2"](layers=1)
     plan = planned(case, autocast="bf16", budget="90%")
-    assert plan.recipe.circumstances.autocast == "cpu bfloat16"
+    assert plan.spec.signature.autocast == "cpu bfloat16"
     with torch.autocast("cpu", torch.bfloat16):
         assert planned(case, budget="90%") == plan
     assert planner.memory(case.model, case.inputs, autocast="bf16", plan=plan,
@@ -50,7 +50,7 @@ def test_a_step_without_it_is_refused_in_words():
     case = BUILDERS["language_model"](layers=1)
     applied = planned(case, autocast="bf16").apply(case.model)
     with pytest.raises(planner.PlanMismatch, match=r"made under autocast \(cpu bfloat16\), this "
-                                                   "step runs without autocast"):
+                       "step runs without autocast"):
         applied(*case.args)
     with torch.autocast("cpu", torch.bfloat16):
         case.loss_fn(applied(*case.args)).backward()

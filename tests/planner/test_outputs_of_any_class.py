@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
 import planner
-from graph_capture.errors import CaptureError
-from graph_capture.memory.allocator import record_stages
-from graph_capture.output_tensors import output_tensors, with_changed_tensors
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.allocator import record_stages
+from planner._graph_capture.output_tensors import output_tensors, with_changed_tensors
 
 X = torch.randn(128, 16, generator=torch.Generator().manual_seed(3))
 
@@ -99,7 +99,7 @@ def test_tensors_are_found_in_what_a_model_returns(kind, gives_loss, attach):
 def test_tensors_that_cannot_be_found_are_refused_in_true_words():
     net = planner.within(Net("hiding"), "90%", time_limit=1)
     with pytest.raises(CaptureError, match="no tensor that needs a gradient was found in what the "
-                                           r"model returns \(Hiding\)"):
+                       r"model returns \(Hiding\)"):
         net(X)
     with pytest.raises(CaptureError, match="keep tensors in attributes"):
         planner.plan(Net("hiding"), X, loss_fn=KINDS["hiding"][1])

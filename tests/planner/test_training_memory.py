@@ -1,4 +1,4 @@
-"""The account of a whole training loop against real ones, measured by the allocator's events."""
+"""The breakdown of a whole training loop against real ones, measured by the allocator's events."""
 
 from __future__ import annotations
 
@@ -38,17 +38,22 @@ def test_models_with_embeddings_attention_and_convolutions(name, size, optimizer
     report = planner.memory(case.model, case.inputs, loss_fn=case.loss_fn,
                             optimizer=make(case.model), **options)
     measured = RealLoop(case.model, case.inputs, case.loss_fn, make, **options).measure()
-    for phase, off in deviations(report.account, measured).items():
+    for phase, off in deviations(report.breakdown, measured).items():
         assert abs(off) < 0.01, (phase, off)
-    assert resident_error_bytes(report.account, measured) == 0
+    assert resident_error_bytes(report.breakdown, measured) == 0
 
 
-@pytest.mark.parametrize("options", [
-    {"accumulation": 3}, {"hold_output": "backward", "accumulation": 3},
-    {"zero_grad": "before_backward", "accumulation": 2},
-    {"zero_grad": "before_backward", "set_to_none": False},
-    {"accumulation": 2, "set_to_none": False, "grad_clip": 0.1}],
-    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulation": 3},
+        {"hold_output": "backward", "accumulation": 3},
+        {"zero_grad": "before_backward", "accumulation": 2},
+        {"zero_grad": "before_backward", "set_to_none": False},
+        {"accumulation": 2, "set_to_none": False, "grad_clip": 0.1},
+    ],
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "plain",
+)
 def test_every_way_of_going_about_a_step(options):
     check(momentum, **options)
 
@@ -83,7 +88,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
         return torch.optim.Adam([
             {"params": model.layers.parameters()},
             {"params": [*model.wide.parameters(), *model.head.parameters()], "amsgrad": True}],
-            lr=1e-3)
+                                lr=1e-3)
 
     model = Network()
     for frozen in (model.embed, model.norm):
@@ -184,7 +189,7 @@ def test_loading_from_a_state_dict_on_the_device_takes_the_parameters_twice():
 
 
 def test_inference_is_the_forward_without_what_the_backward_needs():
-    from graph_capture.memory.allocator import record_peak
+    from planner._graph_capture.memory.allocator import record_peak
 
     model = Network()
     report = planner.memory(model, (IDS,), loss_fn=loss_fn)

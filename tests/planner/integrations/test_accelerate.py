@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import planner
 from benchmarks.settled_collectives import settle_collectives
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 from tests.support.measured_loops import MeasuredLoop, Trial
 from tests.support.models import gpt2
 from tests.support.ranks import on_ranks
@@ -26,7 +26,7 @@ def model() -> torch.nn.Module:
 
 
 def train(loop: MeasuredLoop, budget: int | None, *, before: bool, precision: str) -> None:
-    """Two steps of two micro-steps, clipped."""
+    """Two steps of two micro-batches, clipped."""
     accelerate.state.AcceleratorState._reset_state()  # its settings are those of the process
     accelerator = accelerate.Accelerator(
         mixed_precision=precision, cpu=True, gradient_accumulation_steps=2)

@@ -1,0 +1,14 @@
+"""Errors that code raised on fake tensors, in words."""
+
+from __future__ import annotations
+
+from planner._graph_capture.torch_compat import UnsupportedOperatorException, schema_of
+
+
+def failure(error: BaseException) -> str:
+    """The error with its type; for an op without a fake kernel, how to register one."""
+    if isinstance(error, UnsupportedOperatorException):
+        name = schema_of(error.func).name
+        return (f"{name} has no fake kernel, which says what shapes its results have: "
+                f'register one with @torch.library.register_fake("{name}")')
+    return f"{type(error).__name__}: {error}"
