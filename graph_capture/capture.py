@@ -48,8 +48,10 @@ from graph_capture.step.assemble import LossMemory, assemble
 from graph_capture.step.kept import Keeper
 from graph_capture.step.regions import RegionUse, count_runs, region_uses
 from graph_capture.step.released_output import with_output_released
+from graph_capture.symbolic.region import SymbolicRegion
+from graph_capture.symbolic.sizes import Values
 from graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
-from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
+from graph_capture.training_graph import ModelOutput, OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
@@ -141,6 +143,17 @@ class CapturedStep:
                                is_sharded=self.tracing.layout is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class SymbolicStep:
+    """A step whose graph was captured with symbolic sizes."""
+
+    region: SymbolicRegion
+    values: Values
+    """Of the symbols, where the model is called with the arguments of this step."""
+    outputs: tuple[ModelOutput, ...]
+    """What the model returns, in the graph with fixed sizes."""
+
+
 @quiet_fake_tensors()
 @undisturbed_autograd()
 @fewer_collections()
@@ -155,6 +168,7 @@ def capture_step(
     answers: tuple[Any, ...] | None = None, probe_room: ProbeRoom | None = None,
     progress: Progress | None = None, pieces: Sequence[tuple[int, int]] = (),
     make_layout: Callable[[FakeTwin], RankLayout] | None = None,
+    symbolic: SymbolicStep | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -172,7 +186,8 @@ def capture_step(
     ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
     data-parallel run, which holds the model so.  `probe_room`: what running single ops may take
     where a loop has begun to train.  `pieces`: the numbers of pieces in which the
-    widest part of the step and the insides of layers may run.
+    widest part of the step and the insides of layers may run.  `symbolic`: the step's graph, captured
+    before with symbolic sizes; nothing is traced but the plain step.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -210,16 +225,20 @@ def capture_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
             wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
 
-    traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
+    if symbolic is None:
+        traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
+    else:
+        traced, traced_loss, recording, output = twin, twin_loss, Recording(), None
     is_in_vain = not recording.calls or _sharing_code(recording)
-    if regions is None and is_in_vain and has_repeated_blocks(model):
+    if symbolic is None and regions is None and is_in_vain and has_repeated_blocks(model):
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
             by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
             by_blocks[2].check_any()
             if not _sharing_code(by_blocks[2]):
                 traced, traced_loss, recording, output = by_blocks
-    uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
+    uses = [] if symbolic is not None else region_uses(
+        traced, recording, output, JointForm(compiled=inductor))
     capture_seconds = time.monotonic() - begun
     rules = _rules_since(twin)
 
@@ -229,7 +248,8 @@ def capture_step(
         tracing = Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output, layout)
         baseline = tracing.plain_step(twin_loss)
         plain_rules = _rules_since(twin)
-        outputs = trace_loss(traced_loss, output, traced, costs.workspace_bytes).outputs
+        outputs = baseline.loss.outputs if symbolic is not None else trace_loss(
+            traced_loss, output, traced, costs.workspace_bytes).outputs
         later = (None if not accumulated
                  else tracing.plain_step(twin_loss, baseline.with_gradient))
     except CaptureError:
@@ -260,7 +280,15 @@ def capture_step(
         return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepForm(graph, low_peak, *pieces))
 
-    forms = [form(uses)]
+    if symbolic is not None:
+        forms = []
+        for low_peak in symbolic.region.forms:
+            with symbolic.region.at(symbolic.values, low_peak=low_peak) as lowered:
+                use = symbolic.region.use(lowered, symbolic.outputs, twin.parameters)
+                forms.append(form([use], low_peak))
+        pieces = ()
+    else:
+        forms = [form(uses)]
     keeper.check_all_used()
     if any(has_low_peak_form(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointForm(inductor, low_peak=True))

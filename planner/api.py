@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from graph_capture.capture import CapturedStep
+    from graph_capture.capture import CapturedStep, SymbolicStep
     from graph_capture.op_costs.devices import Gpu
     from graph_capture.op_costs.room import ProbeRoom
     from graph_capture.plain_step.loss import LossFn
@@ -216,10 +216,12 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, progress: Progress | None, *,
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
-                 probe_room: ProbeRoom | None = None) -> CapturedStep:
+                 probe_room: ProbeRoom | None = None,
+                 symbolic: SymbolicStep | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_room`: what
-    running single ops may take, where the model is being trained."""
+    running single ops may take, where the model is being trained; `symbolic`: its graph, where that
+    was captured before with symbolic sizes."""
     from graph_capture.capture import capture_step
     from graph_capture.twins.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank
@@ -241,7 +243,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         accumulated=planning.accumulation > 1, regions=regions, answers=answers,
         autocast=planning.autocast_dtype, holds_output=planning.output == "held",
         make_layout=None if parallel is None else lambda twin: layout_of(model, twin, parallel),
-        probe_room=probe_room, progress=progress, pieces=planning.pieces)
+        probe_room=probe_room, progress=progress, pieces=planning.pieces, symbolic=symbolic)
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

@@ -21,6 +21,7 @@ from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backwa
 from graph_capture.joint_graph.lower import LoweredRegion, lower
 from graph_capture.joint_graph.pieces.in_pieces import InPieces, run_in_pieces
 from graph_capture.joint_graph.remade_dropout import remake_dropout
+from graph_capture.symbolic.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def lower_joint_graph(
             saved = saved_by_default(joint)
             hoisted = ops_to_hoist(joint, saved)
         hoist(joint, hoisted)
+    Sizes.of(joint.primals).settle(joint.graph)
     lowered = lower(joint, _stable_names(input_names), region, block)
     return replace(lowered, hoisted=hoisted or (), saved_by_default=saved,
                    pieces=cut.pieces, inner_pieces=cut.inner_pieces, unmade=cut.unmade)

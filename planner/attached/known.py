@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from apply.circumstances import circumstances_of, tensor_keys
-from graph_capture.capture import CapturedStep
+from graph_capture.capture import CapturedStep, SymbolicStep
 from graph_capture.completed import (
     with_earlier_gradients,
     with_held,
@@ -39,10 +39,12 @@ from graph_capture.completed import (
 )
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from graph_capture.errors import CaptureError, ValueAsked
+from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.room import ProbeRoom
 from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss, UnmeasuredLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
+from graph_capture.training_graph import ModelOutput
 from graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call
 from planner.arguments.budget import Budget
@@ -58,9 +60,11 @@ from planner.progress import watched
 from planner.search.agreement import agreed, check_same_model
 from planner.search.eager import make_plan
 from planner.search.planning import Effort, leanest_plan, plan_within
+from planner.step.form import Form
 from planner.step.prepared import PreparedStep, prepare
 from planner.step.wrapped import group_of, with_wrappers
 from planner.units import format_bytes
+from solvers.problem import Schedule
 from solvers.result import Result
 
 log = logging.getLogger("planner")
@@ -91,11 +95,13 @@ class GraphPlanner:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
-                 stepping: Callable[[], Sequence[Optimizer]] = tuple) -> None:
+                 stepping: Callable[[], Sequence[Optimizer]] = tuple,
+                 symbolic: SymbolicStep | None = None) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
-        holds beside this one; `stepping`: the optimizers that were seen so far."""
+        holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
+        step's graph, where it was captured before with symbolic sizes."""
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
-        self._stepping = stepping
+        self._stepping, self._symbolic = stepping, symbolic
         self.is_steered = False
         """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
@@ -120,7 +126,8 @@ class GraphPlanner:
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report,
-                                          unknown_loss=unknown, probe_room=room)
+                                          unknown_loss=unknown, probe_room=room,
+                                          symbolic=self._symbolic)
             except ValueAsked:
                 answers = asked_values(model, lambda: model.forward(*args, **kwargs))
                 try:
@@ -206,6 +213,34 @@ class GraphPlanner:
         """The loss of a call that another call follows, which has the rest of it."""
         loss = self.assumed_loss
         return replace(loss, peak_bytes=loss.gradient_bytes, held_bytes=0)
+
+    @property
+    def graph_outputs(self) -> tuple[ModelOutput, ...]:
+        """What the model returns, in the captured graph."""
+        return self._step.graph.outputs
+
+    @property
+    def workspace(self) -> Workspace:
+        """What kernels take for themselves."""
+        return self._step.tracing.workspace
+
+    def schedule_of(self, plan: Plan, known: Known) -> tuple[Form, Schedule]:
+        """The form of the step that a plan made with `known` is of, and its schedule."""
+        prepared = self._prepared(known)
+        prepared = self._prepared(known, self._needed(known, prepared, plan))
+        form = prepared.form_of(plan.recipe)
+        return form, schedule_of(form, plan.recipe)
+
+    @property
+    def can_be_symbolic(self) -> bool:
+        """Whether the step may be captured with symbolic sizes: run op by op as one graph on one
+        device, without parts in chunks."""
+        planning = self._planning
+        return (self.is_alone and not self.is_steered and planning.backend == "eager"
+                and planning.budget_of == "allocated" and not planning.pieces
+                and len(self._step.graph.regions) == 1
+                and not self._step.graph.regions[0].block
+                and not any(op.target == "uncaptured code" for op in self._step.graph.ops))
 
     @property
     def own_tensors(self) -> list[torch.Tensor]:
