@@ -120,6 +120,12 @@ class SymbolicCallable:
         self._served.clear()
         return made
 
+    @property
+    def input_bytes(self) -> list[tuple[str, Any]]:
+        """Names and bytes, in symbols, of the call's tensors."""
+        return [(name, node.meta["val"].untyped_storage().nbytes()) for node, name in zip(
+            self.region.forms[False].joint.primals, self._names, strict=True) if name is not None]
+
     def values_at(self, sizes: Mapping[str, Sequence[int]]) -> Values:
         """The symbols' values in a call whose tensors have these sizes; raises `PlanMismatch` where
         the sizes do not tell."""

@@ -6,7 +6,8 @@ sizes take no tracing.  A schedule is planned for the largest sizes met so far; 
 is evaluated, by the project's simulator on the same problem with other numbers.  Where it does not
 fit, a schedule is planned for those sizes on the same graph, and both are kept.
 
-Workspace of kernels is measured for each op and shape when sizes are evaluated.
+What a kernel takes for itself at smaller sizes is at first bounded by what it takes at the planned
+ones; where that is too much, and for larger sizes, it is measured for each op and shape, once.
 
 Blind spots: a loss outside of the model is taken to use at smaller sizes what it does at the
 planned ones, and in proportion to the model's output at larger ones.
@@ -32,7 +33,6 @@ from graph_capture.training_graph import LOSS_BACKWARD, Phase
 from planner.attached.planned_graph import PlannedGraph
 from planner.plans.plan import Plan
 from planner.step.form import Form
-from solvers.problem import Problem
 from solvers.problem import Schedule as Order
 from solvers.simulator import simulate
 
@@ -114,15 +114,24 @@ class SymbolicGraph(PlannedGraph):
         assert self.target is not None and self.planner is not None and self.known is not None
         self.plan = plan
         form, order = self.planner.schedule_of(plan, self.known)
+        assert self.call is not None
+        again = {key.name for key in self.call.circumstances.inputs if key.same_as is not None}
+        inputs = [size for name, size in self.target.input_bytes if name not in again]
         peak = PeakAtSizes(self.target.region, self.values, form, order,
-                           self.planner.workspace)
-        made = self.target.adopt(
-            plan.recipe, lambda values: plan.budget_bytes is None
-            or peak.bytes_at(values) <= plan.budget_bytes, instead=not self._is_for_more_sizes)
+                           self.planner.workspace, inputs)
+        self._peak = peak
+        made = self.target.adopt(plan.recipe, lambda values: plan.budget_bytes is None
+                                 or peak.is_within(plan.budget_bytes, values),
+                                 instead=not self._is_for_more_sizes)
         self._is_for_more_sizes = False
         self._plans = {each: self._plans[each] for target in self.code.graphs
                        for each in target.schedules if each in self._plans}
         self._plans[made] = plan
+
+    def peak_bytes_at(self, sizes: Mapping[str, Sequence[int]]) -> int:
+        """The peak of a step whose inputs have these sizes, under the last plan."""
+        assert self.target is not None
+        return self._peak.bytes_at(self.target.values_at(sizes))
 
     def note_run(self) -> None:
         """Note that a call went well."""
@@ -138,8 +147,9 @@ class PeakAtSizes:
     """The peak of a step under one schedule, as a function of its sizes."""
 
     def __init__(self, region: SymbolicRegion, values: Values, form: Form, order: Order,
-                 workspace: Workspace) -> None:
-        """`form`: that of the step where the symbols have these values."""
+                 workspace: Workspace, input_sizes: Sequence[Any]) -> None:
+        """`form`: that of the step where the symbols have these values; `input_sizes`: bytes of the
+        call's tensors."""
         self._region, self._values, self._form, self._order = region, values, form, order
         self._lowered = region.forms[form.low_peak]
         self._workspace = workspace
@@ -160,10 +170,7 @@ class PeakAtSizes:
                          if sizes.number(size, values) == graph.buffers[buffer].size_bytes}
         self._of_loss = [place for place, op in enumerate(graph.ops) if op.phase is Phase.LOSS]
         self._output_sizes = cotangents
-        self._input_sizes = [
-            node.meta["val"].untyped_storage().nbytes()
-            for node, name in zip(self._lowered.joint.primals, region.parameters, strict=True)
-            if name is None and isinstance(node.meta["val"], torch.Tensor)]
+        self._input_sizes = input_sizes
         self._ops: dict[str, tuple[Any, list[int]]] = {}  # shape class -> an op, places of all
         for each in self._lowered.ops:
             node = each.node
@@ -174,8 +181,19 @@ class PeakAtSizes:
                 self._ops.setdefault(f"{node.target} {_described(call)}", (
                     (each, call), []))[1].append(place_of[each.name])
 
+    def is_within(self, limit_bytes: int, values: Values) -> bool:
+        """Whether the step takes no more than this where the symbols have these values."""
+        is_smaller = all(mine <= planned for mine, planned in zip(values, self._values,
+                                                                  strict=True))
+        return (is_smaller and self._bytes_at(values, {}) <= limit_bytes) or (
+            self.bytes_at(values) <= limit_bytes)
+
     def bytes_at(self, values: Values) -> int:
         """The peak of the whole step where the symbols have these values."""
+        return self._bytes_at(values, self._workspaces(values))
+
+    def _bytes_at(self, values: Values, workspace: Mapping[int, int]) -> int:
+        """The same with such workspace of some ops; of others it is that at the planned sizes."""
         form, sizes = self._form, self._region.sizes
         graph, budget, problem = form.graph, form.budget, form.problem
         scale = max(1.0, self._total(self._output_sizes, values)
@@ -187,7 +205,6 @@ class PeakAtSizes:
             replace(storage, size_bytes=math.ceil(scale * storage.size_bytes))
             if place in of_loss else storage
             for place, storage in enumerate(problem.storages))
-        workspace = self._workspaces(values)
         ops = tuple(
             replace(op, workspace_bytes=workspace.get(
                 place, math.ceil(scale * op.workspace_bytes) if place in self._of_loss
