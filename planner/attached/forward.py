@@ -232,7 +232,6 @@ class PlanningForward(ObservingForward):
                 if graph not in self.graphs:
                     self.graphs.insert(0, graph)
                 return True, output
-            gc.collect()  # the error's frames hold what has run
         raise PlanMismatch("no schedule was found that serves these sizes")
 
     def _plan_sizes(self, graph: SymbolicGraph, target: SymbolicCallable, call: Call,

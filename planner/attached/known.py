@@ -82,6 +82,8 @@ _NOT_FOLLOWED = (
     "decide by shapes and arguments, or with torch.where; for a packed sequence, give the layer "
     "the padded batch and mask what it returns; or take that part out of the model, and call "
     "planner.within for the rest")
+_MOST_PREPARED = 3
+"""How many prepared steps are kept: each that is made again traces the plain step."""
 _TRIALS = 6
 """How many schedules are looked at until calls that hold memory at once fit beside one another."""
 _CLOSE = 0.005
@@ -115,6 +117,7 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
+        self._made: list[tuple[tuple[Known, int | None, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
                                 if isinstance(tensor, torch.Tensor))
         planning = with_wrappers(model, planning)
@@ -388,6 +391,15 @@ class GraphPlanner:
                   assumed_optimizer: str | None = None) -> PreparedStep:
         """The step ready to be planned; `pending_bytes`: what other calls hold, by default without
         what those of the same graph do."""
+        key = known, pending_bytes, assumed_optimizer
+        found = next((prepared for other, prepared in self._made if other == key), None)
+        if found is None:
+            found = self._prepare(*key)
+            self._made = [(key, found), *self._made[:_MOST_PREPARED - 1]]
+        return found
+
+    def _prepare(self, known: Known, pending_bytes: int | None, assumed_optimizer: str | None
+                 ) -> PreparedStep:
         planning, step, parallel = self._planning, self._step, self._parallel
         loss, lives = known.loss, known.lives
         if loss is not None and self._captured_with is not None:
