@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,21 @@ class Call:
                 and [key.name for key in mine.inputs] == [key.name for key in theirs.inputs]
                 and all(map(_is_no_larger, mine.inputs, theirs.inputs)))
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Sizes of the tensors among its inputs, by name."""
+        return {key.name: tuple(_dtype_and_sizes(key.kind)[1]) for key in self.signature.inputs}
+
+    @property
+    def without_sizes(self) -> Call:
+        """The same for tensors of any size."""
+        def of(key: InputKey) -> InputKey:
+            dtype, sizes = _dtype_and_sizes(key.kind)
+            return replace(key, kind=f"{dtype}/{len(sizes)}")
+
+        return replace(self, signature=replace(
+            self.signature, inputs=tuple(map(of, self.signature.inputs))))
+
     def __str__(self) -> str:
         """Its first inputs, and what is unusual, for a log."""
         found = self.signature
@@ -75,6 +90,13 @@ class Call:
         words += ["..."] * (len(found.inputs) > 3)
         words += [f"autocast {found.autocast}"] * bool(found.autocast)
         return ", ".join([*words, *([] if self.training else ["eval mode"])])
+
+
+def input_tensors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+                  ) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments of a call, by the names that `Call.sizes` has."""
+    return {name: value for name, value in _leaves(_named_arguments(model, tuple(args), kwargs))
+            if isinstance(value, torch.Tensor)}
 
 
 def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:

@@ -149,7 +149,7 @@ class PlanBackend:
             self.planned_runs += match is not None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
-            before_double_backward(outputs, _refuse_double_backward)
+            before_double_backward(outputs, refuse_double_backward)
             watch(outputs, watched, self._output_is_held)
             return outputs if match is None else without_elided(outputs, match.region.elided)
 
@@ -246,7 +246,8 @@ class PlanBackend:
                 f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
 
 
-def _refuse_double_backward() -> None:
+def refuse_double_backward() -> None:
+    """Raise `CaptureError`: what was compiled is differentiated once."""
     raise CaptureError(
         "a gradient that came through the planned step is differentiated again (create_graph=True, "
         "as for a gradient penalty), and what torch.compile has captured can be differentiated "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -27,18 +28,17 @@ DID_MORE_OUTSIDE = (
     "step the most that it ever does, or take it out of the model")
 
 
-class PlannedCode:
-    """Compiled code of the model, or of blocks that share it, under one rewrite spec; raises
-    `PlanMismatch` where the rewrite spec is for another graph."""
+class CompiledCode:
+    """Compiled code of the model, or of blocks that share it."""
 
-    def __init__(self, name: str, model: nn.Module, spec: RewriteSpec,
-                 regions: Sequence[int] | None = None) -> None:
-        """`regions`: those of the rewrite spec that may be met here, by default all."""
-        self._name, self._backend = name, _backend_of(model, spec, regions)
+    def __init__(self, name: str, backend: Any, *, donated_buffers: bool = False,
+                 has_several_regions: bool = False) -> None:
+        """`backend`: a `PlanBackend`, or one of the same attributes."""
+        self._name, self._backend = name, backend
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which parameters are trained: torch 2.11 does not look again where that changes."""
-        self._donated_buffers = spec.backend == "inductor"
-        self._has_several_regions = len(spec.regions if regions is None else regions) > 1
+        self._donated_buffers = donated_buffers
+        self._has_several_regions = has_several_regions
         self._operations_outside: int | None = None
         """What autograd recorded outside of all regions in the first call; `None`: there was none.
         """
@@ -49,7 +49,7 @@ class PlannedCode:
     def has_begun(self) -> bool:
         """Whether the last call has got so far that it cannot begin anew under another rewrite
         spec."""
-        return self._backend.has_begun
+        return bool(self._backend.has_begun)
 
     def fall_back(self, fallback: Fallback) -> None:
         """In a step that has begun, a region that is not the plan's is from now on run by what
@@ -59,13 +59,13 @@ class PlannedCode:
     def compare_with(self, earlier: object) -> None:
         """Take what ran outside of the regions of earlier code of the same graph for what was
         planned, instead of what does in the first call."""
-        if isinstance(earlier, PlannedCode):
+        if isinstance(earlier, CompiledCode):
             self._operations_outside = earlier._operations_outside
 
     @property
     def is_trial(self) -> bool:
         """Whether a region that is not the plan's ends the call though others have run."""
-        return self._backend.is_trial
+        return bool(self._backend.is_trial)
 
     @is_trial.setter
     def is_trial(self, value: bool) -> None:
@@ -74,12 +74,12 @@ class PlannedCode:
     @property
     def compilations(self) -> int:
         """Graphs that were compiled so far."""
-        return self._backend.compilations
+        return int(self._backend.compilations)
 
     @property
     def planned_runs(self) -> int:
         """Regions of the plan that have run in the last call."""
-        return self._backend.planned_runs
+        return int(self._backend.planned_runs)
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
@@ -89,9 +89,9 @@ class PlannedCode:
         backend.planned_runs, backend.running = 0, module
         trained = tuple(p.requires_grad for p in module.parameters())
         if trained not in self._compiled:
-            self._compiled[trained] = compile_forward(self._name, backend)
+            self._compiled[trained] = self._compile()
         with (compile_settings(donated_buffers=self._donated_buffers),
-              sizes_as_they_are((args, kwargs))):
+              self._marked_sizes(args, kwargs)):
             try:
                 output = self._compiled[trained](module, own, *args, **kwargs)
             except BackendCompilerFailed as error:
@@ -109,6 +109,14 @@ class PlannedCode:
             raise PlanMismatch(DID_MORE_OUTSIDE)
         return output
 
+    def _compile(self) -> Callable[..., Any]:
+        return compile_forward(self._name, self._backend)
+
+    def _marked_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]
+                      ) -> AbstractContextManager[None]:
+        """Inside, sizes of these arguments are marked as the code takes them."""
+        return sizes_as_they_are((args, kwargs))
+
     def why_unplanned(self) -> str | None:
         """Why the last call, which went well, did not run under the plan; `None` where it did."""
         if not self._backend.has_run:
@@ -120,6 +128,18 @@ class PlannedCode:
         if self.did_more_outside:
             return DID_MORE_OUTSIDE
         return None
+
+
+class PlannedCode(CompiledCode):
+    """Compiled code under one rewrite spec; raises `PlanMismatch` where that is for another
+    graph."""
+
+    def __init__(self, name: str, model: nn.Module, spec: RewriteSpec,
+                 regions: Sequence[int] | None = None) -> None:
+        """`regions`: those of the rewrite spec that may be met here, by default all."""
+        super().__init__(
+            name, _backend_of(model, spec, regions), donated_buffers=spec.backend == "inductor",
+            has_several_regions=len(spec.regions if regions is None else regions) > 1)
 
 
 def _backend_of(model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None) -> PlanBackend:

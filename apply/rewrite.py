@@ -39,7 +39,8 @@ from planner._graph_capture.joint_graph.lower import (
     epilogue_name,
 )
 from planner._graph_capture.joint_graph.random_ops import draw, new_state, replay
-from planner._graph_capture.torch_compat import OpOverload, split_joint_graph
+from planner._graph_capture.symbolic.sizes import Sizes
+from planner._graph_capture.torch_compat import OpOverload, expression_of, split_joint_graph
 from planner._graph_capture.training_graph import Phase
 
 
@@ -103,6 +104,8 @@ class _Rewriter:
         self.in_forward = True
         self.forward_nodes: set[fx.Node] = set()
         self.saved: dict[fx.Node, None] = {}
+        self.sizes = Sizes.of(region.joint.primals)
+        self.size_nodes: dict[tuple[bool, Any], fx.Node] = {}
 
     def run(self) -> RewrittenRegion:
         """Emit everything and split."""
@@ -298,9 +301,22 @@ class _Rewriter:
         target = op.node.target
         assert isinstance(target, OpOverload)
         args, kwargs = self._arguments(op, self.replay_inputs[index].copies if run else {})
-        new = write_inplace(self.graph, target, args, kwargs, self.env[overwritten])
+        new = write_inplace(self.graph, target, args, kwargs, self.env[overwritten], self._size)
         self._describe(new, op.node)
         return new
+
+    def _size(self, size: Any) -> Any:
+        """What a size is in the new graph: a number, or, where it is symbolic, a node."""
+        if not isinstance(size, torch.SymInt):
+            return size
+        key = self.in_forward, expression_of(size)
+        if key not in self.size_nodes:
+            givers = [self._operand(giver) for giver in self.sizes.givers(self.region.joint.graph)]
+            new = self.graph.call_function(self.sizes.function(size), tuple(givers))
+            self._describe(new, givers[0])
+            new.meta["val"] = size
+            self.size_nodes[key] = new
+        return self.size_nodes[key]
 
     def _arguments(
         self, op: LoweredOp, copies: Mapping[fx.Node, fx.Node]

@@ -51,8 +51,15 @@ from planner._graph_capture.step.assemble import LossMemory, assemble
 from planner._graph_capture.step.kept import Keeper
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
 from planner._graph_capture.step.released_output import with_output_released
+from planner._graph_capture.symbolic.region import SymbolicRegion
+from planner._graph_capture.symbolic.sizes import Values
 from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
-from planner._graph_capture.training_graph import OptimizerMemory, StepVariant, TrainingGraph
+from planner._graph_capture.training_graph import (
+    ModelOutput,
+    OptimizerMemory,
+    StepVariant,
+    TrainingGraph,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +148,17 @@ class CapturedStep:
                                is_sharded=self.tracing.layout is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class SymbolicStep:
+    """A step whose graph was captured with symbolic sizes."""
+
+    region: SymbolicRegion
+    values: Values
+    """Of the symbols, where the model is called with the arguments of this step."""
+    outputs: tuple[ModelOutput, ...]
+    """What the model returns, in the graph with fixed sizes."""
+
+
 @quiet_fake_tensors()
 @undisturbed_autograd()
 @fewer_collections()
@@ -155,6 +173,7 @@ def capture_step(
     answers: tuple[Any, ...] | None = None, probe_headroom: ProbeHeadroom | None = None,
     progress: Progress | None = None, chunks: Sequence[tuple[int, int]] = (),
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
+    symbolic: SymbolicStep | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -172,7 +191,8 @@ def capture_step(
     ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
     data-parallel run, which holds the model so.  `probe_headroom`: what running single ops may take
     where a loop has begun to train.  `chunks`: the numbers of chunks in which the
-    widest part of the step and the insides of layers may run.
+    widest part of the step and the insides of layers may run.  `symbolic`: the step's graph,
+    captured before with symbolic sizes; nothing is traced but the plain step.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -215,16 +235,20 @@ def capture_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
             wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
 
-    traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
+    if symbolic is None:
+        traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
+    else:
+        traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
     is_in_vain = not recording.calls or _sharing_code(recording)
-    if regions is None and is_in_vain and has_repeated_blocks(model):
+    if symbolic is None and regions is None and is_in_vain and has_repeated_blocks(model):
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
             by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
             by_blocks[2].check_any()
             if not _sharing_code(by_blocks[2]):
                 traced, traced_loss, recording, output = by_blocks
-    uses = region_uses(traced, recording, output, JointVariant(compiled=inductor))
+    uses = [] if symbolic is not None else region_uses(
+        traced, recording, output, JointVariant(compiled=inductor))
     capture_seconds = time.monotonic() - begun
     rules = _rules_since(fake_copy)
 
@@ -234,7 +258,8 @@ def capture_step(
         tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout)
         baseline = tracing.plain_step(fake_loss)
         plain_rules = _rules_since(fake_copy)
-        outputs = trace_loss(traced_loss, output, traced, costs.workspace_bytes).outputs
+        outputs = baseline.loss.outputs if symbolic is not None else trace_loss(
+            traced_loss, output, traced, costs.workspace_bytes).outputs
         later = (None if not accumulated
                  else tracing.plain_step(fake_loss, baseline.with_gradient))
     except CaptureError:
@@ -265,7 +290,15 @@ def capture_step(
         return (compiled_variant(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepVariant(graph, low_peak, *chunks))
 
-    variants = [variant(uses)]
+    if symbolic is not None:
+        variants = []
+        for low_peak in symbolic.region.variants:
+            with symbolic.region.at(symbolic.values, low_peak=low_peak) as lowered:
+                use = symbolic.region.use(lowered, symbolic.outputs, fake_copy.parameters)
+                variants.append(variant([use], low_peak))
+        chunks = ()
+    else:
+        variants = [variant(uses)]
     keeper.check_all_used()
     if any(has_low_peak_variant(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))

@@ -22,7 +22,7 @@ from planner.step.prepared import PreparedStep, prepare
 if TYPE_CHECKING:
     from torch import nn
 
-    from planner._graph_capture.capture import CapturedStep
+    from planner._graph_capture.capture import CapturedStep, SymbolicStep
     from planner._graph_capture.op_costs.headroom import ProbeHeadroom
     from planner._graph_capture.plain_step.loss import LossFn
     from planner.solvers.simulator import Timeline
@@ -202,10 +202,12 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, progress: Progress | None, *,
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
-                 probe_headroom: ProbeHeadroom | None = None) -> CapturedStep:
+                 probe_headroom: ProbeHeadroom | None = None,
+                 symbolic: SymbolicStep | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what
-    running single ops may take, where the model is being trained."""
+    running single ops may take, where the model is being trained; `symbolic`: its graph, where that
+    was captured before with symbolic sizes."""
     from planner._graph_capture.capture import capture_step
     from planner._graph_capture.fake_copies.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank
@@ -242,6 +244,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         probe_headroom=probe_headroom,
         progress=progress,
         chunks=planning.chunks,
+        symbolic=symbolic,
     )
 
 

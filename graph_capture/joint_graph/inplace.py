@@ -75,10 +75,11 @@ def can_write_inplace(target: OpOverload) -> bool:
 
 def write_inplace(
     graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
-    operand: fx.Node,
+    operand: fx.Node, size_of: Callable[[Any], Any],
 ) -> fx.Node:
     """Emit `target(*args, **kwargs)` such that its result is written over `operand`, one of the
-    candidates of `inplace_candidates`."""
+    candidates of `inplace_candidates`; `size_of`: what a size is in the graph, a number or a node.
+    """
     if target is _aten.clone.default:
         variant, settings = _aten.alias.default, {}
     else:
@@ -87,7 +88,8 @@ def write_inplace(
             raise ValueError(f"{target} has no variant that writes into an operand")
         variant, destination = writer.variant(args, operand)
         settings = {**kwargs, **destination}
-    strides = tuple(arg.meta["val"].stride() for arg in args if isinstance(arg, fx.Node))
+    strides = tuple(tuple(map(size_of, arg.meta["val"].stride())) for arg in args
+                    if isinstance(arg, fx.Node) and isinstance(arg.meta["val"], torch.Tensor))
     return graph.call_function(overwrite, (variant, settings, target, args, kwargs, strides))
 
 

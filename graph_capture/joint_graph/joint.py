@@ -99,7 +99,7 @@ def clean_joint_graph(
             f"the graph has {len(tangents)} differentiable outputs, "
             f"but {len(cotangents)} were described")
     for node in primals:
-        if not isinstance(node.meta.get("val"), torch.Tensor):
+        if not isinstance(node.meta.get("val"), torch.Tensor | torch.SymInt):
             raise CaptureError(
                 f"input {node.name} of the graph is a {type(node.meta.get('val')).__name__}, "
                 "not a tensor: capture with static shapes")

@@ -94,8 +94,8 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def _bytes_of(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel() * value.element_size())
+    value: torch.Tensor = node.meta["val"]
+    return value.numel() * value.element_size()
 
 
 def _other_summand(node: fx.Node) -> fx.Node | None:

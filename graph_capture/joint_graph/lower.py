@@ -222,6 +222,10 @@ class _Lowering:
                 self.base_of[node] = node
             return
         value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):  # computed from the symbols, on the host
+            self.references[node], self.region_signatures[node] = f"size:{value}", "number"
+            self.base_of[node] = node
+            return
         base = _aliased_operand(node)
         if base is not None:
             self._note_alias(node, base, value)
@@ -261,7 +265,8 @@ class _Lowering:
         storage = self.storage_of[node]
         if storage != RESIDENT:
             return self.sizes[storage]
-        return int(self.base_of[node].meta["val"].untyped_storage().nbytes())
+        value: torch.Tensor = self.base_of[node].meta["val"]
+        return value.untyped_storage().nbytes()
 
     def _note_alias(self, node: fx.Node, base: fx.Node, value: object) -> None:
         if is_tuple_element(node):

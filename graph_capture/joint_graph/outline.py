@@ -6,6 +6,8 @@ same storages; so a schedule of the one is a schedule of the other, with the sam
 
 from __future__ import annotations
 
+import torch
+
 from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.joint_graph.naming import describe_value, digest
 from planner._graph_capture.training_graph import RegionSignature
@@ -23,5 +25,6 @@ def region_signature(region: LoweredRegion) -> RegionSignature:
         structure=digest(*parts),
         storage_bytes=tuple(storage.size_bytes for storage in region.storages),
         input_bytes=tuple(int(primal.meta["val"].untyped_storage().nbytes())
-                          for primal in joint.primals),
+                          for primal in joint.primals
+                          if isinstance(primal.meta["val"], torch.Tensor)),
         input_layout=digest(*(describe_value(primal.meta["val"]) for primal in joint.primals)))

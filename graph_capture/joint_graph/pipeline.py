@@ -26,6 +26,7 @@ from planner._graph_capture.joint_graph.joint import clean_joint_graph
 from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner._graph_capture.joint_graph.lower import LoweredRegion, lower
 from planner._graph_capture.joint_graph.recomputed_dropout import recompute_dropout
+from planner._graph_capture.symbolic.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def lower_joint_graph(
             saved = saved_by_default(joint)
             hoisted = ops_to_hoist(joint, saved)
         hoist(joint, hoisted)
+    Sizes.of(joint.primals).settle(joint.graph)
     lowered = lower(joint, _stable_names(input_names), region, block)
     return replace(lowered, hoisted=hoisted or (), saved_by_default=saved,
                    chunks=cut.chunks, inner_chunks=cut.inner_chunks, elided=cut.elided)

@@ -192,7 +192,8 @@ def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[.
         compile_forward(type(module).__name__, backend), module, own_forward(module))
 
 
-def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | None = False
+                    ) -> Callable[..., Any]:
     """A function of a module, the forward that its instance has (`None`: that of its class) and
     arguments, which Dynamo compiles with `backend`.
 
@@ -202,7 +203,8 @@ def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any
     inputs of the code.  What was compiled goes with the function, and torch, which never lets go of
     a backend, is given a reference to `backend`, which the caller holds, where it is an object.
     Code of the user's that the function runs, and in which the graph breaks, is compiled whatever
-    torch made of it for others before.
+    torch made of it for others before.  `dynamic`: `None` for dimensions that are marked as
+    symbolic; by default all sizes are fixed.
     """
     _compile_again()
     code = call_forward.__code__.replace(co_name=f"_call_{name}")
@@ -210,7 +212,7 @@ def compile_forward(name: str, backend: Callable[..., Any]) -> Callable[..., Any
     weakref.finalize(function, reset_code, code).atexit = False
     is_object = not isinstance(backend, str | types.FunctionType | types.MethodType)
     return torch.compile(
-        function, backend=_referred_to(backend) if is_object else backend, dynamic=False)
+        function, backend=_referred_to(backend) if is_object else backend, dynamic=dynamic)
 
 
 def _compile_again() -> None:
@@ -286,7 +288,9 @@ def split_joint_graph(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward modules in the calling convention of AOTAutograd's runtime; `saved`
     are the nodes that cross over (the extraction drops those that the backward does not read)."""
-    return _extract_fwd_bwd_modules(joint, list(saved), [], num_fwd_outputs=num_forward_outputs)
+    sizes = [node for node in saved if isinstance(node.meta.get("val"), torch.SymInt)]
+    return _extract_fwd_bwd_modules(joint, [node for node in saved if node not in sizes], sizes,
+                                    num_fwd_outputs=num_forward_outputs)
 
 
 class BoxedCodeGen(CodeGen):

@@ -133,6 +133,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._inductor.virtualized.V",
         "torch.utils._ordered_set.OrderedSet",
     ),
+    "symbols": (
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        *_of("torch._dynamo", "maybe_mark_dynamic(tensor, indices)"),
+        "torch.utils._sympy.printers.PythonPrinter.doprint(self, expression)",
+    ),
     "joint_inputs": (
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
              "DifferentiableAOTInput", "InputMutationAOTOutput(mutated_input=)",

@@ -39,6 +39,9 @@ from planner._apply.blocks import run_step
 from planner._apply.call_signature import Call, differences
 from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import can_be_pickled
+from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
+from planner._graph_capture.capture import SymbolicStep
+from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.model_state import remembered_random_state
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.plain_step.loss import Until
@@ -66,6 +69,8 @@ from planner.attached.planned_graph import (
     pending_calls,
 )
 from planner.attached.step_known import Known
+from planner.attached.symbolic_graph import SymbolicGraph
+from planner.attached.symbolic_graphs import SymbolicGraphs
 from planner.errors import InfeasibleBudget
 from planner.progress import Watch, watched
 from planner.reporters.one_line import summarize
@@ -73,6 +78,8 @@ from planner.step.wrapped import defers_reduction, other_ranks
 
 log = logging.getLogger("planner")
 
+_TRIES = 4
+"""How often a step is planned anew because no schedule serves its sizes."""
 _HOOKS = (
     "saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
     "a planned call: they do not apply to what its plan saves, so that the budget is kept; they "
@@ -101,6 +108,7 @@ class PlanningForward(ObservingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
+        self._symbolic = SymbolicGraphs(self.__self__, self.inner)
         self._begin_observing()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,6 +170,12 @@ class PlanningForward(ObservingForward):
     def _step(self, call: Call, present: Present, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
         """Run the step under a plan that serves it; returns that graph, and the output."""
+        symbolic = None if self.settings.on_new == "refuse" else (
+            self._symbolic.graph_for(call, self.graphs))
+        if symbolic is not None:
+            ran, output = self._symbolic_step(symbolic, call, present, args, kwargs)
+            if ran:
+                return symbolic, output
         refusal = ""
         known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
@@ -189,6 +203,56 @@ class PlanningForward(ObservingForward):
                         "anew: %s", self._name, refusal)
         graph = self._new_graph(call, present, args, kwargs)
         return graph, self._run(graph, args, kwargs)
+
+    def _symbolic_step(self, graph: SymbolicGraph, call: Call, present: Present,
+                       args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Run the step on a graph with symbolic sizes, planned for them where no plan serves them;
+        returns `False` where there is no such graph, and the output."""
+        graph.note_sizes(call)
+        for _ in range(_TRIES):
+            self._bring_up_to_date(graph, call, present, args, kwargs)
+            try:
+                output = self._run(graph, args, kwargs, is_trial=not graph.has_run)
+            except SizesNotPlanned as unknown:
+                try:
+                    self._plan_sizes(graph, unknown.graph, call, present, args, kwargs)
+                except CaptureError as error:
+                    self._symbolic.give_up(graph, call, error)
+                    return False, None
+            except InfeasibleBudget:
+                raise
+            except PlanMismatch as error:
+                self._symbolic.give_up(graph, call, error)
+                return False, None
+            except Exception as error:  # whatever tracing the user's code raises
+                if graph.has_run:
+                    raise
+                self._symbolic.give_up(graph, call, error)
+                return False, None
+            else:
+                graph.note_run()
+                if graph not in self.graphs:
+                    self.graphs.insert(0, graph)
+                return True, output
+        raise PlanMismatch("no schedule was found that serves these sizes")
+
+    def _plan_sizes(self, graph: SymbolicGraph, target: SymbolicCallable, call: Call,
+                    present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan a graph with symbolic sizes for those of a call, or larger ones."""
+        settings, module = self.settings, self.__self__
+        with self._planning() as watch:
+            chosen = graph.choose_sizes(target, call)
+            planned_args, planned_kwargs = graph.arguments_at(chosen, args, kwargs)
+            step = SymbolicStep(target.region, graph.values, graph.outputs)
+            graph.planner = planner = GraphPlanner(
+                module, planned_args, planned_kwargs, settings.planning, settings.limit,
+                settings.batches_ahead, partial(alive, self._optimizers), step)
+            del planned_args, planned_kwargs
+            graph.note(present)
+            graph.loss = graph.loss if graph.loss is None else self._expected_loss(planner)
+            self._look_outside(planner, args, kwargs)
+            self._plan(graph, self._known(graph, present), present)
+            watch.conclude(f": {summarize(graph.plan)}")
 
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *,
              is_trial: bool = False) -> Any:

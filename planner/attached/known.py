@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner._apply.call_signature import signature_of, tensor_keys
-from planner._graph_capture.capture import CapturedStep
+from planner._graph_capture.capture import CapturedStep, SymbolicStep
 from planner._graph_capture.completed import (
     with_earlier_gradients,
     with_held,
@@ -40,6 +40,7 @@ from planner._graph_capture.completed import (
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
+from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.plain_step.loss import OpenLoss, Until
 from planner._graph_capture.plain_step.observed_loss import (
@@ -48,6 +49,7 @@ from planner._graph_capture.plain_step.observed_loss import (
     UnmeasuredLoss,
 )
 from planner._graph_capture.torch_compat import pytree, wrapping_data_parallel
+from planner._graph_capture.training_graph import ModelOutput
 from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
@@ -62,8 +64,10 @@ from planner.progress import watched
 from planner.search.agreement import agreed, check_same_model
 from planner.search.eager import make_plan
 from planner.search.planning import Effort, leanest_plan, plan_within
+from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
 from planner.step.prepared import PreparedStep, prepare
+from planner.step.variant import Variant
 from planner.step.wrapped import group_of, with_wrappers
 from planner.units import format_bytes
 
@@ -82,6 +86,8 @@ _NOT_FOLLOWED = (
     "decide by shapes and arguments, or with torch.where; for a packed sequence, give the layer "
     "the padded batch and mask what it returns; or take that part out of the model, and call "
     "planner.within for the rest")
+_MOST_PREPARED = 3
+"""How many prepared steps are kept: each that is made again traces the plain step."""
 _TRIALS = 6
 """How many schedules are looked at until calls that hold memory at once fit beside one another."""
 _CLOSE = 0.005
@@ -95,11 +101,13 @@ class GraphPlanner:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
-                 stepping: Callable[[], Sequence[Optimizer]] = tuple) -> None:
+                 stepping: Callable[[], Sequence[Optimizer]] = tuple,
+                 symbolic: SymbolicStep | None = None) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
-        holds beside this one; `stepping`: the optimizers that were seen so far."""
+        holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
+        step's graph, where it was captured before with symbolic sizes."""
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
-        self._stepping = stepping
+        self._stepping, self._symbolic = stepping, symbolic
         self.has_control_flow = False
         """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
@@ -113,6 +121,7 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
+        self._made: list[tuple[tuple[Known, int | None, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
                                 if isinstance(tensor, torch.Tensor))
         planning = with_wrappers(model, planning)
@@ -124,7 +133,8 @@ class GraphPlanner:
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report,
-                                          unknown_loss=unknown, probe_headroom=headroom)
+                                          unknown_loss=unknown, probe_headroom=headroom,
+                                          symbolic=self._symbolic)
             except DataDependentValue:
                 answers = data_dependent_values(model, lambda: model.forward(*args, **kwargs))
                 try:
@@ -210,6 +220,34 @@ class GraphPlanner:
         """The loss of a call that another call follows, which has the rest of it."""
         loss = self.assumed_loss
         return replace(loss, peak_bytes=loss.gradient_bytes, held_bytes=0)
+
+    @property
+    def graph_outputs(self) -> tuple[ModelOutput, ...]:
+        """What the model returns, in the captured graph."""
+        return self._step.graph.outputs
+
+    @property
+    def workspace(self) -> Workspace:
+        """What kernels take for themselves."""
+        return self._step.tracing.workspace
+
+    def schedule_of(self, plan: Plan, known: Known) -> tuple[Variant, Schedule]:
+        """The form of the step that a plan made with `known` is of, and its schedule."""
+        prepared = self._prepared(known)
+        prepared = self._prepared(known, self._needed(known, prepared, plan))
+        variant = prepared.variant_of(plan.spec)
+        return variant, schedule_of(variant, plan.spec)
+
+    @property
+    def can_be_symbolic(self) -> bool:
+        """Whether the step may be captured with symbolic sizes: run op by op as one graph on one
+        device, without parts in chunks."""
+        planning = self._planning
+        return (self.is_alone and not self.has_control_flow and planning.backend == "eager"
+                and planning.budget_of == "allocated" and not planning.chunks
+                and len(self._step.graph.regions) == 1
+                and not self._step.graph.regions[0].block
+                and not any(op.target == "uncaptured code" for op in self._step.graph.ops))
 
     @property
     def own_tensors(self) -> list[torch.Tensor]:
@@ -357,6 +395,15 @@ class GraphPlanner:
                   assumed_optimizer: str | None = None) -> PreparedStep:
         """The step ready to be planned; `pending_bytes`: what other calls hold, by default without
         what those of the same graph do."""
+        key = known, pending_bytes, assumed_optimizer
+        found = next((prepared for other, prepared in self._made if other == key), None)
+        if found is None:
+            found = self._prepare(*key)
+            self._made = [(key, found), *self._made[:_MOST_PREPARED - 1]]
+        return found
+
+    def _prepare(self, known: Known, pending_bytes: int | None, assumed_optimizer: str | None
+                 ) -> PreparedStep:
         planning, step, parallel = self._planning, self._step, self._parallel
         loss, lives = known.loss, known.lives
         if loss is not None and self._captured_with is not None:

@@ -1,0 +1,103 @@
+"""Sizes that are expressions in symbols, as functions of the symbols' values.
+
+Dynamo gives each symbol of a graph as an input of it.  Here all other symbolic numbers of a joint
+graph are put into terms of those, so that no size is read off a tensor that the schedule may have
+freed, and so that any size is a number as soon as the symbols have values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner._graph_capture.torch_compat import expression_of, function_of, pytree
+
+Values = tuple[int, ...]
+"""Of the symbols of a graph, in the order of its inputs."""
+
+
+@dataclass(slots=True)
+class Sizes:
+    """The symbols of one graph, and functions of them, each made once."""
+
+    symbols: tuple[Any, ...]
+    _functions: dict[Any, Callable[..., int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, primals: Sequence[fx.Node]) -> Sizes:
+        """Those that a joint graph has as inputs."""
+        return cls(tuple(dict.fromkeys(
+            expression_of(value) for node in primals
+            if isinstance(value := node.meta.get("val"), torch.SymInt))))
+
+    def function(self, size: Any) -> Callable[..., int]:
+        """A size as a function of the symbols' values."""
+        expression = expression_of(size)
+        if expression not in self._functions:
+            self._functions[expression] = function_of(expression, self.symbols)
+        return self._functions[expression]
+
+    def number(self, size: Any, values: Values) -> int:
+        """A size where the symbols have these values."""
+        return int(self.function(size)(*values)) if isinstance(size, torch.SymInt) else size
+
+    def at(self, value: object, values: Values, mode: Any) -> Any:
+        """What tracing left in a node, with numbers for sizes; tensors are fakes of `mode`."""
+        def of(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                numbers = [tuple(self.number(each, values) for each in part)
+                           for part in (leaf.shape, leaf.stride())]
+                with mode:
+                    return torch.empty_strided(*numbers, dtype=leaf.dtype, device=leaf.device)
+            return self.number(leaf, values)
+
+        return pytree.tree_map(of, value)
+
+    def givers(self, graph: fx.Graph) -> tuple[fx.Node, ...]:
+        """The input of a graph that is each symbol."""
+        found: dict[Any, fx.Node] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                found.setdefault(expression_of(node.meta["val"]), node)
+        return tuple(found[symbol] for symbol in self.symbols)
+
+    def settle(self, graph: fx.Graph) -> None:
+        """Compute each symbolic number among a graph's arguments from its inputs."""
+        if not self.symbols:
+            return
+        operands = self.givers(graph)
+        givers = dict(zip(self.symbols, operands, strict=True))
+        after = graph.find_nodes(op="placeholder")[-1]
+        made: dict[Any, fx.Node] = {}
+
+        def of(size: torch.SymInt) -> fx.Node:
+            nonlocal after
+            expression = expression_of(size)
+            if expression in givers:
+                return givers[expression]
+            if expression not in made:
+                with graph.inserting_after(after):
+                    made[expression] = after = graph.call_function(
+                        self.function(size), operands)
+                after.meta["val"] = size
+            return made[expression]
+
+        def settled(argument: Any) -> Any:
+            value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+            if not isinstance(value, torch.SymInt):
+                return argument
+            return of(value) if value.node.maybe_as_int() is None else value.node.maybe_as_int()
+
+        for node in list(graph.nodes):
+            if node.op in ("call_function", "output"):
+                node.args = pytree.tree_map(settled, node.args)
+                node.kwargs = pytree.tree_map(settled, dict(node.kwargs))
+        for node in reversed(list(graph.nodes)):
+            if (node.op == "call_function" and not node.users
+                    and isinstance(node.meta.get("val"), torch.SymInt)):
+                graph.erase_node(node)
+        graph.lint()

@@ -1,0 +1,62 @@
+"""Private names of torch that symbolic sizes need."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from planner._graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
+from torch.utils._sympy.printers import PythonPrinter
+
+
+def expression_of(size: Any) -> Any:
+    """The sympy expression of a size, a plain number for a plain number."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def function_of(expression: Any, symbols: Sequence[Any]) -> Callable[..., int]:
+    """A function of the symbols' values, in order; raises `ValueError` where the expression has
+    another symbol."""
+    others = getattr(expression, "free_symbols", set()) - set(symbols)
+    if others:
+        raise ValueError(f"{expression} depends on {', '.join(sorted(map(str, others)))}, which "
+                         "no input of the graph gives")
+    text = PythonPrinter().doprint(expression) if not isinstance(expression, int) else expression
+    scope: dict[str, Any] = {"math": math, "torch": torch}
+    exec(f"def size_of({', '.join(map(str, symbols))}):\n    return {text}", scope)
+    function: Callable[..., int] = scope["size_of"]
+    function.__module__ = __name__
+    return function
+
+
+_WEAK_MARKS = "_dynamo_weak_dynamic_indices"
+
+
+@contextlib.contextmanager
+def symbolic_dimensions(dimensions: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> Iterator[None]:
+    """Inside, torch.compile takes these dimensions of tensors for symbolic, where the code does not
+    need one size."""
+    marked = []
+    for tensor, indices in dimensions:
+        if indices and not hasattr(tensor, _WEAK_MARKS):
+            torch._dynamo.maybe_mark_dynamic(tensor, list(indices))
+            marked.append(tensor)
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            for mark in (_WEAK_MARKS, "_has_dynamo_dim_marking"):
+                if hasattr(tensor, mark):
+                    delattr(tensor, mark)
+
+
+def backward_keeps_graph() -> bool:
+    """True in a backward with `retain_graph=True`, which may come again."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
