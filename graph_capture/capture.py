@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,12 +37,17 @@ from graph_capture.op_costs.costs import OpCosts
 from graph_capture.op_costs.cuda_workspace import held_workspace_bytes
 from graph_capture.op_costs.devices import Gpu, compute_capability
 from graph_capture.op_costs.room import ProbeRoom
+from graph_capture.optimizer.in_backward import (
+    EarlyGradients,
+    UsesGradients,
+    early_gradients,
+)
 from graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
 from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
 from graph_capture.plain_step.resident import resident_blocks
 from graph_capture.progress import Progress
-from graph_capture.rank import RankLayout
+from graph_capture.rank import RankLayout, Wrapper
 from graph_capture.specification import check
 from graph_capture.step.assemble import LossMemory, assemble
 from graph_capture.step.kept import Keeper
@@ -68,6 +73,13 @@ class Tracing:
     """Whether the caller holds the output until the backward ends."""
     layout: RankLayout | None = None
     """How a rank of a data-parallel run holds the model; `None`: there is one rank."""
+    early: EarlyGradients = field(default_factory=dict)
+    """Gradients that the loop uses and frees as they come."""
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """What runs along with a step."""
+        return UsesGradients(self.early) if self.layout is None else self.layout.wrapper()
 
     def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerTrace | None:
         """What steps of an optimizer take, if there is one: an instance, class or name, or several
@@ -81,16 +93,17 @@ class Tracing:
             found = replace(trace_optimizer_steps(*self.layout.share_of(optimizer)),
                             parameters=frozenset(self.twin.parameters))
             return found if self.layout.holds_optimizer else found.without_memory()
-        return trace_optimizer_steps(optimizer, self.twin, with_gradient=with_gradient,
-                                     workspace=self.workspace)
+        found = trace_optimizer_steps(optimizer, self.twin, with_gradient=with_gradient,
+                                      workspace=self.workspace)
+        # Where gradients are left for the end, no parameter's step takes more than in the whole.
+        return found.in_backward() if self.early and with_gradient <= self.early.keys() else found
 
     def plain_step(self, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
                    ) -> EagerStep:
         """The step as plain PyTorch runs it."""
         return trace_eager_step(
             self.twin, loss_fn, workspace=self.workspace, with_gradient=with_gradient,
-            holds_output=self.holds_output,
-            wrapper=None if self.layout is None else self.layout.wrapper())
+            holds_output=self.holds_output, wrapper=self.wrapper)
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,7 @@ def capture_step(
     answers: tuple[Any, ...] | None = None, probe_room: ProbeRoom | None = None,
     progress: Progress | None = None, pieces: Sequence[tuple[int, int]] = (),
     make_layout: Callable[[FakeTwin], RankLayout] | None = None,
+    early: EarlyGradients | None = None, optimizer_in_backward: bool = False,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -172,7 +186,8 @@ def capture_step(
     ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
     data-parallel run, which holds the model so.  `probe_room`: what running single ops may take
     where a loop has begun to train.  `pieces`: the numbers of pieces in which the
-    widest part of the step and the insides of layers may run.
+    widest part of the step and the insides of layers may run.  `early`: gradients that the loop
+    uses and frees as they come; with `optimizer_in_backward` these are all, for `optimizer`.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -197,6 +212,10 @@ def capture_step(
     say("capturing the forward and the backward")
     begun = time.monotonic()
     layout = None if make_layout is None else make_layout(twin)
+    if optimizer_in_backward and early is None:
+        early = early_gradients(optimizer, twin, costs.workspace_bytes)
+    unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
+    tracing = Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
     def record(blocks: Sequence[str]) -> tuple[FakeTwin, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
@@ -208,7 +227,7 @@ def capture_step(
             traced_loss = traced.extra[-1]
         return traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
-            wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
+            wrapper=tracing.wrapper, holds_output=holds_output)
 
     traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
     is_in_vain = not recording.calls or _sharing_code(recording)
@@ -225,8 +244,6 @@ def capture_step(
 
     say("tracing the plain step")
     try:
-        unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
-        tracing = Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output, layout)
         baseline = tracing.plain_step(twin_loss)
         plain_rules = _rules_since(twin)
         outputs = trace_loss(traced_loss, output, traced, costs.workspace_bytes).outputs
@@ -251,11 +268,13 @@ def capture_step(
             loss=(LossMemory(cotangents_held=True)
                   if loss_fn is None or isinstance(loss_fn, OpenLoss)
                   else LossMemory.of(baseline.loss)),
-            device=twin.device, uncaptured=recording.uncaptured)
+            device=twin.device, uncaptured=recording.uncaptured, early=tracing.early,
+            freed=recording.freed_gradients)
         if not holds_output:
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
-        graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules),
+        graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules,
+                                            tracing.early),
                         kernels=kernels_of(graph.ops, rules))
         return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepForm(graph, low_peak, *pieces))
@@ -331,8 +350,12 @@ def _rules_since(twin: FakeTwin) -> dict[str, tuple[str, ...]]:
 def _notes(
     forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
     rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
+    early: EarlyGradients,
 ) -> tuple[str, ...]:
     notes = []
+    if early:
+        notes.append("gradients are used and freed as they come, by hooks of the parameters; what "
+                     "their optimizer's steps allocate is counted there")
     if forced:
         arguments = ", ".join(f"{name}={value}" for name, value in forced)
         notes.append(f"the model is called with {arguments}: a training step has no use for "

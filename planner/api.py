@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graph_capture.capture import CapturedStep
     from graph_capture.op_costs.devices import Gpu
     from graph_capture.op_costs.room import ProbeRoom
+    from graph_capture.optimizer.in_backward import EarlyGradients
     from graph_capture.plain_step.loss import LossFn
     from planner.step.form import Form
     from solvers.simulator import Timeline
@@ -42,7 +43,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          regions: str | Sequence[str] | None = None,
          autocast: torch.dtype | str | None = None, output: str = "held",
          parallel: DataParallel | None = None, allow: Sequence[str] = ("recompute",),
-         budget_of: str = "allocated",
+         budget_of: str = "allocated", optimizer_in_backward: bool = False,
          progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
@@ -111,6 +112,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
             where the environment asks for them.  A percentage is then of what the plain step
             reserves.
+        optimizer_in_backward: each gradient is used and freed as soon as it is whole, by a hook of
+            its parameter that steps `optimizer` (`register_post_accumulate_grad_hook`).  The
+            repeated blocks of the model are then compiled one by one by default, since one graph
+            hands over all of its gradients at its end.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal, else a line in the log `planner.progress` after a second and one at the
             end, which are printed where logging is not set up.
@@ -126,7 +131,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
         cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
         probe=probe, accumulation=accumulation, regions=regions,
-        autocast=autocast, output=output, parallel=parallel, allow=allow, budget_of=budget_of)
+        autocast=autocast, output=output, parallel=parallel, allow=allow, budget_of=budget_of,
+        optimizer_in_backward=optimizer_in_backward)
     started = time.monotonic()
     with watched(progress, f"planning a training step of {_kind(model)}") as report:
         prepared = prepare_step(model, inputs, planning, report)
@@ -216,10 +222,13 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, progress: Progress | None, *,
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
-                 probe_room: ProbeRoom | None = None) -> CapturedStep:
+                 probe_room: ProbeRoom | None = None,
+                 early: EarlyGradients | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_room`: what
-    running single ops may take, where the model is being trained."""
+    running single ops may take, where the model is being trained; `early`: gradients that its loop
+    uses and frees as they come."""
+    from graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
     from graph_capture.capture import capture_step
     from graph_capture.twins.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank
@@ -228,6 +237,8 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
+    elif (early or planning.optimizer_in_backward) and regions is None and has_repeated_blocks(model):
+        regions = REPEATED_BLOCKS
     device = device_planned_for(model, planning.device)
     if planning.budget_of == "reserved" and device.type != "cuda":
         raise ValueError(f'budget_of="reserved" on the device `{device}`: its allocator reserves '
@@ -241,7 +252,8 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         accumulated=planning.accumulation > 1, regions=regions, answers=answers,
         autocast=planning.autocast_dtype, holds_output=planning.output == "held",
         make_layout=None if parallel is None else lambda twin: layout_of(model, twin, parallel),
-        probe_room=probe_room, progress=progress, pieces=planning.pieces)
+        probe_room=probe_room, progress=progress, pieces=planning.pieces, early=early,
+        optimizer_in_backward=planning.optimizer_in_backward)
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

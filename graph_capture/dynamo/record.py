@@ -84,6 +84,8 @@ class Recording:
     """What runs between the regions; `None`: the model is one region and nothing else."""
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
+    freed_gradients: tuple[int, ...] = ()
+    """Where the model is one region: primals whose gradients the loop frees, in that order."""
     calls_again: int = 0
     """Calls of captured pieces when the step ran for the second time."""
 
@@ -147,7 +149,7 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
             run_step(compiled, lambda: None)
             _drop_gradients(twin)
             repeated.are_expected = True
-            recording.uncaptured = _follow_uncaptured(twin, run_step, compiled, recorder, workspace)
+            _follow_uncaptured(twin, run_step, compiled, recorder, workspace)
         except ValueAsked as error:
             raise value_asked(error) from error
         except CaptureError:
@@ -192,7 +194,7 @@ def _drop_gradients(twin: FakeTwin) -> None:
 def _follow_uncaptured(
     twin: FakeTwin, run_step: RunStep, compiled: Callable[..., Any], recorder: _Recorder,
     workspace: Workspace,
-) -> UncapturedCode | None:
+) -> None:
     """Run the compiled step again and follow what is allocated outside of the regions."""
     tracker = GapTracker(twin, workspace)
     found = len(recorder.recording.calls) > 1
@@ -209,8 +211,13 @@ def _follow_uncaptured(
     seen = tracker.finish({name: parameter.grad for name, parameter
                            in twin.model.named_parameters() if parameter.grad is not None})
     del held
-    recorder.recording.calls_again = tracker.calls if found else len(recorder.recording.calls)
-    return seen if found else None
+    recording = recorder.recording
+    recording.calls_again = tracker.calls if found else len(recording.calls)
+    if found:
+        recording.uncaptured = seen
+    else:
+        freed = seen.gradients_released
+        recording.freed_gradients = tuple(primal for _, primal in sorted(freed, key=freed.__getitem__))
 
 
 def _summary(error: BaseException) -> str:

@@ -69,6 +69,6 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         forward_peak_bytes=trace.until(step.backward_begins).peak_bytes,
         end_bytes=sum(trace.blocks[block].size_bytes
                       for block in (*step.gradients, *step.left_blocks)),
-        with_gradient=frozenset(step.gradients.values()), loss=footprint[0],
+        with_gradient=step.with_gradient, loss=footprint[0],
         data_less=step.data_less, course=tuple(trace.levels_by_run()),
         backward_begins=sum(run.event < step.backward_begins for run in trace.runs), blocks=step)

@@ -20,6 +20,7 @@ from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep
 from graph_capture.memory.tracker import MemoryTracker
 from graph_capture.op_costs.devices import Gpu, assumption, compute_capability
 from graph_capture.op_costs.probe import OpProbe
+from graph_capture.optimizer.in_backward import UsesGradients, early_gradients
 from graph_capture.optimizer.step import (
     OptimizerSettings,
     OptimizerTrace,
@@ -41,10 +42,12 @@ class PlainLoop:
                  device: torch.device | str | None = None, probe: bool = True,
                  gpu: str | Gpu | None = None,
                  autocast: torch.dtype | None = None, grad_scaler: bool = False,
-                 make_layout: Callable[[FakeTwin], RankLayout] | None = None) -> None:
+                 make_layout: Callable[[FakeTwin], RankLayout] | None = None,
+                 in_backward_of: object = None) -> None:
         """`autocast`: forward and loss run within `torch.autocast` to this dtype.  `make_layout`:
         the loop is that of one rank of a data-parallel run, which holds the model so.  `gpu`: as
-        for `compute_capability`.  The other arguments are those of `make_twin` and `OpProbe`.
+        for `compute_capability`.  `in_backward_of`: the optimizer that hooks of the parameters
+        step, freeing the gradients; `None`: it steps at the end.  The other arguments are those of `make_twin` and `OpProbe`.
 
         Raises `CaptureError` where the model has no twin.
         """
@@ -61,6 +64,8 @@ class PlainLoop:
         self._assumption = assumption(self.twin.device, gpu)
         self._scaled = grad_scaler
         self._micro_steps: dict[frozenset[str], MicroStep] = {}
+        self._early = {} if in_backward_of is None else early_gradients(
+            in_backward_of, self.twin, self._probe.workspace_bytes)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -100,7 +105,8 @@ class PlainLoop:
                 self._micro_steps[with_gradient] = trace_micro_step(
                     self.twin, self._loss_fn, workspace=self._probe.workspace_bytes,
                     with_gradient=with_gradient, scaled=self._scaled,
-                    wrapper=None if self._layout is None else self._layout.wrapper())
+                    wrapper=(UsesGradients(self._early) if self._layout is None
+                             else self._layout.wrapper()))
         return self._micro_steps[with_gradient]
 
     @quiet_fake_tensors()
@@ -118,10 +124,11 @@ class PlainLoop:
             traced = trace_optimizer_steps(share, twin, settings=settings,
                                            workspace=self._probe.workspace_bytes)
             return replace(traced, parameters=frozenset(self.twin.parameters))
-        return trace_optimizer_steps(
-            optimizer, self.twin, with_gradient=frozenset(self.micro_step().gradients.values()),
+        traced = trace_optimizer_steps(
+            optimizer, self.twin, with_gradient=self.micro_step().with_gradient,
             sparse=self.micro_step().sparse_gradients, settings=settings,
             workspace=self._probe.workspace_bytes)
+        return traced.in_backward() if self._early else traced
 
     def _trace_inference(self, twin: FakeTwin, _: LossFn | None, __: bool) -> MemoryTrace:
         locate = ModuleLocator(twin.model)

@@ -87,6 +87,11 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
     tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
                             resident=(*copies, *before), module_of_op=locate)
     of_wrapper: dict[int, Category] = {}
+    freed: dict[int, str] = {}  # gradients that the loop frees as they come
+    observed = [twin.parameters[name].register_post_accumulate_grad_hook(
+        lambda parameter: freed.update(dict.fromkeys(
+            tracker.numbers_of(parameter.grad), parameters[id(parameter)])))
+        for name in wrapper.frees if twin.parameters[name].requires_grad]
 
     def make_buffer(size_bytes: int, kind: BufferKind) -> torch.Tensor:
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=twin.trace_device)
@@ -133,12 +138,14 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         del left
     finally:
         tracker.close()
+        for hook in observed:
+            hook.remove()
         for tensor in copies:
             if tensor.is_leaf:
                 tensor.grad = None
 
     def category_of(number: int) -> Category:
-        if number in gradients:
+        if number in gradients or number in freed:
             return Category.GRADIENTS
         if number in of_wrapper:
             return of_wrapper[number]
@@ -146,7 +153,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
                 else Category.ACTIVATIONS)
 
     kept = {number: name for number, name in gradients.items() if name}
-    labels = gradients | {number: COMMUNICATION for number, category in of_wrapper.items()
+    labels = freed | gradients | {number: COMMUNICATION for number, category in of_wrapper.items()
                           if category is Category.TEMPORARIES}
     loss_blocks = without_output - without_loss
     return MicroStep(
@@ -154,7 +161,7 @@ def _trace(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         backward_begins=backward_begins, gradients=kept,
         output_blocks=frozenset(alive - without_output), loss_blocks=frozenset(loss_blocks),
         left_blocks=frozenset(without_loss - kept.keys()), data_less=data_less,
-        sparse_gradients=sparse)
+        sparse_gradients=sparse, freed_gradients=frozenset(freed.values()))
 
 
 def _scaled(goal: Objective, twin: FakeTwin, tracker: MemoryTracker) -> Objective:

@@ -52,6 +52,8 @@ from graph_capture.torch_compat.memory import FakeTensor as FakeTensor
 from graph_capture.torch_compat.memory import FakeTensorMode as FakeTensorMode
 from graph_capture.torch_compat.memory import GradientSums as GradientSums
 from graph_capture.torch_compat.memory import NoStaticShape as NoStaticShape
+from graph_capture.torch_compat.memory import hooks_of_gradient as hooks_of_gradient
+from graph_capture.torch_compat.memory import hooks_of_whole_gradient as hooks_of_whole_gradient
 from graph_capture.torch_compat.memory import TorchDispatchMode as TorchDispatchMode
 from graph_capture.torch_compat.memory import (
     UnsupportedOperatorException as UnsupportedOperatorException,

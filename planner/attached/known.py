@@ -40,6 +40,7 @@ from graph_capture.completed import (
 from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from graph_capture.errors import CaptureError, ValueAsked
 from graph_capture.op_costs.room import ProbeRoom
+from graph_capture.optimizer.in_backward import EarlyGradients
 from graph_capture.plain_step.loss import OpenLoss, Until
 from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss, UnmeasuredLoss
 from graph_capture.torch_compat import pytree, wrapping_data_parallel
@@ -91,9 +92,12 @@ class GraphPlanner:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
-                 stepping: Callable[[], Sequence[Optimizer]] = tuple) -> None:
+                 stepping: Callable[[], Sequence[Optimizer]] = tuple,
+                 early: EarlyGradients | None = None) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
-        holds beside this one; `stepping`: the optimizers that were seen so far."""
+        holds beside this one; `stepping`: the optimizers that were seen so far; `early`: gradients
+        that hooks free as they come."""
+        self._early = dict(early or {})
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping = stepping
         self.is_steered = False
@@ -116,17 +120,18 @@ class GraphPlanner:
             planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))
         self._parallel = planning.parallel
         unknown = OpenLoss(self._input_bytes)
+        early = self._early if self._may_free(planning) else None
         room = self._probe_room(model)
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report,
-                                          unknown_loss=unknown, probe_room=room)
+                                          unknown_loss=unknown, probe_room=room, early=early)
             except ValueAsked:
                 answers = asked_values(model, lambda: model.forward(*args, **kwargs))
                 try:
                     self._step = capture_call(model, args, kwargs, planning, report,
                                               answers=answers, unknown_loss=unknown,
-                                              probe_room=room)
+                                              probe_room=room, early=early)
                 except ValueAsked as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.is_steered = True
@@ -170,6 +175,8 @@ class GraphPlanner:
         graph was captured for, unless zeros in place of their gradients are small; or loss or
         output belong to code between graphs, of which what they take is not told apart."""
         seen, is_of_pieces = known.loss, len(self._step.graph.regions) > 1
+        if self._frees_otherwise(known):
+            return True
         if is_of_pieces and known.lets_output_go and not self._captured_without_output:
             return True
         if seen is None:
@@ -184,7 +191,7 @@ class GraphPlanner:
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       known: Known) -> None:
         """Take the graph of a step of which this is known."""
-        planning = self._planning
+        planning, self._early = self._planning, dict(known.early)
         if known.loss is not None:
             planning = replace(planning, loss_fn=ReplayedLoss(known.loss))
         if known.lets_output_go:
@@ -192,6 +199,12 @@ class GraphPlanner:
         self._capture(model, args, dict(kwargs), planning)
         self._captured_with, self._with_loss = known.loss, None
         self._captured_without_output = known.lets_output_go
+
+    def _may_free(self, planning: Planning) -> bool:
+        return self.is_alone and planning.accumulation == 1 and planning.backend == "eager"
+
+    def _frees_otherwise(self, known: Known) -> bool:
+        return self._may_free(self._planning) and dict(known.early) != self._early
 
     @property
     def assumed_loss(self) -> SeenLoss:
