@@ -24,6 +24,8 @@ from graph_capture.dynamo.blocks import (
 )
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.dynamo.record import Recording
+from graph_capture.dynamo.skipped_blocks import skipped_blocks
+from graph_capture.twins.asked_values import decides_by_values
 from graph_capture.dynamo.training_step import record_training_step
 from graph_capture.errors import CaptureError
 from graph_capture.garbage import fewer_collections
@@ -132,6 +134,8 @@ class CapturedStep:
     """What traces it again, for what comes to be known later."""
     held_workspace_bytes: int
     """What torch holds for cuBLAS, for each thread; 0 where the device is no GPU."""
+    may_skip: bool = False
+    """Whether it is captured by blocks, and dice or values decide which of them run."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -217,7 +221,8 @@ def capture_step(
     unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
     tracing = Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
-    def record(blocks: Sequence[str]) -> tuple[FakeTwin, LossFn | None, Recording, object]:
+    def record(twin: FakeTwin, blocks: Sequence[str]
+               ) -> tuple[FakeTwin, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
         traced, traced_loss = twin, twin_loss
@@ -229,15 +234,29 @@ def capture_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
             wrapper=tracing.wrapper, holds_output=holds_output)
 
-    traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
-    is_in_vain = not recording.calls or _sharing_code(recording)
-    if regions is None and is_in_vain and has_repeated_blocks(model):
+    blocks = find_blocks(model, regions or WHOLE_MODEL)
+    traced, traced_loss, recording, output = record(twin, blocks)
+    may_skip = twin.dice.were_thrown or decides_by_values(answers)
+    repeated = blocks or (find_blocks(model, REPEATED_BLOCKS)
+                          if regions is None and has_repeated_blocks(model) else ())
+    skipped = skipped_blocks(traced, repeated) if may_skip else ()
+    # One graph of a model that skips blocks serves only the steps that skip the same.
+    is_in_vain = (not recording.calls or _sharing_code(recording) or skipped
+                  or twin.dice.were_thrown)
+    if regions is None and is_in_vain and repeated:
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
-            by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
+            by_blocks = record(twin, repeated)
             by_blocks[2].check_any()
             if not _sharing_code(by_blocks[2]):
                 traced, traced_loss, recording, output = by_blocks
+                blocks = repeated
+    if blocks and skipped:
+        complete = replace(twin, skipped=skipped)
+        with contextlib.suppress(CaptureError):
+            traced, traced_loss, recording, output = record(complete, blocks)
+            twin, tracing = complete, replace(
+                tracing, twin=replace(tracing.twin, skipped=skipped))
     uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
     capture_seconds = time.monotonic() - begun
     rules = _rules_since(twin)
@@ -302,7 +321,7 @@ def capture_step(
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, twin, holds_output, capture_seconds),
-        outputs=outputs,
+        outputs=outputs, may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu))
 
 

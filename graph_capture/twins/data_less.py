@@ -107,7 +107,8 @@ def data_less_twin(twin: FakeTwin, extra: tuple[Any, ...] = (), *,
                           unknown_is_zero=unknown_is_zero, planned=twin.device)
     made = twin_by(copier, twin.model, twin.args, twin.kwargs, (*twin.extra, *extra),
                    twin.device)
-    return replace(made, answers=twin.answers, autocast=twin.autocast, kernels=twin.kernels)
+    return replace(made, answers=twin.answers, autocast=twin.autocast, kernels=twin.kernels,
+                   dice=twin.dice, skipped=twin.skipped)
 
 
 class DataLessMode(TorchDispatchMode):

@@ -166,6 +166,11 @@ class GraphPlanner:
         return ProbeRoom(limit, held, resident_bytes)
 
     @property
+    def may_skip(self) -> bool:
+        """Whether any call may run fewer of the planned blocks."""
+        return self._step.may_skip
+
+    @property
     def output_tensors(self) -> int:
         """How many tensors the model returns."""
         return len(self._step.outputs)

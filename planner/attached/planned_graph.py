@@ -8,7 +8,7 @@ from weakref import WeakSet, ref
 
 from torch import nn
 
-from apply.blocks import code_of
+from apply.blocks import PlannedBlocks, code_of
 from apply.circumstances import Call
 from graph_capture.plain_step.loss import Until
 from graph_capture.plain_step.seen_loss import SeenLoss, UnmeasuredLoss
@@ -56,7 +56,10 @@ class PlannedGraph:
         earlier = getattr(self, "code", None)
         self.plan = plan
         self.code = code_of(module, plan.recipe)
-        self.code.fall_back(with_least_memory)
+        if isinstance(self.code, PlannedBlocks):
+            self.code.fall_back(with_least_memory, may_vary=self.may_skip)
+        else:
+            self.code.fall_back(with_least_memory)
         if earlier is not None:
             self.code.compare_with(earlier)
 
@@ -69,7 +72,12 @@ class PlannedGraph:
     def is_steered(self) -> bool:
         """Whether values of tensors decide what the step is, so that any call may need another
         graph."""
-        return self.planner is not None and self.planner.is_steered
+        return self.planner is not None and self.planner.is_steered and not self.may_skip
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether calls run fewer blocks than were planned, or the same in other places."""
+        return self.planner is not None and self.planner.may_skip
 
     def may_serve(self, call: Call) -> bool:
         """Whether the plan may be for this call; its digests decide."""
