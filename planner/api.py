@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from planner._graph_capture.capture import CapturedStep
     from planner._graph_capture.op_costs.devices import Gpu
     from planner._graph_capture.op_costs.headroom import ProbeHeadroom
+    from planner._graph_capture.optimizer.in_backward import EarlyGradients
     from planner._graph_capture.plain_step.loss import LossFn
     from planner.solvers.simulator import Timeline
     from planner.step.variant import Variant
@@ -42,7 +43,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
          regions: str | Sequence[str] | None = None,
          autocast: torch.dtype | str | None = None, output: str = "held",
          parallel: DataParallel | None = None, allow: Sequence[str] = ("recompute",),
-         budget_of: str = "allocated",
+         budget_of: str = "allocated", optimizer_in_backward: bool = False,
          progress: Progress | None = None) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
@@ -111,6 +112,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
             where the environment asks for them.  A percentage is then of what the plain step
             reserves.
+        optimizer_in_backward: each gradient is used and freed as soon as it is whole, by a hook of
+            its parameter that steps `optimizer` (`register_post_accumulate_grad_hook`).  The
+            repeated blocks of the model are then compiled one by one by default, since one graph
+            hands over all of its gradients at its end.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal, else a line in the log `planner.progress` after a second and one at the
             end, which are printed where logging is not set up.
@@ -126,7 +131,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
         cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
         probe=probe, accumulation=accumulation, regions=regions,
-        autocast=autocast, output=output, parallel=parallel, allow=allow, budget_of=budget_of)
+        autocast=autocast, output=output, parallel=parallel, allow=allow, budget_of=budget_of,
+        optimizer_in_backward=optimizer_in_backward)
     started = time.monotonic()
     with watched(progress, f"planning a training step of {_kind(model)}") as report:
         prepared = prepare_step(model, inputs, planning, report)
@@ -216,11 +222,14 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, progress: Progress | None, *,
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
-                 probe_headroom: ProbeHeadroom | None = None) -> CapturedStep:
+                 probe_headroom: ProbeHeadroom | None = None,
+                 early: EarlyGradients | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what
-    running single ops may take, where the model is being trained."""
+    running single ops may take, where the model is being trained; `early`: gradients that its loop
+    uses and frees as they come."""
     from planner._graph_capture.capture import capture_step
+    from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
     from planner._graph_capture.fake_copies.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank
     from planner.step.wrapped import beneath_wrappers
@@ -228,6 +237,10 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
+    elif (
+        (early or planning.optimizer_in_backward) and regions is None and has_repeated_blocks(model)
+    ):
+        regions = REPEATED_BLOCKS
     device = device_planned_for(model, planning.device)
     if planning.budget_of == "reserved" and device.type != "cuda":
         raise ValueError(f'budget_of="reserved" on the device `{device}`: its allocator reserves '
@@ -256,6 +269,8 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         probe_headroom=probe_headroom,
         progress=progress,
         chunks=planning.chunks,
+        early=early,
+        optimizer_in_backward=planning.optimizer_in_backward,
     )
 
 
