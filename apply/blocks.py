@@ -11,6 +11,7 @@ Blind spot: a block that is called outside of its model runs without the plan.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -19,19 +20,22 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback
 from planner._apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
+from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
-from planner._graph_capture.model_state import remembered_state
+from planner._graph_capture.model_state import Dice, remembered_state
 from planner._graph_capture.module_forward import (
     Forward,
     call_forward,
     in_place_of_forwards,
     own_forward,
 )
+from planner._graph_capture.torch_compat import pytree
 
 
 class PlannedBlocks:
@@ -48,18 +52,28 @@ class PlannedBlocks:
         self._falls_back = False
         self._runs = 0
         self._did_more_outside = False
+        self._may_vary = False
+        self._alike: tuple[str, ...] = ()
+        self._unlike: set[tuple[object, ...]] = set()  # calls of blocks that are not the plan's
         check_blocks(model, spec)
         self._code_of = {name: code for shared in shared_code(spec)
                          for code in [_code_of_blocks(model, spec, shared)]
                          for name in shared.blocks}
         self._codes = list(dict.fromkeys(self._code_of.values()))
 
-    def fall_back(self, fallback: Fallback) -> None:
+    def fall_back(self, fallback: Fallback, *, may_vary: bool = False) -> None:
         """As `PlannedCode.fall_back`; a block that is not the plan's, where others have run, runs
-        as it is written."""
+        as it is written.  `may_vary`: calls run other blocks than the planned step did, or the same
+        in another place; those that are not the plan's save their inputs alone."""
         self._falls_back = True
         for code in self._codes:
             code.fall_back(fallback)
+        self._may_vary = may_vary
+        others = self._model.get_submodule
+        kinds = {type(others(name)) for name in self._code_of}
+        self._alike = tuple(name for name in repeated_blocks(self._model)
+                            if name not in self._code_of and type(others(name)) in kinds
+                            ) if may_vary else ()
 
     def compare_with(self, earlier: Code) -> None:
         """As `PlannedCode.compare_with`."""
@@ -77,20 +91,29 @@ class PlannedBlocks:
                  ) -> Any:
         """`own`: the forward that the instance has, `None`: that of its class."""
         self.has_begun, self._runs, self._did_more_outside = True, 0, False
-        blocks = [(self._model.get_submodule(name), code) for name, code in self._code_of.items()]
+        blocks = [(self._model.get_submodule(name), code) for name, code in (
+            *self._code_of.items(), *((name, None) for name in self._alike))]
         with in_place_of_forwards((block, self._call_of(block, code)) for block, code in blocks):
             return call_forward(module, own, *args, **kwargs)
 
-    def _call_of(self, block: nn.Module, code: PlannedCode) -> Forward:
+    def _call_of(self, block: nn.Module, code: PlannedCode | None) -> Forward:
         own = own_forward(block)
         as_written = partial(call_forward, block, own)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return as_written(*args, **kwargs)
+            call_key = (code, _outline(args, kwargs)) if self._may_vary else ()
+            if code is None or call_key in self._unlike:
+                self._runs += 1
+                return _checkpointed(as_written, args, kwargs)
             try:
                 result = code(block, own, *args, **kwargs)
             except PlanMismatch as mismatch:
+                if self._may_vary and not code.has_begun and len(self._unlike) < _UNLIKE:
+                    self._unlike.add(call_key)
+                    self._runs += 1
+                    return _checkpointed(as_written, args, kwargs)
                 if code.has_begun or self.is_trial or not (self._falls_back and self._runs):
                     raise
                 warnings.warn("a block of this step is not the planned one; it runs as it is "
@@ -106,7 +129,7 @@ class PlannedBlocks:
     def why_unplanned(self) -> str | None:
         """Why the last call, which went well, did not run under the plan; `None` where it did."""
         if not self._runs:
-            return _NO_BLOCK
+            return None if self._may_vary else _NO_BLOCK
         return DID_MORE_OUTSIDE if self._did_more_outside else None
 
 
@@ -157,6 +180,31 @@ def check_blocks(model: nn.Module, spec: RewriteSpec) -> None:
 def _code_of_blocks(model: nn.Module, spec: RewriteSpec, shared: SharedCode) -> PlannedCode:
     first = model.get_submodule(shared.blocks[0])
     return PlannedCode(type(first).__name__, model, spec, shared.regions)
+
+
+_UNLIKE = 64
+"""How many calls of blocks are remembered that are not the plan's."""
+
+
+def _outline(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """What the graph of a block's call may depend on."""
+    leaves: list[Any] = pytree.tree_leaves((args, kwargs))
+    return tuple((leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor)
+                 else type(leaf) for leaf in leaves)
+
+
+def _checkpointed(run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output of `run`, which saves its inputs and runs again in the backward."""
+    dice = Dice()
+    runs = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        with contextlib.nullcontext() if runs == 1 else dice.again():
+            return run(*args, **kwargs)
+
+    return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
 
 _NO_BLOCK = ("no block of the plan ran in this step, which ran as it is written: something else "

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from planner._graph_capture.dynamo.blocks import (
 )
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.record import Recording
+from planner._graph_capture.dynamo.skipped_blocks import skipped_blocks
 from planner._graph_capture.dynamo.training_step import record_training_step
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values
 from planner._graph_capture.fake_copies.failures import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
 from planner._graph_capture.fake_copies.storage_less import storage_less_copy
@@ -40,12 +42,17 @@ from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.op_costs.cuda_workspace import held_workspace_bytes
 from planner._graph_capture.op_costs.devices import Gpu, compute_capability
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
+from planner._graph_capture.optimizer.in_backward import (
+    EarlyGradients,
+    UsesGradients,
+    early_gradients,
+)
 from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
 from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
 from planner._graph_capture.plain_step.resident import resident_blocks
 from planner._graph_capture.progress import Progress
-from planner._graph_capture.rank import RankLayout
+from planner._graph_capture.rank import RankLayout, Wrapper
 from planner._graph_capture.specification import check
 from planner._graph_capture.step.assemble import LossMemory, assemble
 from planner._graph_capture.step.kept import Keeper
@@ -75,6 +82,13 @@ class Tracing:
     """Whether the caller holds the output until the backward ends."""
     layout: RankLayout | None = None
     """How a rank of a data-parallel run holds the model; `None`: there is one rank."""
+    early: EarlyGradients = field(default_factory=dict)
+    """Gradients that the loop uses and frees as they come."""
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """What runs along with a step."""
+        return UsesGradients(self.early) if self.layout is None else self.layout.wrapper()
 
     def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerTrace | None:
         """What steps of an optimizer take, if there is one: an instance, class or name, or several
@@ -88,16 +102,17 @@ class Tracing:
             found = replace(trace_optimizer_steps(*self.layout.share_of(optimizer)),
                             parameters=frozenset(self.fake_copy.parameters))
             return found if self.layout.holds_optimizer else found.without_memory()
-        return trace_optimizer_steps(optimizer, self.fake_copy, with_gradient=with_gradient,
-                                     workspace=self.workspace)
+        found = trace_optimizer_steps(optimizer, self.fake_copy, with_gradient=with_gradient,
+                                      workspace=self.workspace)
+        # Where gradients are left for the end, no parameter's step takes more than in the whole.
+        return found.in_backward() if self.early and with_gradient <= self.early.keys() else found
 
     def plain_step(self, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
                    ) -> EagerStep:
         """The step as plain PyTorch runs it."""
         return trace_eager_step(
             self.fake_copy, loss_fn, workspace=self.workspace, with_gradient=with_gradient,
-            holds_output=self.holds_output,
-            wrapper=None if self.layout is None else self.layout.wrapper())
+            holds_output=self.holds_output, wrapper=self.wrapper)
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,8 @@ class CapturedStep:
     """What traces it again, for what comes to be known later."""
     held_workspace_bytes: int
     """What torch holds for cuBLAS, for each thread; 0 where the device is no GPU."""
+    may_skip: bool = False
+    """Whether it is captured by blocks, and dice or values decide which of them run."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -174,6 +191,7 @@ def capture_step(
     progress: Progress | None = None, chunks: Sequence[tuple[int, int]] = (),
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
+    early: EarlyGradients | None = None, optimizer_in_backward: bool = False,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -192,7 +210,9 @@ def capture_step(
     data-parallel run, which holds the model so.  `probe_headroom`: what running single ops may take
     where a loop has begun to train.  `chunks`: the numbers of chunks in which the
     widest part of the step and the insides of layers may run.  `symbolic`: the step's graph,
-    captured before with symbolic sizes; nothing is traced but the plain step.
+    captured before with symbolic sizes; nothing is traced but the plain step.  `early`:
+    gradients that the loop uses and frees as they come; with `optimizer_in_backward` these are all,
+    for `optimizer`.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -222,8 +242,13 @@ def capture_step(
     say("capturing the forward and the backward")
     begun = time.monotonic()
     layout = None if make_layout is None else make_layout(fake_copy)
+    if optimizer_in_backward and early is None:
+        early = early_gradients(optimizer, fake_copy, costs.workspace_bytes)
+    unforced = _without(fake_copy, {name for name, _ in forced} - kwargs.keys())
+    tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
-    def record(blocks: Sequence[str]) -> tuple[FakeCopy, LossFn | None, Recording, object]:
+    def record(fake_copy: FakeCopy, blocks: Sequence[str]
+               ) -> tuple[FakeCopy, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
         traced, traced_loss = fake_copy, fake_loss
@@ -233,20 +258,34 @@ def capture_step(
             traced_loss = traced.extra[-1]
         return traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
-            wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
+            wrapper=tracing.wrapper, holds_output=holds_output)
 
+    blocks = find_blocks(model, regions or WHOLE_MODEL)
     if symbolic is None:
-        traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
+        traced, traced_loss, recording, output = record(fake_copy, blocks)
     else:
         traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
-    is_in_vain = not recording.calls or _sharing_code(recording)
-    if symbolic is None and regions is None and is_in_vain and has_repeated_blocks(model):
+    may_skip = fake_copy.dice.were_thrown or decides_by_values(answers)
+    repeated = blocks or (find_blocks(model, REPEATED_BLOCKS)
+                          if regions is None and has_repeated_blocks(model) else ())
+    skipped = skipped_blocks(traced, repeated) if may_skip and symbolic is None else ()
+    # One graph of a model that skips blocks serves only the steps that skip the same.
+    is_in_vain = (not recording.calls or _sharing_code(recording) or skipped
+                  or fake_copy.dice.were_thrown)
+    if symbolic is None and regions is None and is_in_vain and repeated:
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
-            by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
+            by_blocks = record(fake_copy, repeated)
             by_blocks[2].check_any()
             if not _sharing_code(by_blocks[2]):
                 traced, traced_loss, recording, output = by_blocks
+                blocks = repeated
+    if blocks and skipped:
+        complete = replace(fake_copy, skipped=skipped)
+        with contextlib.suppress(CaptureError):
+            traced, traced_loss, recording, output = record(complete, blocks)
+            fake_copy, tracing = complete, replace(
+                tracing, fake_copy=replace(tracing.fake_copy, skipped=skipped))
     uses = [] if symbolic is not None else region_uses(
         traced, recording, output, JointVariant(compiled=inductor))
     capture_seconds = time.monotonic() - begun
@@ -254,8 +293,6 @@ def capture_step(
 
     say("tracing the plain step")
     try:
-        unforced = _without(fake_copy, {name for name, _ in forced} - kwargs.keys())
-        tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout)
         baseline = tracing.plain_step(fake_loss)
         plain_rules = _rules_since(fake_copy)
         outputs = baseline.loss.outputs if symbolic is not None else trace_loss(
@@ -281,11 +318,13 @@ def capture_step(
             loss=(LossMemory(cotangents_held=True)
                   if loss_fn is None or isinstance(loss_fn, OpenLoss)
                   else LossMemory.of(baseline.loss)),
-            device=fake_copy.device, uncaptured=recording.uncaptured)
+            device=fake_copy.device, uncaptured=recording.uncaptured, early=tracing.early,
+            freed=recording.freed_gradients)
         if not holds_output:
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
-        graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules),
+        graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules,
+                                            tracing.early),
                         kernels=kernels_of(graph.ops, rules))
         return (compiled_variant(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepVariant(graph, low_peak, *chunks))
@@ -321,7 +360,7 @@ def capture_step(
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, fake_copy, holds_output, capture_seconds),
-        outputs=outputs,
+        outputs=outputs, may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu))
 
 
@@ -369,8 +408,12 @@ def _rules_since(fake_copy: FakeCopy) -> dict[str, tuple[str, ...]]:
 def _notes(
     forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
     rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
+    early: EarlyGradients,
 ) -> tuple[str, ...]:
     notes = []
+    if early:
+        notes.append("gradients are used and freed as they come, by hooks of the parameters; what "
+                     "their optimizer's steps allocate is counted there")
     if forced:
         arguments = ", ".join(f"{name}={value}" for name, value in forced)
         notes.append(f"the model is called with {arguments}: a training step has no use for "

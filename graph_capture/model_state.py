@@ -5,8 +5,9 @@ Blind spots: what else the model's code changes (a counter of its own); generato
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy
 import torch
@@ -27,16 +28,47 @@ def remembered_state(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
+class Dice:
+    """Where the random generators of Python and NumPy are at some moment."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self.were_thrown = False
+        """Whether `again` has seen the generators used."""
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the generators give what they gave from that moment on; behind it, they are where
+        they are now."""
+        now = Dice()
+        self.put_back()
+        try:
+            yield
+        finally:
+            self.were_thrown |= not self._is_now()
+            now.put_back()
+
+    def put_back(self) -> None:
+        """Have the generators where they were at that moment."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+
+    def _is_now(self) -> bool:
+        (kind, keys, *places), (kind_now, keys_now, *places_now) = (
+            self._numpy, numpy.random.get_state())
+        return (random.getstate() == self._python and kind == kind_now and places == places_now
+                and numpy.array_equal(keys, keys_now))
+
+
 def remembered_random_state(model: nn.Module) -> Callable[[], None]:
     """A function that puts the random state of Python, NumPy and torch back to what it is now."""
-    python, numpy_state = random.getstate(), numpy.random.get_state()
+    dice = Dice()
     cpu = torch.get_rng_state().numpy().copy()  # no tensor, which would be taken for the loop's
     gpus = [(device, torch.cuda.get_rng_state(device)) for device in
             {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}]
 
     def restore() -> None:
-        random.setstate(python)
-        numpy.random.set_state(numpy_state)
+        dice.put_back()
         torch.set_rng_state(torch.from_numpy(cpu))
         for device, state in gpus:
             torch.cuda.set_rng_state(state, device)

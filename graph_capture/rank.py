@@ -27,6 +27,11 @@ MakeBuffer = Callable[[int, BufferKind], torch.Tensor]
 class Wrapper:
     """What data parallelism does while a step runs; this one does nothing."""
 
+    @property
+    def frees(self) -> frozenset[str]:
+        """Names of the parameters whose gradients the loop frees as they come."""
+        return frozenset()
+
     def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
         """Inside, the model has the wrapper's hooks, which make buffers by `make`."""
         return nullcontext()

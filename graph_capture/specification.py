@@ -6,7 +6,7 @@
    the op that it names, which lists it.
 4. No size, cost or count is negative; seconds are finite.
 5. An in-place candidate is an input of the size of the op's only output.
-6. Gradients are kept to the end and made in the backward; activations are not made there.
+6. Gradients are made in the backward, activations are not.
 7. The ranges of a region hold exactly its forward and its backward ops.
 """
 
@@ -58,8 +58,8 @@ def _check_buffers(graph: TrainingGraph) -> None:
         _require(index in maker.outputs, f"{maker.name} does not list buffer {index}")
         _require(buffer.size_bytes >= 0, f"buffer {index} has a negative size")
         if buffer.kind is BufferKind.GRADIENT:
-            _require(buffer.kept_to_end and maker.phase is Phase.BACKWARD,
-                     f"gradient {buffer.label} is not kept, or not made in the backward")
+            _require(maker.phase is Phase.BACKWARD,
+                     f"gradient {buffer.label} is not made in the backward")
         if buffer.kind is BufferKind.ACTIVATION:
             _require(maker.phase is not Phase.BACKWARD or buffer.kept_to_end,
                      f"{maker.name} makes an activation in the backward")

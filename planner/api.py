@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from planner._graph_capture.capture import CapturedStep, SymbolicStep
     from planner._graph_capture.op_costs.headroom import ProbeHeadroom
+    from planner._graph_capture.optimizer.in_backward import EarlyGradients
     from planner._graph_capture.plain_step.loss import LossFn
     from planner.solvers.simulator import Timeline
     from planner.step.variant import Variant
@@ -100,6 +101,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
             where the environment asks for them.  A percentage is then of what the plain step
             reserves.
+        optimizer_in_backward: each gradient is used and freed as soon as it is whole, by a hook of
+            its parameter that steps `optimizer` (`register_post_accumulate_grad_hook`).  The
+            repeated blocks of the model are then compiled one by one by default, since one graph
+            hands over all of its gradients at its end.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal, else a line in the log `planner.progress` after a second and one at the
             end, which are printed where logging is not set up.
@@ -203,12 +208,15 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                  planning: Planning, progress: Progress | None, *,
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
                  probe_headroom: ProbeHeadroom | None = None,
-                 symbolic: SymbolicStep | None = None) -> CapturedStep:
+                 symbolic: SymbolicStep | None = None,
+                 early: EarlyGradients | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what
     running single ops may take, where the model is being trained; `symbolic`: its graph, where that
-    was captured before with symbolic sizes."""
+    was captured before with symbolic sizes; `early`: gradients that its loop
+    uses and frees as they come."""
     from planner._graph_capture.capture import capture_step
+    from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
     from planner._graph_capture.fake_copies.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank
     from planner.step.wrapped import beneath_wrappers
@@ -216,6 +224,10 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
+    elif (
+        (early or planning.optimizer_in_backward) and regions is None and has_repeated_blocks(model)
+    ):
+        regions = REPEATED_BLOCKS
     device = device_planned_for(model, planning.device)
     if planning.budget_of == "reserved" and device.type != "cuda":
         raise ValueError(f'budget_of="reserved" on the device `{device}`: its allocator reserves '
@@ -245,6 +257,8 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         progress=progress,
         chunks=planning.chunks,
         symbolic=symbolic,
+        early=early,
+        optimizer_in_backward=planning.optimizer_in_backward,
     )
 
 

@@ -35,7 +35,7 @@ def find_blocks(model: nn.Module, regions: str | Sequence[str]) -> tuple[str, ..
     if regions == WHOLE_MODEL:
         return ()
     if regions == REPEATED_BLOCKS:
-        found = _repeated_blocks(model)
+        found = repeated_blocks(model)
         if not found:
             raise ValueError(
                 'regions="blocks" found no repeated blocks (modules of one class side by side in '
@@ -59,10 +59,11 @@ def find_blocks(model: nn.Module, regions: str | Sequence[str]) -> tuple[str, ..
 
 def has_repeated_blocks(model: nn.Module) -> bool:
     """Whether `find_blocks` finds any by itself."""
-    return bool(_repeated_blocks(model))
+    return bool(repeated_blocks(model))
 
 
-def _repeated_blocks(model: nn.Module) -> tuple[str, ...]:
+def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Those that `find_blocks` finds by itself."""
     return (tuple(_repeated(model, "", _CONTAINERS))
             or tuple(_repeated(model, "", (nn.ModuleList, nn.ModuleDict))))
 

@@ -84,6 +84,8 @@ class Recording:
     """What runs between the regions; `None`: the model is one region and nothing else."""
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
+    freed_gradients: tuple[int, ...] = ()
+    """Where the model is one region: primals whose gradients the loop frees, in that order."""
     calls_again: int = 0
     """Calls of captured chunks when the step ran for the second time."""
 
@@ -148,9 +150,7 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
             run_step(compiled, lambda: None)
             _drop_gradients(fake_copy)
             repeated.are_expected = True
-            recording.uncaptured = _follow_uncaptured(
-                fake_copy, run_step, compiled, recorder, workspace
-            )
+            _follow_uncaptured(fake_copy, run_step, compiled, recorder, workspace)
         except DataDependentValue as error:
             raise data_dependent_value(error) from error
         except CaptureError:
@@ -195,7 +195,7 @@ def _drop_gradients(fake_copy: FakeCopy) -> None:
 def _follow_uncaptured(
     fake_copy: FakeCopy, run_step: RunStep, compiled: Callable[..., Any], recorder: _Recorder,
     workspace: Workspace,
-) -> UncapturedCode | None:
+) -> None:
     """Run the compiled step again and follow what is allocated outside of the regions."""
     tracker = GapTracker(fake_copy, workspace)
     found = len(recorder.recording.calls) > 1
@@ -212,8 +212,15 @@ def _follow_uncaptured(
     seen = tracker.finish({name: parameter.grad for name, parameter
                            in fake_copy.model.named_parameters() if parameter.grad is not None})
     del held
-    recorder.recording.calls_again = tracker.calls if found else len(recorder.recording.calls)
-    return seen if found else None
+    recording = recorder.recording
+    recording.calls_again = tracker.calls if found else len(recording.calls)
+    if found:
+        recording.uncaptured = seen
+    else:
+        freed = seen.gradients_released
+        recording.freed_gradients = tuple(
+            primal for _, primal in sorted(freed, key=freed.__getitem__)
+        )
 
 
 def _summary(error: BaseException) -> str:

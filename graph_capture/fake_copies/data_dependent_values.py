@@ -52,6 +52,12 @@ def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple
     return tuple(recorder.values)
 
 
+def decides_by_values(answers: tuple[Answer, ...] | None) -> bool:
+    """Whether code has asked for values, none of which is the size of a tensor: so control flow
+    does."""
+    return bool(answers) and all(answer.op in VALUE_OPS for answer in answers or ())
+
+
 class _ValueRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

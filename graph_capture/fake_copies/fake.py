@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
+from planner._graph_capture.dynamo.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.model_state import Dice
 from planner._graph_capture.module_forward import take_down
 from planner._graph_capture.torch_compat import (
     FakeTensor,
@@ -74,6 +76,10 @@ class FakeCopy:
     one of the forward, beneath the model's own hooks."""
     autocast: torch.dtype | None = None
     """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
+    dice: Dice = field(default_factory=Dice)
+    """The random generators of Python and NumPy where the call begins."""
+    skipped: SkippedBlocks = ()
+    """Blocks that the call skips, which are to run all the same."""
     kernels: DeviceKernels | None = None
     """What stands for the kernels of `device` where it is not here; `None`: torch chooses."""
 
@@ -99,10 +105,12 @@ class FakeCopy:
         return lambda *args, **kwargs: self.model.forward(*args, **kwargs)
 
     def call(self, model: Callable[..., Any] | None = None) -> Any:
-        """The output of the model, or of what stands for it, in one call."""
+        """The output of the model, or of what stands for it, in one call; each call throws the same
+        dice."""
         if self.answers is not None and hasattr(self.mode, "answer_with"):
             self.mode.answer_with(self.answers)
-        return (model or self.callee)(*self.args, **self.kwargs)
+        with self.dice.again(), running_skipped(self.model, self.skipped):
+            return (model or self.callee)(*self.args, **self.kwargs)
 
 
 def make_fake_copy(

@@ -150,3 +150,10 @@ class MicroBatch:
     storage_less: bool = True
     """True if the code ran on storage-less tensors, which it takes for ordinary ones; else on fake
     ones, which some libraries treat in another way."""
+    freed_gradients: frozenset[str] = frozenset()
+    """Names of parameters whose gradients hooks have used and freed."""
+
+    @property
+    def with_gradient(self) -> frozenset[str]:
+        """Names of the parameters that get a gradient."""
+        return self.freed_gradients.union(self.gradients.values())

@@ -104,6 +104,14 @@ class OptimizerTrace:
         """Both, by the optimizer's name."""
         return OptimizerMemory(self.name, self.state_bytes, self.step_peak_bytes)
 
+    def in_backward(self) -> OptimizerTrace:
+        """The same optimizer where its steps are part of the backward: nothing but its state."""
+        blocks = tuple(self.trace.blocks[block]
+                       for block in self.trace.alive_after(self.second_begins))
+        count = len(blocks)
+        return OptimizerTrace(self.name, MemoryTrace(blocks, tuple(range(count))), 0, count, count,
+                              self.parameters, self.own_copies)
+
     def without_memory(self) -> OptimizerTrace:
         """The same optimizer where its state and its steps are on another device."""
         return OptimizerTrace(self.name, MemoryTrace((), ()), 0, 0, 0, self.parameters)

@@ -69,6 +69,6 @@ def trace_eager_step(fake_copy: FakeCopy, loss_fn: LossFn | None = None, *, work
         forward_peak_bytes=trace.until(step.backward_begins).peak_bytes,
         end_bytes=sum(trace.blocks[block].size_bytes
                       for block in (*step.gradients, *step.left_blocks)),
-        with_gradient=frozenset(step.gradients.values()), loss=footprint[0],
+        with_gradient=step.with_gradient, loss=footprint[0],
         storage_less=step.storage_less, memory_timeline=tuple(trace.levels_by_run()),
         backward_begins=sum(run.event < step.backward_begins for run in trace.runs), blocks=step)

@@ -21,6 +21,7 @@ from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, Mi
 from planner._graph_capture.memory.tracker import MemoryTracker
 from planner._graph_capture.op_costs.devices import Gpu, assumption, compute_capability
 from planner._graph_capture.op_costs.probe import OpProbe
+from planner._graph_capture.optimizer.in_backward import UsesGradients, early_gradients
 from planner._graph_capture.optimizer.step import (
     OptimizerSettings,
     OptimizerTrace,
@@ -42,11 +43,13 @@ class PlainLoop:
                  gpu: str | Gpu | None = None,
                  autocast: torch.dtype | None = None, grad_scaler: bool = False,
                  holds_output: bool = True,
-                 make_layout: Callable[[FakeCopy], RankLayout] | None = None) -> None:
+                 make_layout: Callable[[FakeCopy], RankLayout] | None = None,
+                 in_backward_of: object = None) -> None:
         """`autocast`: forward and loss run within `torch.autocast` to this dtype.  `make_layout`:
-        the loop is that of one rank of a data-parallel run, which holds the model so.
-        `holds_output`: as for `trace_micro_batch`.  `gpu`: as
-        for `compute_capability`.  The other arguments are those of `make_fake_copy` and `OpProbe`.
+        the loop is that of one rank of a data-parallel run.  `holds_output`: as for
+        `trace_micro_batch`.  `gpu`: as for `compute_capability`.  `in_backward_of`: the optimizer
+        that hooks of the parameters step, freeing the gradients; `None`: it steps at the end.  The
+        other arguments are those of `make_fake_copy` and `OpProbe`.
 
         Raises `CaptureError` where the model has no fake copy.
         """
@@ -63,6 +66,8 @@ class PlainLoop:
         self._assumption = assumption(self.fake_copy.device, gpu)
         self._scaled, self._holds_output = grad_scaler, holds_output
         self._micro_batches: dict[frozenset[str], MicroBatch] = {}
+        self._early = {} if in_backward_of is None else early_gradients(
+            in_backward_of, self.fake_copy, self._probe.workspace_bytes)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -103,14 +108,11 @@ class PlainLoop:
         if with_gradient not in self._micro_batches:
             with _explained("the training step"):
                 self._micro_batches[with_gradient] = trace_micro_batch(
-                    self.fake_copy,
-                    self._loss_fn,
-                    workspace=self._probe.workspace_bytes,
-                    with_gradient=with_gradient,
-                    scaled=self._scaled,
+                    self.fake_copy, self._loss_fn, workspace=self._probe.workspace_bytes,
+                    with_gradient=with_gradient, scaled=self._scaled,
                     holds_output=self._holds_output,
-                    wrapper=None if self._layout is None else self._layout.wrapper(),
-                )
+                    wrapper=(UsesGradients(self._early) if self._layout is None
+                             else self._layout.wrapper()))
         return self._micro_batches[with_gradient]
 
     @quiet_fake_tensors()
@@ -128,14 +130,11 @@ class PlainLoop:
             traced = trace_optimizer_steps(share, fake_copy, settings=settings,
                                            workspace=self._probe.workspace_bytes)
             return replace(traced, parameters=frozenset(self.fake_copy.parameters))
-        return trace_optimizer_steps(
-            optimizer,
-            self.fake_copy,
-            with_gradient=frozenset(self.micro_batch().gradients.values()),
-            sparse=self.micro_batch().sparse_gradients,
-            settings=settings,
-            workspace=self._probe.workspace_bytes,
-        )
+        traced = trace_optimizer_steps(
+            optimizer, self.fake_copy, with_gradient=self.micro_batch().with_gradient,
+            sparse=self.micro_batch().sparse_gradients, settings=settings,
+            workspace=self._probe.workspace_bytes)
+        return traced.in_backward() if self._early else traced
 
     def _trace_inference(self, fake_copy: FakeCopy, _: LossFn | None, __: bool) -> MemoryTrace:
         locate = ModuleLocator(fake_copy.model)

@@ -88,6 +88,11 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
     tracker = MemoryTracker(workspace, device=fake_copy.device, trace_device=fake_copy.trace_device,
                             resident=(*copies, *before), module_of_op=locate)
     of_wrapper: dict[int, Category] = {}
+    freed: dict[int, str] = {}  # gradients that the loop frees as they come
+    observed = [fake_copy.parameters[name].register_post_accumulate_grad_hook(
+        lambda parameter: freed.update(dict.fromkeys(
+            tracker.numbers_of(parameter.grad), parameters[id(parameter)])))
+                for name in wrapper.frees if fake_copy.parameters[name].requires_grad]
 
     def make_buffer(size_bytes: int, kind: BufferKind) -> torch.Tensor:
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=fake_copy.trace_device)
@@ -134,12 +139,14 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
         del left
     finally:
         tracker.close()
+        for hook in observed:
+            hook.remove()
         for tensor in copies:
             if tensor.is_leaf:
                 tensor.grad = None
 
     def category_of(number: int) -> Category:
-        if number in gradients:
+        if number in gradients or number in freed:
             return Category.GRADIENTS
         if number in of_wrapper:
             return of_wrapper[number]
@@ -147,15 +154,15 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
                 else Category.ACTIVATIONS)
 
     kept = {number: name for number, name in gradients.items() if name}
-    labels = gradients | {number: COMMUNICATION for number, category in of_wrapper.items()
-                          if category is Category.TEMPORARIES}
+    labels = freed | gradients | {number: COMMUNICATION for number, category in of_wrapper.items()
+                                  if category is Category.TEMPORARIES}
     loss_blocks = without_output - without_loss
     return MicroBatch(
         trace=tracker.trace(category_of, labels).until(end), loss_begins=loss_begins,
         backward_begins=backward_begins, gradients=kept,
         output_blocks=frozenset(alive - without_output), loss_blocks=frozenset(loss_blocks),
         left_blocks=frozenset(without_loss - kept.keys()), storage_less=storage_less,
-        sparse_gradients=sparse)
+        sparse_gradients=sparse, freed_gradients=frozenset(freed.values()))
 
 
 def _scaled(goal: Objective, fake_copy: FakeCopy, tracker: MemoryTracker) -> Objective:

@@ -20,6 +20,7 @@ from planner._graph_capture.joint_graph.lower import LoweredOp, epilogue_name
 from planner._graph_capture.joint_graph.outline import region_signature
 from planner._graph_capture.memory.trace import COMMUNICATION
 from planner._graph_capture.op_costs.costs import OpCost
+from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.plain_step.loss import LossFootprint
 from planner._graph_capture.step.regions import RegionUse
 from planner._graph_capture.torch_compat import AUTOGRAD_HOLDS_COTANGENTS
@@ -70,24 +71,27 @@ class LossMemory:
 def assemble(
     uses: Sequence[RegionUse], *, loss: LossMemory, cost_of: Callable[[fx.Node], OpCost],
     pinned_by_user: Callable[[str, str], bool], resident: ResidentMemory, device: torch.device,
-    uncaptured: UncapturedCode | None = None,
+    uncaptured: UncapturedCode | None = None, early: EarlyGradients | None = None,
+    freed: Sequence[int] = (),
 ) -> TrainingGraph:
     """The graph of the whole step: forwards in order, the loss, backwards in reverse.
 
     `pinned_by_user(module, target)` tells which ops the user wants kept.  Where code runs between
-    the regions, `uncaptured` accounts for the loss too, and `loss` is not used.
+    the regions, `uncaptured` accounts for the loss too, and `loss` is not used.  `early`: gradients
+    that the loop frees as they come; `freed`: primals of these, in that order, of a single region.
     """
     return _Assembly(uses, LossMemory() if uncaptured else loss, uncaptured, cost_of,
-                     pinned_by_user, device).run(resident)
+                     pinned_by_user, device, early or {}, freed).run(resident)
 
 
 class _Assembly:
     def __init__(
         self, uses: Sequence[RegionUse], loss: LossMemory, uncaptured: UncapturedCode | None,
         cost_of: Callable[[fx.Node], OpCost], pinned_by_user: Callable[[str, str], bool],
-        device: torch.device,
+        device: torch.device, early: EarlyGradients, freed: Sequence[int],
     ) -> None:
         self.uses, self.loss, self.cost_of = uses, loss, cost_of
+        self.early, self.freed = early, freed
         self.uncaptured = uncaptured
         self.pinned_by_user, self.device = pinned_by_user, device
         self.ops: list[TrainingOp] = []
@@ -244,7 +248,23 @@ class _Assembly:
                 if storage is not None and not self._is_copied(number, position, storage)})
         for storage, primal in lowered.gradient_storages:
             self._hand_over_gradient(number, storage, primal)
+        if not self.uncaptured:
+            self._free_gradients(number)
         return range(start, len(self.ops))
+
+    def _free_gradients(self, number: int) -> None:
+        """Hooks use and free the gradients of a region one by one, when it has made all of them."""
+        use = self.uses[number]
+        names = [use.parameter_names.get(primal, "") for primal in self.freed]
+        for name in names:
+            if name not in self.early:
+                continue
+            gradients = [index for index, buffer in enumerate(self.buffers)
+                         if buffer.kind is BufferKind.GRADIENT and buffer.label == name]
+            for index in gradients:
+                self.buffers[index] = replace(self.buffers[index], kept_to_end=False)
+            self._pseudo_op(f"~/use of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
+                            tuple(gradients), (), self.early[name])
 
     def _is_copied(self, number: int, position: int, storage: int) -> bool:
         """Whether the region's backward gets a copy of its own of an expanded cotangent."""
@@ -288,10 +308,13 @@ class _Assembly:
             return
         gone = None if self.uncaptured is None else (
             self.uncaptured.gradients_released.get((number, primal)))
+        name = use.parameter_names.get(primal, "")
         if gone is not None:
             self.leaving.setdefault(gone, []).append((number, storage))
+            if name in self.early and self.buffers[buffer].kind is BufferKind.TEMPORARY:
+                self.buffers[buffer] = replace(self.buffers[buffer], kind=BufferKind.GRADIENT,
+                                               label=name)
             return
-        name = use.parameter_names.get(primal, "")
         gradient = use.lowered.joint.gradients[primal]
         parameter = use.lowered.joint.primals[primal].meta["val"]
         if gradient is not None and not _same_layout(gradient.meta["val"], parameter):

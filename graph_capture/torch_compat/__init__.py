@@ -80,6 +80,10 @@ from planner._graph_capture.torch_compat.memory import (
     cpu_allocations_in_stages as cpu_allocations_in_stages,
 )
 from planner._graph_capture.torch_compat.memory import fake_tensor as fake_tensor
+from planner._graph_capture.torch_compat.memory import hooks_of_gradient as hooks_of_gradient
+from planner._graph_capture.torch_compat.memory import (
+    hooks_of_whole_gradient as hooks_of_whole_gradient,
+)
 from planner._graph_capture.torch_compat.memory import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )

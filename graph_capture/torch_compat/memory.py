@@ -83,6 +83,16 @@ def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:
     return storage
 
 
+def hooks_of_gradient(tensor: torch.Tensor) -> dict[int, Any]:
+    """Hooks that get a gradient before it is added to others (`register_hook`), by number."""
+    return tensor._backward_hooks or {}
+
+
+def hooks_of_whole_gradient(tensor: torch.Tensor) -> dict[int, Any]:
+    """Those that run when it is whole (`register_post_accumulate_grad_hook`)."""
+    return tensor._post_accumulate_grad_hooks or {}
+
+
 @contextmanager
 def no_saved_tensors_hooks() -> Iterator[bool]:
     """Inside, what autograd saves passes through no hook; gives whether there are any outside."""

@@ -145,7 +145,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "SubclassGetAttrAOTOutput(base=, attr=)"),
     ),
     "memory": (
-        *_of("torch.Tensor", "_make_subclass", "_use_count"),
+        *_of("torch.Tensor", "_backward_hooks", "_make_subclass", "_post_accumulate_grad_hooks",
+             "_use_count"),
         "torch.UntypedStorage._cdata",
         *_of("torch._C", "DisableTorchFunctionSubclass", "_construct_storage_from_data_pointer",
              "_current_autograd_node", "_current_graph_task_id", "_storage_Use_Count"),

@@ -69,6 +69,7 @@ class PlanArguments(TypedDict, total=False):
     parallel: DataParallel | None
     allow: str | Sequence[str]
     budget_of: str
+    optimizer_in_backward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ class Planning:
     """Afterwards a tuple without `"recompute"`, which every plan may do."""
     budget_of: str = field(default="allocated", metadata=flag(
         "What the budget limits: allocated, or reserved by torch on a GPU."))
+    optimizer_in_backward: bool = field(default=False, metadata=flag(
+        "Hooks step the optimizer and free each gradient as it comes.", value=True))
 
     def __post_init__(self) -> None:
         from planner.solvers.solve import ALGORITHMS
@@ -167,6 +170,8 @@ class Planning:
             raise ValueError("autocast must be 'bf16' or 'fp16' (or the dtype), got "
                              f"{self.autocast!r}")
         object.__setattr__(self, "allow", _allowed(self.allow, self.backend))
+        if self.optimizer_in_backward:
+            check_in_backward(self.backend, self.accumulation, self.parallel)
         if "offload" in self.allow:
             self._check_offload()
         if self.gpu is not None:
@@ -267,6 +272,18 @@ def _check_seconds(time_limit: Any) -> None:
     if not float(time_limit) > 0 or not math.isfinite(time_limit):
         raise ValueError(f"time_limit must be a finite number of seconds above 0, "
                          f"got {time_limit}")
+
+
+def check_in_backward(backend: str, accumulation: int, parallel: DataParallel | None) -> None:
+    """Raise `ValueError` where gradients cannot be used and freed as they come."""
+    why = (f"with backend={backend!r} all gradients count to the end of the backward; use "
+           'backend="eager"' if backend != "eager" else
+           f"accumulation={accumulation} adds up gradients, which are gone then; use "
+           "accumulation=1" if accumulation > 1 else
+           "what the hooks of many ranks do is not known; leave parallel out"
+           if parallel is not None else "")
+    if why:
+        raise ValueError(f"optimizer_in_backward=True: {why}, or leave optimizer_in_backward out")
 
 
 def _allowed(allow: object, backend: str) -> tuple[str, ...]:

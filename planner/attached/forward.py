@@ -158,6 +158,7 @@ class PlanningForward(ObservingForward):
         if not self._optimizers and self._backward_seen and not self._has_gradients:
             self._end_step()
         self._defers_reduction |= defers_reduction(self.__self__)
+        self._observe_hooks()
         present = Present.now(has_gradients=self._has_gradients)
         graph, output = self._step(call, present, args, kwargs)
         self._served[call] = self.running = graph
@@ -280,7 +281,8 @@ class PlanningForward(ObservingForward):
         settings, module = self.settings, self.__self__
         with self._planning() as watch:
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
-                                   settings.batches_ahead, partial(alive, self._optimizers))
+                                   settings.batches_ahead, partial(alive, self._optimizers),
+                                   early=dict(self._early))
             graph = PlannedGraph(call, planner)
             graph.note(present)
             graph.lives = self._expected_output(planner)
@@ -364,13 +366,15 @@ class PlanningForward(ObservingForward):
         lets_go = (not planner.loss_is_outside and lives and {*lives} != {Until.END}
                    and len(lives) == planner.output_tensors)
         return Known(optimizers, graph.outside(self._held_bytes), graph.shared_loss,
-                     lives if lets_go else None, self._defers_reduction, graph.is_lean)
+                     lives if lets_go else None, self._defers_reduction, self._early,
+                     graph.is_lean)
 
     def _assumed(self, graph: PlannedGraph) -> Known:
         """What is known of a step, and assumed."""
         assert graph.planner is not None
         return Known(self._stepping, graph.outside(self._held_bytes),
-                     self._expected_loss(graph.planner), defers_reduction=self._defers_reduction)
+                     self._expected_loss(graph.planner), defers_reduction=self._defers_reduction,
+                     early=self._early)
 
     def _expected_output(self, planner: GraphPlanner) -> tuple[Until, ...] | None:
         """What the caller did with the output of another graph like this one's."""

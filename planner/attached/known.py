@@ -42,6 +42,7 @@ from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
+from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.plain_step.loss import OpenLoss, Until
 from planner._graph_capture.plain_step.observed_loss import (
     ObservedLoss,
@@ -102,10 +103,13 @@ class GraphPlanner:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
-                 symbolic: SymbolicStep | None = None) -> None:
+                 symbolic: SymbolicStep | None = None,
+                 early: EarlyGradients | None = None) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
-        step's graph, where it was captured before with symbolic sizes."""
+        step's graph, where it was captured before with symbolic sizes; `early`: gradients that
+        hooks free as they come."""
+        self._early = dict(early or {})
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
         self.has_control_flow = False
@@ -129,18 +133,19 @@ class GraphPlanner:
             planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))
         self._parallel = planning.parallel
         unknown = OpenLoss(self._input_bytes)
+        early = self._early if self._may_free(planning) else None
         headroom = self._probe_headroom(model)
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report,
                                           unknown_loss=unknown, probe_headroom=headroom,
-                                          symbolic=self._symbolic)
+                                          symbolic=self._symbolic, early=early)
             except DataDependentValue:
                 answers = data_dependent_values(model, lambda: model.forward(*args, **kwargs))
                 try:
                     self._step = capture_call(model, args, kwargs, planning, report,
                                               answers=answers, unknown_loss=unknown,
-                                              probe_headroom=headroom)
+                                              probe_headroom=headroom, early=early)
                 except DataDependentValue as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.has_control_flow = True
@@ -175,6 +180,11 @@ class GraphPlanner:
         return ProbeHeadroom(limit, held, resident_bytes)
 
     @property
+    def may_skip(self) -> bool:
+        """Whether any call may run fewer of the planned blocks."""
+        return self._step.may_skip
+
+    @property
     def output_tensors(self) -> int:
         """How many tensors the model returns."""
         return len(self._step.outputs)
@@ -184,6 +194,8 @@ class GraphPlanner:
         the graph was captured for, unless zeros in place of their gradients are small; or loss or
         output belong to code between graphs, of which what they take is not told apart."""
         seen, is_chunked = known.loss, len(self._step.graph.regions) > 1
+        if self._frees_otherwise(known):
+            return True
         if is_chunked and known.lets_output_go and not self._captured_without_output:
             return True
         if seen is None:
@@ -198,7 +210,7 @@ class GraphPlanner:
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       known: Known) -> None:
         """Take the graph of a step of which this is known."""
-        planning = self._planning
+        planning, self._early = self._planning, dict(known.early)
         if known.loss is not None:
             planning = replace(planning, loss_fn=ReplayedLoss(known.loss))
         if known.lets_output_go:
@@ -206,6 +218,12 @@ class GraphPlanner:
         self._capture(model, args, dict(kwargs), planning)
         self._captured_with, self._with_loss = known.loss, None
         self._captured_without_output = known.lets_output_go
+
+    def _may_free(self, planning: Planning) -> bool:
+        return self.is_alone and planning.accumulation == 1 and planning.backend == "eager"
+
+    def _frees_otherwise(self, known: Known) -> bool:
+        return self._may_free(self._planning) and dict(known.early) != self._early
 
     @property
     def assumed_loss(self) -> ObservedLoss:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from planner._graph_capture.torch_compat import pytree, running_node_number
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
 from planner.attached.held import LoopMemory, device_of, tensors_of
+from planner.attached.hooks import HookWatch, region_signature
 from planner.attached.known import GraphPlanner
 from planner.attached.optimizers import observe, observers
 from planner.attached.planned_graph import PendingCall, PlannedGraph, Present, pending_bytes
@@ -81,6 +82,7 @@ class ObservingForward(CountingForward):
         self._loop, self._begun = LoopMemory(), next(_clock)
         self._began_in_step = False
         self._last_call = 0
+        self._hooks = HookWatch(self.__self__)
         observe(self)
 
     def begin_in_step(self) -> None:
@@ -90,6 +92,24 @@ class ObservingForward(CountingForward):
     def _begin_call(self) -> None:
         """A call begins."""
         self._in_backward, self._last_call = False, next(_clock)
+
+    def _observe_hooks(self) -> None:
+        """See what hooks of the parameters do with gradients, in one backward."""
+        watch = self._hooks
+        if watch.has_seen and watch.end():
+            self._learned += 1
+        if watch.region_signature != region_signature(self.__self__):
+            watch.end()
+            self._hooks = watch = HookWatch(self.__self__)
+            self._learned += 1
+        if watch.region_signature and not watch.has_seen and not watch.is_active:
+            watch.begin()
+            finalize(self, watch.end)  # else a model that is gone would leave it behind
+
+    @property
+    def _early(self) -> tuple[tuple[str, int], ...]:
+        """Gradients that hooks free as they come."""
+        return tuple(sorted(self._hooks.early.items()))
 
     @property
     def plan(self) -> Plan | None:

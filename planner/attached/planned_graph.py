@@ -8,7 +8,7 @@ from weakref import WeakSet, ref
 
 from torch import nn
 
-from planner._apply.blocks import code_of
+from planner._apply.blocks import PlannedBlocks, code_of
 from planner._apply.call_signature import Call
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss, UnmeasuredLoss
@@ -56,7 +56,10 @@ class PlannedGraph:
         earlier = getattr(self, "code", None)
         self.plan = plan
         self.code = code_of(module, plan.spec)
-        self.code.fall_back(with_least_memory)
+        if isinstance(self.code, PlannedBlocks):
+            self.code.fall_back(with_least_memory, may_vary=self.may_skip)
+        else:
+            self.code.fall_back(with_least_memory)
         if earlier is not None:
             self.code.compare_with(earlier)
 
@@ -69,7 +72,12 @@ class PlannedGraph:
     def has_control_flow(self) -> bool:
         """Whether values of tensors decide what the step is, so that any call may need another
         graph."""
-        return self.planner is not None and self.planner.has_control_flow
+        return self.planner is not None and self.planner.has_control_flow and not self.may_skip
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether calls run fewer blocks than were planned, or the same in other places."""
+        return self.planner is not None and self.planner.may_skip
 
     def may_serve(self, call: Call) -> bool:
         """Whether the plan may be for this call; its digests decide."""

@@ -28,6 +28,8 @@ class Known:
     defers_reduction: bool = False
     """Whether the gradients there before are whole ones, which `fully_shard` has yet to reduce."""
 
+    early: tuple[tuple[str, int], ...] = ()
+    """Gradients that hooks free as they come, and what that allocates."""
     is_lean: bool = False
     """Whether calls are to save as little as they can."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
-from planner.arguments.planning import Planning
+from planner.arguments.planning import Planning, check_in_backward
 from planner.progress import Progress, watched
 from planner.step.loop_trace import LoopTrace, MicroBatches, TrainingLoop, compose
 from planner.training_loop.breakdown import breakdown_of, floor_of
@@ -35,6 +35,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
            zero_grad: Literal["after_step", "before_backward"] = "after_step",
            hold_output: bool | Literal["backward", "step", "loop"] = True,
            load_state_dict: bool = False, parallel: DataParallel | None = None,
+           optimizer_in_backward: bool = False,
            device: torch.device | str | None = None, gpu: str | Gpu | None = None,
            probe: bool = True,
            progress: Progress | None = None) -> MemoryReport:
@@ -68,6 +69,8 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
             is kept as long, with `False` to the end of the backward.
         load_state_dict: whether the parameters come from a state dict on the same device.
         parallel: how the run is spread over ranks; the loop is then that of one rank.
+        optimizer_in_backward: as for `planner.plan`: hooks of the parameters step the optimizer and
+            free each gradient; nothing is left of the step behind the backward.
 
     Raises:
         CaptureError: the step cannot be traced; a sparse gradient with more than one micro-batch.
@@ -78,6 +81,12 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
                      autocast=autocast).autocast_dtype
     loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
     _check_clip(grad_clip)
+    if optimizer_in_backward:
+        check_in_backward("eager", accumulation, parallel)
+        if grad_clip is not None or grad_scaler:
+            raise ValueError("optimizer_in_backward=True: a norm of all gradients, or their "
+                             "scaling, needs all of them at once; leave grad_clip and grad_scaler "
+                             "out")
     if parallel is not None and not check_parallel(parallel).is_replicated and accumulation > 1:
         raise ValueError(f"accumulation={accumulation}: gradients of shards that add up are not "
                          "followed through the loop; planner.plan(accumulation=…, parallel=…) "
@@ -100,25 +109,20 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     with watched(progress, f"predicting the memory of {type(model).__name__}") as report:
         report("tracing the plain step")
         plain = PlainLoop(
-            beneath_wrappers(model, parallel),
-            args,
-            kwargs,
-            loss_fn=loss_fn,
-            device=device_planned_for(model, device),
-            gpu=gpu,
-            probe=probe,
-            autocast=dtype,
-            grad_scaler=grad_scaler,
-            holds_output=hold_output is not False,
-            make_layout=None
-            if parallel is None
-            else (lambda fake_copy: layout_of(model, fake_copy, parallel)),
-        )
+            beneath_wrappers(model, parallel), args, kwargs, loss_fn=loss_fn,
+            device=device_planned_for(model, device), gpu=gpu, probe=probe, autocast=dtype,
+            grad_scaler=grad_scaler, holds_output=hold_output is not False,
+            make_layout=None if parallel is None else (
+                lambda fake_copy: layout_of(model, fake_copy, parallel)),
+            in_backward_of=optimizer if optimizer_in_backward else None)
         plain.micro_batch()
         micro_batches: MicroBatches = plain.micro_batch
         if plan is not None:
             report("capturing the step that the plan is for")
-            micro_batches = _planned(model, inputs, plan, plain, loss_fn, parallel)
+            micro_batches = _planned(
+                model, inputs, plan, plain, loss_fn=loss_fn, parallel=parallel,
+                optimizer=optimizer if optimizer_in_backward else None,
+                optimizer_in_backward=optimizer_in_backward)
         return _report(plain, micro_batches, optimizer, settings, loop, plan, report)
 
 
@@ -178,15 +182,21 @@ def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,
-             parallel: DataParallel | None) -> MicroBatches:
+def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop,
+             **arguments: Any) -> MicroBatches:
     """The micro-batches of a plan; raises `PlanMismatch` where it was made for another step."""
     from planner.api import capture_for
     from planner.step.planned_micro_batch import planned_micro_batch
 
-    variant, timeline = capture_for(plan, model, inputs, loss_fn=loss_fn, parallel=parallel,
-                                    device=plain.fake_copy.device, gpu=plain.gpu,
-                                    autocast=plain.fake_copy.autocast)
+    variant, timeline = capture_for(
+        plan,
+        model,
+        inputs,
+        device=plain.fake_copy.device,
+        gpu=plain.gpu,
+        autocast=plain.fake_copy.autocast,
+        **arguments,
+    )
     names = plain.fake_copy.parameters.keys()
     return lambda with_gradient: planned_micro_batch(variant.graph, timeline, names, with_gradient)
 

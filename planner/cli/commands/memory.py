@@ -31,7 +31,7 @@ class HoldOutput(StrEnum):
 
 
 @command(planning=("optimizer", "accumulation", "device", "gpu", "probe", "autocast",
-                   "budget_of"))
+                   "budget_of", "optimizer_in_backward"))
 def run(
     target: TargetOptions, planning: Planning, ranks: RankOptions, budget: Budget = None,
     plan_path: Annotated[Path | None, typer.Option(
@@ -74,7 +74,7 @@ def run(
         grad_scaler=grad_scaler, set_to_none=set_to_none, zero_grad=zero_grad.value,
         hold_output=not drop_output and hold_output.value, load_state_dict=load_state_dict,
         parallel=ranks.settings(), device=planning.device, gpu=planning.gpu,
-        probe=planning.probe)
+        probe=planning.probe, optimizer_in_backward=planning.optimizer_in_backward)
     if snapshot is not None:
         report.save_snapshot(snapshot)
     check = None if limit is None else check_budget(report, limit, planning.budget_of)
