@@ -217,6 +217,7 @@ class PlanningForward(ObservingForward):
                                    settings.batches_ahead, partial(alive, self._optimizers))
             graph = PlannedGraph(call, planner)
             graph.note(present)
+            self._share_step(graph)
             graph.lives = self._expected_output(planner)
             self._look_beside(planner, args, kwargs)
             self._plan(graph, self._known(graph, present), present)
@@ -233,8 +234,8 @@ class PlanningForward(ObservingForward):
             return
         if self._steps < STEPS_LOOKED_AT:
             self._look_beside(planner, args, kwargs)
-        if graph.note(present):
-            self._learned += 1
+        self._learned += graph.note(present)
+        self._share_step(graph)
         if graph.checked == self._learned:
             return
         if graph.unmeasured is not None:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -81,6 +81,8 @@ class ObservingForward(CountingForward):
         self._loop, self._begun = LoopMemory(), next(_clock)
         self._began_in_step = False
         self._last_call = 0
+        self._graphs_of_step: WeakSet[PlannedGraph] = WeakSet()
+        """Graphs of all planned models that were called since this one's optimizer stepped."""
         observe(self)
 
     def begin_in_step(self) -> None:
@@ -90,6 +92,15 @@ class ObservingForward(CountingForward):
     def _begin_call(self) -> None:
         """A call begins."""
         self._in_backward, self._last_call = False, next(_clock)
+
+    def _share_step(self, graph: PlannedGraph) -> None:
+        """Note that a graph of this model takes part in the step."""
+        watching = _observing()
+        if graph.share_step(self._graphs_of_step):
+            for each in watching:
+                each._learned += 1
+        for each in watching:
+            each._graphs_of_step.add(graph)
 
     @property
     def plan(self) -> Plan | None:
@@ -121,8 +132,8 @@ class ObservingForward(CountingForward):
                *(leaf for leaf in pytree.tree_leaves((args, kwargs))
                  if isinstance(leaf, torch.Tensor))]
         before = self._held_bytes
-        others = [tensor for each in observers() if isinstance(each, ObservingForward)
-                  and each._last_call > self._begun for tensor in tensors_of(each.__self__)]
+        others = [tensor for each in _observing() if each._last_call > self._begun
+                  for tensor in tensors_of(each.__self__)]
         self._looks[-1].append(self._loop.beside_bytes(
             device_of(self.__self__), own, others, pending_bytes()))
         self._learned += self._held_bytes != before
@@ -154,6 +165,8 @@ class ObservingForward(CountingForward):
             self._optimizers.append(ref(optimizer))
             self._learned += 1
             self._stepped(optimizer)
+        elif not self._calls:
+            self._graphs_of_step.clear()  # of another loop, as far as is known
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count the step that this optimizer makes of the calls since its last one."""
@@ -172,6 +185,7 @@ class ObservingForward(CountingForward):
         self._steps += 1
         self._planned_steps += self.steps.unplanned == self._unplanned_before
         self._unplanned_before, self._calls_of_step = self.steps.unplanned, 0
+        self._graphs_of_step.clear()
         if len(self._looks) < STEPS_LOOKED_AT:
             self._looks.append([])
 
@@ -192,6 +206,10 @@ class ObservingForward(CountingForward):
         if (self._watch is not None and running_node_number() is None
                 and self._watch.end()):
             self._watch = None
+
+
+def _observing() -> list[ObservingForward]:
+    return [each for each in observers() if isinstance(each, ObservingForward)]
 
 
 def alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:
