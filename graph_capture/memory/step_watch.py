@@ -19,6 +19,8 @@ from graph_capture.memory.tracker import MemoryTracker
 from graph_capture.torch_compat import OpOverload, active_modes, runs_its_own_ops, storage_key
 from graph_capture.twins.data_less import is_data_less
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class StepWatch(MemoryTracker):
     """Follows a real step; a dispatch mode that its owner enters with `begin`, leaves with `end`.
@@ -84,7 +86,8 @@ class StepWatch(MemoryTracker):
 
     def _meet(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            if not is_data_less(value):
+            if (type(value) in _PLAIN and value.device.type == self.device.type
+                    and not is_data_less(value)):
                 self._follow(value)
         elif isinstance(value, tuple | list):
             for each in value:

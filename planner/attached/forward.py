@@ -51,7 +51,7 @@ from graph_capture.plain_step.seen_loss import (
 )
 from graph_capture.torch_compat import no_saved_tensors_hooks, running_node_number
 from planner.attached.known import GraphPlanner
-from planner.attached.measuring import enter_phase, note_call, unmeasured
+from planner.attached.measuring import abandon, enter_phase, note_call, unmeasured
 from planner.attached.observing import (
     ObservingForward,
     Settings,
@@ -145,6 +145,8 @@ class PlanningForward(ObservingForward):
         args = self.without_self(args)
         if self.is_foreign() or not torch.is_grad_enabled() or not needs_gradient(
                 self.__self__, args, kwargs):
+            if torch.is_grad_enabled():
+                abandon()  # what is measured would be none of a step
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
         if call not in self._served:

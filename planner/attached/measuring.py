@@ -179,6 +179,12 @@ def conclude() -> None:
                 found.note_peak(peak)
 
 
+def abandon() -> None:
+    """End the measurement, and forget it."""
+    for each in [*_under_way]:
+        _abandon(each)
+
+
 def _abandon(measurement: Measurement) -> None:
     """End a measurement."""
     if measurement in _under_way:

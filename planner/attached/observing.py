@@ -195,9 +195,12 @@ class ObservingForward(CountingForward):
 
     def _begin_measuring(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Measure the step that this call begins, where it is one of those that are measured."""
-        if not self._optimizers and self._backward_seen and not pending_calls():
-            conclude()  # the step before, which no optimizer of torch's has ended
         device = device_of(self.__self__)
+        if not self._optimizers and self._backward_seen:
+            if not pending_calls():
+                conclude()  # the step before, which no optimizer of torch's has ended
+            if device.type != "cuda":
+                return  # a watch would be left open behind the last step
         if running_node_number() is None and not group_of(self.__self__) and (
                 device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0):
             begin_measuring(device, lambda: self._tensors_held(args, kwargs),
