@@ -30,6 +30,7 @@ from planner._graph_capture.torch_compat import (
     GradientSums,
     OpOverload,
     TorchDispatchMode,
+    active_modes,
     bytes_made_before,
     runs_its_own_ops,
     schema_of,
@@ -99,6 +100,20 @@ class MemoryTracker(TorchDispatchMode):
     def close(self) -> None:
         """Take no notice of what is released from here on."""
         self._closed = True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no notice any more."""
+        return self._closed
+
+    def leave(self) -> bool:
+        """Leave the mode, where nothing was entered above it; return whether it is left."""
+        modes = active_modes()
+        if self in modes and modes[-1] is not self:
+            return False
+        if self in modes:
+            self.__exit__(None, None, None)
+        return True
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Number of the tensor's storage, in the order in which storages were made."""
@@ -203,9 +218,10 @@ class MemoryTracker(TorchDispatchMode):
         if tensor.device.type != self._trace_device.type or tensor.layout is not torch.strided:
             return
         key = storage_key(tensor)
-        if key in self._number_of or key in self._resident:
-            return
-        storage = tensor.untyped_storage()
+        if key not in self._number_of and key not in self._resident:
+            self._follow_storage(key, tensor.untyped_storage())
+
+    def _follow_storage(self, key: int, storage: torch.UntypedStorage) -> None:
         size = allocated_bytes(storage.nbytes(), self._device)
         number = self._new_number(size)
         self._number_of[key] = number

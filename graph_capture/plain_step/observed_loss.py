@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.step_watch import StepWatch
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import OutputGradient, Until
@@ -138,14 +139,9 @@ class LossWatch(MemoryTracker):
         return True
 
     def end(self) -> bool:
-        """Leave the mode, where nothing was entered above it; whether it is left."""
+        """Watch no longer; return whether the mode is left."""
         self._stop()
-        modes = active_modes()
-        if self in modes and modes[-1] is not self:
-            return False
-        if self in modes:
-            self.__exit__(None, None, None)
-        return True
+        return self.leave()
 
     def _note(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
               out: Any) -> int:
@@ -220,6 +216,8 @@ def end_watches() -> None:
     for mode in reversed(active_modes()):
         if isinstance(mode, LossWatch):
             mode.end()
+        elif isinstance(mode, StepWatch) and mode.is_closed:
+            mode.leave()
 
 
 def _without_data(tree: Any) -> Any:
@@ -238,8 +236,8 @@ def _without_data(tree: Any) -> Any:
 
 
 def _has_seen(mode: object) -> bool:
-    """Whether a mode is a watch that has seen all, and only waits to be left."""
-    return isinstance(mode, LossWatch) and mode._closed
+    """Return whether a mode is a watch that goes on beneath others, or only waits to be left."""
+    return isinstance(mode, StepWatch) or (isinstance(mode, LossWatch) and mode.is_closed)
 
 
 def _life(is_held: bool, is_there: bool) -> Until:

@@ -54,8 +54,8 @@ from planner._graph_capture.plain_step.observed_loss import (
 )
 from planner._graph_capture.torch_compat import no_saved_tensors_hooks, running_node_number
 from planner.attached.known import GraphPlanner
+from planner.attached.measuring import abandon, enter_phase, note_call, unmeasured
 from planner.attached.observing import (
-    STEPS_LOOKED_AT,
     ObservingForward,
     Settings,
     alive,
@@ -153,18 +153,28 @@ class PlanningForward(ObservingForward):
         args = self.without_self(args)
         if self.is_foreign() or not torch.is_grad_enabled() or not needs_gradient(
                 self.__self__, args, kwargs):
+            if torch.is_grad_enabled():
+                abandon()  # what is measured would be none of a step
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
+        if call not in self._served:
+            self._watch_next_steps()
         if not self._optimizers and self._backward_seen and not self._has_gradients:
             self._end_step()
         self._defers_reduction |= defers_reduction(self.__self__)
         self._observe_hooks()
+        self._begin_measuring(args, kwargs)
+        enter_phase(f"in the forward of {self._name}")
         present = Present.now(has_gradients=self._has_gradients)
         graph, output = self._step(call, present, args, kwargs)
         self._served[call] = self.running = graph
-        self.steps.count(graph.code.why_unplanned())
+        reason = graph.code.why_unplanned()
+        self.steps.count(reason)
+        note_call(self, graph.plan, is_comparable=reason is None and not graph.is_lean and not (
+            graph.is_provisional and self.settings.is_percentage),
+                  is_provisional=graph.is_provisional)
+        enter_phase(f"after the forward of {self._name}, for example by the loss")
         self._calls, self._calls_of_step = self._calls + 1, self._calls_of_step + 1
-        self._worst_bytes = max(self._worst_bytes or 0, graph.plan.peak_bytes)
         self._observe(graph, present, output)
         return output
 
@@ -285,6 +295,7 @@ class PlanningForward(ObservingForward):
                                    early=dict(self._early))
             graph = PlannedGraph(call, planner)
             graph.note(present)
+            self._share_step(graph)
             graph.lives = self._expected_output(planner)
             self._look_outside(planner, args, kwargs)
             self._plan(graph, self._known(graph, present), present)
@@ -299,10 +310,12 @@ class PlanningForward(ObservingForward):
         planner = graph.planner
         if planner is None or running_node_number() is not None:
             return
-        if self._steps < STEPS_LOOKED_AT:
+        if self._is_looked_at:
             self._look_outside(planner, args, kwargs)
         if graph.note(present):
             self._learned += 1
+            self._watch_next_steps()
+        self._share_step(graph)
         if graph.checked == self._learned:
             return
         if graph.unmeasured is not None:
@@ -332,16 +345,19 @@ class PlanningForward(ObservingForward):
         try:
             plan = planner.provisional_plan(graph.known) if known is None else planner.plan(known)
         except InfeasibleBudget as refusal:
-            if not graph.make_way():
+            makes_way = graph.make_way()  # From the next step on the others leave more.
+            if not makes_way and not self._unforeseen_bytes:
                 raise
-            # From the next step on the others leave more.
             plan = planner.leanest(graph.known)
-            log.warning("%s: this call does not fit in the budget beside what others hold; it runs "
-                        "under the schedule that takes least, and so do they from the next step "
-                        "on: %s", self._name, refusal)
+            log.warning("%s: this call does not fit in the budget beside %s: %s", self._name,
+                        "what others hold; it runs under the schedule of the smallest peak, and so "
+                        "do they from the next step on" if makes_way else
+                        "what was measured in the loop; it runs under the schedule of the smallest "
+                        "peak", refusal)
         graph.adopt(self.__self__, plan)
         planner.note_saved(plan, graph.known)
         self._plans += 1
+        self._watch_next_steps()
         self._learned += 1
         graph.checked = self._learned
         for each in observers():
@@ -428,7 +444,7 @@ class PlanningForward(ObservingForward):
         started = time.monotonic()
         restore = remembered_random_state(self.__self__)
         try:
-            with (in_place_of_forward(self.__self__, self.inner),
+            with (unmeasured(), in_place_of_forward(self.__self__, self.inner),
                   watched(None, f"planning a training step of {self._name}") as watch):
                 yield watch
         finally:

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.torch_compat import pytree, storage_key
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -38,7 +39,7 @@ def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterat
     for leaf in pytree.tree_leaves((parameters, [p.grad for p in parameters],
                                     list(model.buffers()), states)):
         if isinstance(leaf, torch.Tensor):
-            yield from _parts(leaf)
+            yield from strided_tensors(leaf)
 
 
 def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
@@ -62,18 +63,19 @@ class LoopMemory:
                       others: Iterable[torch.Tensor], pending_bytes: int) -> int:
         """Bytes beside the tensors `own`, and beside what calls hold whose backward is yet to come:
         `pending_bytes`.  `others`: what counts though it may have been there before."""
-        parts = [part for tensor in own for part in _parts(tensor)]
+        parts = [*own]
         if device.type == "cuda":
             found_bytes = torch.cuda.memory_allocated(device) - _sum(parts, device)
         else:
             gc.collect()  # garbage of compiling is none of the loop's
             counted = {*map(storage_key, parts)}
             # What a compiled call saves has passed through Python.
-            found_bytes = _sum((tensor for tensor in (*others, *self._made())
+            found_bytes = _sum((tensor for tensor in (*others, *self.made())
                                 if storage_key(tensor) not in counted), device)
         return max(0, found_bytes - pending_bytes)
 
-    def _made(self) -> Iterator[torch.Tensor]:
+    def made(self) -> Iterator[torch.Tensor]:
+        """Every tensor that Python knows, but for those from before."""
         return (tensor for tensor in _alive() if tensor.untyped_storage() not in self._before)
 
 
@@ -88,16 +90,6 @@ def _alive() -> Iterator[torch.Tensor]:
 def _has_memory(tensor: torch.Tensor) -> bool:
     return (type(tensor) in _PLAIN and tensor.layout is torch.strided
             and tensor.device.type != "meta" and not is_storage_less(tensor))
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor, or what a subclass is made of."""
-    names = getattr(tensor, "__tensor_flatten__", None)
-    if names is not None:
-        for name in names()[0]:
-            yield from _parts(getattr(tensor, name))
-    elif type(tensor) in _PLAIN and tensor.layout is torch.strided:
-        yield tensor
 
 
 def _sum(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

@@ -28,7 +28,7 @@ class HookWatch:
         self.early = {name: 0 for name, parameter in model.named_parameters()
                       if parameter.requires_grad and hooks_of_whole_gradient(parameter)}
         """Gradients that hooks free, and what they allocate meanwhile."""
-        self.region_signature = region_signature(model)
+        self.hook_signature = hook_signature(model)
         """The hooks that it observes."""
         self.has_seen = False
         """Whether a hook has run."""
@@ -85,7 +85,7 @@ class HookWatch:
             if parameter.grad is not None}
 
 
-def region_signature(model: nn.Module) -> frozenset[tuple[str, int]]:
+def hook_signature(model: nn.Module) -> frozenset[tuple[str, int]]:
     """Which parameters have hooks, and how many."""
     counts = ((name, len(hooks_of_gradient(parameter)) + len(hooks_of_whole_gradient(parameter)))
               for name, parameter in model.named_parameters())

@@ -9,27 +9,47 @@ Blind spot: an optimizer that steps in the backward counts a step for each of it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import logging
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from planner._apply.planned_forward import CountingForward
+from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import pytree, running_node_number
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
 from planner.attached.held import LoopMemory, device_of, tensors_of
-from planner.attached.hooks import HookWatch, region_signature
+from planner.attached.hooks import HookWatch, hook_signature
 from planner.attached.known import GraphPlanner
+from planner.attached.measuring import (
+    MeasuredPeak,
+    begin_measuring,
+    conclude,
+    enter_phase,
+    watched_bytes_beside,
+)
 from planner.attached.optimizers import observe, observers
-from planner.attached.planned_graph import PendingCall, PlannedGraph, Present, pending_bytes
+from planner.attached.planned_graph import (
+    PendingCall,
+    PlannedGraph,
+    Present,
+    pending_bytes,
+    pending_calls,
+)
 from planner.attached.status import Status
 from planner.plans.plan import Plan
+from planner.step.wrapped import group_of
+from planner.units import format_bytes
+
+log = logging.getLogger("planner")
 
 _NOT_CALLED = (
     "an optimizer has stepped a model that planner.within was called for, while its forward was "
@@ -43,6 +63,8 @@ _clock = itertools.count(1)
 """Of calls of planned models: those called since a model is planned belong to its loop."""
 STEPS_LOOKED_AT = 3
 """Steps in which it is looked for what the loop holds beside the model."""
+_WATCHING_SHARE = 0.02
+"""Part of the time that watching may take, once the first steps are over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +79,11 @@ class Settings:
     """A saved plan."""
     batches_ahead: int = 0
     """How many batches the caller holds beside the one in use."""
+
+    @property
+    def is_percentage(self) -> bool:
+        """Whether the budget is one of the plain step's peak."""
+        return self.limit is not None and self.limit.size_bytes is None
 
 
 class ObservingForward(CountingForward):
@@ -75,14 +102,22 @@ class ObservingForward(CountingForward):
         self._looks: list[list[int]] = [[]]
         """Bytes that the loop was seen to hold beside the model, step by step."""
         self._worst_bytes: int | None = None
+        self._unforeseen_bytes = 0
+        """Memory by which a step exceeded what its plans predicted, where that broke the budget."""
+        self._steps_to_watch = STEPS_LOOKED_AT
+        self._steps_to_skip = 0
+        """Steps that are not watched on a CPU, so that watching takes a small share of the time."""
         self._plans, self._planning_seconds = 0, 0.0
         self._steps = self._planned_steps = self._calls = self._calls_of_step = 0
         self._calls_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._unplanned_before = self.steps.unplanned
+        self._has_broken = False
         self._loop, self._begun = LoopMemory(), next(_clock)
         self._began_in_step = False
         self._last_call = 0
         self._hooks = HookWatch(self.__self__)
+        self._graphs_of_step: WeakSet[PlannedGraph] = WeakSet()
+        """Graphs of all planned models that were called since this one's optimizer stepped."""
         observe(self)
 
     def begin_in_step(self) -> None:
@@ -98,11 +133,11 @@ class ObservingForward(CountingForward):
         watch = self._hooks
         if watch.has_seen and watch.end():
             self._learned += 1
-        if watch.region_signature != region_signature(self.__self__):
+        if watch.hook_signature != hook_signature(self.__self__):
             watch.end()
             self._hooks = watch = HookWatch(self.__self__)
             self._learned += 1
-        if watch.region_signature and not watch.has_seen and not watch.is_active:
+        if watch.hook_signature and not watch.has_seen and not watch.is_active:
             watch.begin()
             finalize(self, watch.end)  # else a model that is gone would leave it behind
 
@@ -110,6 +145,15 @@ class ObservingForward(CountingForward):
     def _early(self) -> tuple[tuple[str, int], ...]:
         """Gradients that hooks free as they come."""
         return tuple(sorted(self._hooks.early.items()))
+
+    def _share_step(self, graph: PlannedGraph) -> None:
+        """Note that a graph of this model takes part in the step."""
+        watching = _observing()
+        if graph.share_step(self._graphs_of_step):
+            for each in watching:
+                each._learned += 1
+        for each in watching:
+            each._graphs_of_step.add(graph)
 
     @property
     def plan(self) -> Plan | None:
@@ -141,16 +185,77 @@ class ObservingForward(CountingForward):
                *(leaf for leaf in pytree.tree_leaves((args, kwargs))
                  if isinstance(leaf, torch.Tensor))]
         before = self._held_bytes
-        others = [tensor for each in observers() if isinstance(each, ObservingForward)
-                  and each._last_call > self._begun for tensor in tensors_of(each.__self__)]
-        self._looks[-1].append(self._loop.outside_bytes(
-            device_of(self.__self__), own, others, pending_bytes()))
+        parts = strided_tensors(own)
+        watched_bytes = watched_bytes_beside(parts)
+        self._looks[-1].append(
+            self._loop.outside_bytes(device_of(self.__self__), parts, self._tensors_of_others(),
+                                     pending_bytes()) if watched_bytes is None
+            else max(0, watched_bytes - pending_bytes()))
         self._learned += self._held_bytes != before
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether all tensors that Python knows are looked through in this step."""
+        return self._steps < STEPS_LOOKED_AT
+
+    def _tensors_of_others(self) -> list[torch.Tensor]:
+        """Parameters, buffers and gradients of other planned models of the same loop."""
+        return [tensor for each in _observing() if each._last_call > self._begun
+                for tensor in tensors_of(each.__self__)]
+
+    def _tensors_held(self, args: tuple[Any, ...], kwargs: dict[str, Any]
+                      ) -> Iterator[torch.Tensor]:
+        """All tensors that the loop is known to hold now."""
+        yield from tensors_of(self.__self__, alive(self._optimizers))
+        yield from self._tensors_of_others()
+        yield from (leaf for leaf in pytree.tree_leaves((args, kwargs))
+                    if isinstance(leaf, torch.Tensor))
+        if self._is_looked_at:
+            yield from self._loop.made()
+
+    def _begin_measuring(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Measure the step that this call begins, where it is one of those that are measured."""
+        device = device_of(self.__self__)
+        if not self._optimizers and self._backward_seen:
+            if not pending_calls():
+                conclude()  # the step before, which no optimizer of torch's has ended
+            if device.type != "cuda":
+                return  # a watch would be left open behind the last step
+        if running_node_number() is None and not group_of(self.__self__) and (
+                device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0):
+            begin_measuring(device, lambda: self._tensors_held(args, kwargs),
+                            is_complete=self._is_looked_at)
+
+    def _watch_next_steps(self) -> None:
+        """Watch this step and the next: something is new in it."""
+        self._steps_to_watch = max(self._steps_to_watch, 2)
+
+    def note_peak(self, peak: MeasuredPeak) -> None:
+        """A step that this model took part in was measured."""
+        self._worst_bytes = max(self._worst_bytes or 0, peak.with_kernels_bytes)
+        self._steps_to_watch = max(0, self._steps_to_watch - 1)
+        self._steps_to_skip = math.ceil(
+            peak.watching_seconds / (_WATCHING_SHARE * max(peak.seconds, 1e-9)))
+        excess_bytes = peak.measured_bytes - peak.predicted_bytes
+        if excess_bytes <= 0 or peak.budget_bytes is None or (
+                peak.measured_bytes <= peak.budget_bytes):
+            return
+        if not peak.is_expected:
+            self._unforeseen_bytes += excess_bytes
+            self._learned += 1
+        self._watch_next_steps()
+        say = log.info if self._has_broken else log.warning
+        self._has_broken = True
+        say("%s: a training step exceeded the budget of %s: predicted %s, measured %s, %s more, "
+            "%s; the next step is planned with it", type(self.__self__).__name__,
+            format_bytes(peak.budget_bytes), format_bytes(peak.predicted_bytes),
+            format_bytes(peak.measured_bytes), format_bytes(excess_bytes), peak.cause)
 
     @property
     def _held_bytes(self) -> int:
         """The most that the loop held beside the model in the last steps."""
-        return max((size for step in self._looks[-2:] for size in step), default=0)
+        return self._unforeseen_bytes + max(
+            (size for step in self._looks[-2:] for size in step), default=0)
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
@@ -163,6 +268,7 @@ class ObservingForward(CountingForward):
     def stepping(self, optimizer: Optimizer) -> None:
         """Note an optimizer that steps this model's parameters."""
         self._end_watch()
+        enter_phase("in the optimizer's step")
         if any(each() is optimizer for each in self._optimizers):
             self._stepped(optimizer)
             return
@@ -174,6 +280,13 @@ class ObservingForward(CountingForward):
             self._optimizers.append(ref(optimizer))
             self._learned += 1
             self._stepped(optimizer)
+        elif not self._calls:
+            self._graphs_of_step.clear()  # of another loop, as far as is known
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """End the measurement of a step of this model's parameters."""
+        if any(each() is optimizer for each in self._optimizers):
+            conclude()
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count the step that this optimizer makes of the calls since its last one."""
@@ -190,8 +303,10 @@ class ObservingForward(CountingForward):
         if not self._calls_of_step:
             return
         self._steps += 1
+        self._steps_to_skip -= 1
         self._planned_steps += self.steps.unplanned == self._unplanned_before
         self._unplanned_before, self._calls_of_step = self.steps.unplanned, 0
+        self._graphs_of_step.clear()
         if len(self._looks) < STEPS_LOOKED_AT:
             self._looks.append([])
 
@@ -201,6 +316,7 @@ class ObservingForward(CountingForward):
             return
         now = Present.now(has_gradients=self._in_backward or self._has_gradients)
         self._in_backward = True
+        enter_phase(f"in the backward of {type(self.__self__).__name__}")
         ends = graph.moments.setdefault(present, set())
         if now not in ends or not self._backward_seen:
             ends.add(now)
@@ -212,6 +328,10 @@ class ObservingForward(CountingForward):
         if (self._watch is not None and running_node_number() is None
                 and self._watch.end()):
             self._watch = None
+
+
+def _observing() -> list[ObservingForward]:
+    return [each for each in observers() if isinstance(each, ObservingForward)]
 
 
 def alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:

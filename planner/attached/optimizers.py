@@ -1,7 +1,7 @@
 """Which optimizers step a model's parameters, seen as they do it.
 
-One hook of torch's is registered for the whole process, the first time that somebody asks; it looks
-at an optimizer once for each model that is watched.
+Two hooks of torch's are registered for the whole process, the first time that somebody asks; it
+looks at an optimizer once for each model that is watched.
 
 Blind spots: an optimizer that is none of torch's, and one that updates copies of the parameters.
 """
@@ -12,7 +12,10 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 class StepObserver(Protocol):
@@ -20,6 +23,9 @@ class StepObserver(Protocol):
 
     def stepping(self, optimizer: Optimizer) -> None:
         """An optimizer, of whatever parameters, is about to step."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
 
 
 _observers: WeakSet[Any] = WeakSet()
@@ -30,7 +36,8 @@ def observe(observer: StepObserver) -> None:
     """Tell `observer` of all steps of optimizers, as long as it is alive."""
     _observers.add(observer)
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_on_step))
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def observers() -> list[Any]:
@@ -38,6 +45,11 @@ def observers() -> list[Any]:
     return list(_observers)
 
 
-def _on_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for observer in observers():
         observer.stepping(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for observer in observers():
+        observer.stepped(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from weakref import WeakSet, ref
 
@@ -45,16 +46,20 @@ class PlannedGraph:
         self.moments: dict[Present, set[Present]] = {}
         """What was there when calls of it began, and then when their backward did."""
         self.companions: WeakSet[PlannedGraph] = WeakSet()
-        """Other graphs, of this and other models, that share a step with it."""
+        """Other graphs, of this and other models, whose calls hold memory beside its own."""
+        self.step_mates: WeakSet[PlannedGraph] = WeakSet()
+        """Other graphs that were called in the same step, perhaps one after the other."""
         self.is_lean = False
         """Whether it saves as little as it can, so that its companions fit beside it."""
+        self.plain_bytes = 0
+        """Peak of the plain step with it; 0: it was not planned yet."""
         self.checked = -1
         """How much was known when its plan was last compared with what is known."""
 
     def adopt(self, module: nn.Module, plan: Plan) -> None:
         """Run under this plan from here on."""
         earlier = getattr(self, "code", None)
-        self.plan = plan
+        self.plan, self.plain_bytes = plan, plan.baseline_peak_bytes
         self.code = code_of(module, plan.spec)
         if isinstance(self.code, PlannedBlocks):
             self.code.fall_back(with_least_memory, may_vary=self.may_skip)
@@ -89,7 +94,7 @@ class PlannedGraph:
         return Outside(held_bytes, fullest(each.outside(self) for each in self.moments),
                        fullest(each.outside(self) for begin, ends in self.moments.items()
                                for each in ends or (begin,)),
-                       max((each.plan.baseline_peak_bytes for each in self.companions), default=0))
+                       max((each.plain_bytes for each in self.step_mates), default=0))
 
     @property
     def shared_loss(self) -> ObservedLoss | None:
@@ -111,6 +116,14 @@ class PlannedGraph:
                 self.companions.add(found)
                 found.companions.add(self)
         return True
+
+    def share_step(self, others: Iterable[PlannedGraph]) -> bool:
+        """Note that these graphs are called in the same step; return whether that is new."""
+        new = {each for each in others if each is not self and each not in self.step_mates}
+        for each in new:
+            self.step_mates.add(each)
+            each.step_mates.add(self)
+        return bool(new)
 
     def make_way(self) -> bool:
         """Have all graphs whose calls hold memory beside this one save as little as they can;

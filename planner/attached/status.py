@@ -23,8 +23,11 @@ class Status:
     calls: int
     """Calls of the model with gradients switched on."""
     worst_peak_bytes: int | None
-    """The most that a step took: on a GPU by its allocator's counter; on a CPU what was seen beside
-    the model, and the peak of the plan.  `None` before the first step."""
+    """The highest measured peak of a training step.  On a GPU: the allocator's counter.  On a CPU:
+    the tensors alive, of the process since `within` was called, in the steps that were watched (the
+    first ones, those with something new, and later ones as far as watching takes 2% of the time);
+    and what kernels allocate while they run, as the plan counts it.  `None` where no step was
+    measured yet, and on a CPU under data parallelism."""
     budget_bytes: int | None
     """The budget in force; `None`: no limit, or nothing was planned yet."""
     plans: int
