@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,9 @@ from graph_capture.torch_compat import (
     PrimalSource,
     TorchDynamoException,
     aot_backend,
+    as_plain_code,
     boxed,
+    branches_of,
     compile_module,
     compile_settings,
     pass_absent_gradients,
@@ -47,6 +49,7 @@ from graph_capture.training_graph import BufferKind
 from graph_capture.twins.asked_values import value_asked
 from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin
+from graph_capture.twins.input_values import named_inputs, values_of_inputs
 from graph_capture.user_code import place_of
 
 
@@ -84,6 +87,8 @@ class Recording:
     """What runs between the regions; `None`: the model is one region and nothing else."""
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
+    asked: dict[str, str] = field(default_factory=dict)
+    """Inputs by whose values the model's code decides, and where it does."""
     calls_again: int = 0
     """Calls of captured pieces when the step ran for the second time."""
 
@@ -142,7 +147,10 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     recorder = _Recorder(twin, recording, make_backend)
     compiled, installed, repeated = _compiled(twin, blocks, recorder, keep_graphs)
     hooks = (wrapper or Wrapper()).attached(twin.model, recorder.make_buffer)
-    with compile_settings(), twin.as_on_device(), twin.mode, installed, hooks:
+    # A graph of Inductor's is the one that torch.compile makes.
+    values = {} if blocks else values_of_inputs(twin)
+    plain = nullcontext() if keep_graphs else as_plain_code(values)
+    with compile_settings(), plain, twin.as_on_device(), twin.mode, installed, hooks:
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)
@@ -164,6 +172,9 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
             raise _failure(error) from error
         finally:
             _drop_gradients(twin)
+    if getattr(twin.mode, "told_values", False):
+        for name, _ in named_inputs(twin):
+            recording.asked.setdefault(name, "")
     return recording
 
 
@@ -244,6 +255,8 @@ class _Recorder:
         self.planned = twin.device
         self.recording = recording
         self.make_backend = make_backend
+        self.input_names = {id(leaf): name for name, leaf in named_inputs(twin)}
+        self.has_answers = twin.answers is not None
         self.again = _Again()
         self.running_block: Callable[[], str] = lambda: ""
         """Name of the block that is running; empty where the whole model is compiled."""
@@ -257,6 +270,7 @@ class _Recorder:
         sources: list[PrimalSource] = []  # of the primals
         open_calls: list[int] = []  # forwards, by number, whose backward is still to come
         name_modules(module, self.model.get_submodule(self.running_block()))
+        branches = branches_of(module)
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
@@ -295,6 +309,12 @@ class _Recorder:
         compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
+            for branch in branches:
+                for position in branch.inputs:
+                    name = self.input_names.get(id(args[position]), "an input")
+                    self.recording.asked[name] = branch.place
+                if self.has_answers:  # One of them is for this.
+                    branch.holds(args)
             if self.again.tracker is not None and region is not None:
                 return followed(self.again.tracker, args)
             outputs = compiled(*args)

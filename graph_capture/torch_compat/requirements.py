@@ -161,6 +161,14 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "optimizers": (
         "torch.optim.optimizer._get_capturable_supported_devices(supports_xla=)",
     ),
+    "plain_code": (
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table",
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase.frame_summary(self)",
+        "torch._dynamo.variables.ConstantVariable.create(value)",
+        "torch._dynamo.variables.TensorVariable.as_proxy(self)",
+        "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function("
+        "self, translator, args, kwargs)",
+    ),
     "process_group": (
         "torch.distributed.distributed_c10d._get_default_store()",
     ),
