@@ -53,6 +53,7 @@ from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGrap
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
+from graph_capture.twins.input_values import assumptions, inputs_without_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,7 @@ def capture_step(
         raise CaptureError(
             f"the training step fails on fake tensors: {failure(error)}") from error
 
+    assumed = assumptions(recording.asked, inputs_without_values(twin))
     say("measuring and estimating ops")
     keeper = Keeper(keep)
     fused = None if not inductor or cost_model == "flops" else FusedCosts(
@@ -256,7 +258,7 @@ def capture_step(
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
         graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules),
-                        kernels=kernels_of(graph.ops, rules))
+                        kernels=kernels_of(graph.ops, rules), assumptions=assumed)
         return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepForm(graph, low_peak, *pieces))
 

@@ -11,7 +11,7 @@ Such code may also mind the limits of the tracer.  Where what it does then canno
 frame is traced again, and that code is told the truth.
 
 Blind spots: a value that depends on parameters or activations, and one that code turns into a
-number (`item`), breaks the graph as it does under torch.compile; torch's own code is told the truth.
+number (`item`), breaks the graph as under torch.compile; torch's own code is told the truth.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _answering_call(call: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of a call of a function of torch that may ask whether code is compiled."""
 
     def handle(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        if (variable.value in _WHILE_COMPILING and _is_told_no(translator)
+        if ((variable.value in _WHILE_COMPILING and _is_told_no(translator))
                 or variable.value in _WHILE_CAPTURING):
             return ConstantVariable.create(False)
         return call(variable, translator, args, kwargs)

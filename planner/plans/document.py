@@ -120,6 +120,7 @@ class Document:
     course: StepCourse
     notes: tuple[str, ...]
     kernels: tuple[KernelChoice, ...]
+    assumptions: tuple[str, ...]
     tensors: tuple[ParameterKey, ...]
     regions: tuple[RegionRow, ...]
     ops: tuple[OpRow, ...]
