@@ -94,8 +94,9 @@ class PlannedCode:
         trained = tuple(p.requires_grad for p in module.parameters())
         if trained not in self._compiled:
             self._compiled[trained] = compile_forward(self._name, backend)
-        plain = nullcontext() if self._is_compiled else as_plain_code(
-            {} if self._is_of_blocks else _values_of(args, kwargs))
+        # Around blocks that is so already.
+        plain = (nullcontext() if self._is_compiled or self._is_of_blocks
+                 else as_plain_code(tensors_of(args, kwargs)))
         with (compile_settings(donated_buffers=self._is_compiled), plain,
               sizes_as_they_are((args, kwargs))):
             try:
@@ -128,7 +129,7 @@ class PlannedCode:
         return None
 
 
-def _values_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, torch.Tensor]:
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, torch.Tensor]:
     """The tensors that code is called with, by identity."""
     return {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)}

@@ -199,7 +199,8 @@ def capture_step(
     begun = time.monotonic()
     layout = None if make_layout is None else make_layout(twin)
 
-    def record(blocks: Sequence[str]) -> tuple[FakeTwin, LossFn | None, Recording, object]:
+    def record(blocks: Sequence[str], captures_rest: bool = False
+               ) -> tuple[FakeTwin, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
         traced, traced_loss = twin, twin_loss
@@ -209,9 +210,16 @@ def capture_step(
             traced_loss = traced.extra[-1]
         return traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
-            wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
+            wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output,
+            captures_rest=captures_rest)
 
-    traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
+    blocks = find_blocks(model, regions or WHOLE_MODEL)
+    try:
+        traced, traced_loss, recording, output = record(blocks, bool(blocks) and not inductor)
+    except CaptureError:
+        if not blocks or inductor:
+            raise
+        traced, traced_loss, recording, output = record(blocks)
     is_in_vain = not recording.calls or _sharing_code(recording)
     if regions is None and is_in_vain and has_repeated_blocks(model):
         # Blocks are a better way, not the only one: code may fail under it alone.

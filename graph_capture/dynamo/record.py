@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,23 +133,24 @@ MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[.
 
 def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
                 blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend,
-                wrapper: Wrapper | None = None, *, keep_graphs: bool = False) -> Recording:
+                wrapper: Wrapper | None = None, *, keep_graphs: bool = False,
+                captures_rest: bool = False) -> Recording:
     """Record one step of the twin, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
     regions allocates is followed; `workspace` tells what its ops take for themselves.  With
-    `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written.
+    `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written
+    or, with `captures_rest`, is compiled too.
     `make_backend` decides which joint graph the partitioner is given; `wrapper` has its hooks in
     the model while the step runs.  With `keep_graphs` it makes
     Inductor, and the graphs can be compiled by Inductor again.
     """
     recording = Recording()
     recorder = _Recorder(twin, recording, make_backend)
-    compiled, installed, repeated = _compiled(twin, blocks, recorder, keep_graphs)
+    compiled, installed, repeated = _compiled(twin, blocks, recorder, keep_graphs, captures_rest)
     hooks = (wrapper or Wrapper()).attached(twin.model, recorder.make_buffer)
     # A graph of Inductor's is the one that torch.compile makes.
-    values = {} if blocks else values_of_inputs(twin)
-    plain = nullcontext() if keep_graphs else as_plain_code(values)
+    plain = nullcontext() if keep_graphs else as_plain_code(values_of_inputs(twin))
     with compile_settings(), plain, twin.as_on_device(), twin.mode, installed, hooks:
         try:
             run_step(compiled, lambda: None)
@@ -178,8 +179,8 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     return recording
 
 
-def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
-              ) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
+def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool,
+              captures_rest: bool) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = twin.model
     if keep_graphs:
@@ -192,7 +193,11 @@ def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_g
         return twin.callee, installed, repeated
     calls = BlockCalls(model, blocks, repeated)
     recorder.running_block = lambda: calls.running
-    return model, calls.installed(), repeated
+    installed = ExitStack()
+    if captures_rest:
+        installed.enter_context(in_place_of_forward(model, compile_module(model, repeated)))
+    installed.enter_context(calls.installed())
+    return model, installed, repeated
 
 
 def _drop_gradients(twin: FakeTwin) -> None:
