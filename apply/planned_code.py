@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from planner._apply.errors import PlanMismatch
@@ -14,8 +16,10 @@ from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.torch_compat import (
     BackendCompilerFailed,
+    as_plain_code,
     compile_forward,
     compile_settings,
+    pytree,
     sizes_as_they_are,
     uncompiled_operations,
 )
@@ -37,7 +41,8 @@ class PlannedCode:
         self._name, self._backend = name, _backend_of(model, spec, regions)
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which parameters are trained: torch 2.11 does not look again where that changes."""
-        self._donated_buffers = spec.backend == "inductor"
+        self._is_compiled = spec.backend == "inductor"
+        self._is_of_blocks = regions is not None
         self._has_several_regions = len(spec.regions if regions is None else regions) > 1
         self._operations_outside: int | None = None
         """What autograd recorded outside of all regions in the first call; `None`: there was none.
@@ -90,7 +95,10 @@ class PlannedCode:
         trained = tuple(p.requires_grad for p in module.parameters())
         if trained not in self._compiled:
             self._compiled[trained] = compile_forward(self._name, backend)
-        with (compile_settings(donated_buffers=self._donated_buffers),
+        # Around blocks that is so already.
+        plain = (nullcontext() if self._is_compiled or self._is_of_blocks
+                 else as_plain_code(tensors_of(args, kwargs)))
+        with (compile_settings(donated_buffers=self._is_compiled), plain,
               sizes_as_they_are((args, kwargs))):
             try:
                 output = self._compiled[trained](module, own, *args, **kwargs)
@@ -120,6 +128,12 @@ class PlannedCode:
         if self.did_more_outside:
             return DID_MORE_OUTSIDE
         return None
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, torch.Tensor]:
+    """The tensors that code is called with, by identity."""
+    return {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)}
 
 
 def _backend_of(model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None) -> PlanBackend:

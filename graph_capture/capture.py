@@ -28,6 +28,7 @@ from planner._graph_capture.dynamo.training_step import record_training_step
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.failures import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
+from planner._graph_capture.fake_copies.input_values import assumptions, inputs_without_values
 from planner._graph_capture.fake_copies.storage_less import storage_less_copy
 from planner._graph_capture.garbage import fewer_collections
 from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
@@ -203,7 +204,8 @@ def capture_step(
     begun = time.monotonic()
     layout = None if make_layout is None else make_layout(fake_copy)
 
-    def record(blocks: Sequence[str]) -> tuple[FakeCopy, LossFn | None, Recording, object]:
+    def record(blocks: Sequence[str], captures_rest: bool = False
+               ) -> tuple[FakeCopy, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
         traced, traced_loss = fake_copy, fake_loss
@@ -213,9 +215,16 @@ def capture_step(
             traced_loss = traced.extra[-1]
         return traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
-            wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output)
+            wrapper=None if layout is None else layout.wrapper(), holds_output=holds_output,
+            captures_rest=captures_rest)
 
-    traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
+    blocks = find_blocks(model, regions or WHOLE_MODEL)
+    try:
+        traced, traced_loss, recording, output = record(blocks, bool(blocks) and not inductor)
+    except CaptureError:
+        if not blocks or inductor:
+            raise
+        traced, traced_loss, recording, output = record(blocks)
     is_in_vain = not recording.calls or _sharing_code(recording)
     if regions is None and is_in_vain and has_repeated_blocks(model):
         # Blocks are a better way, not the only one: code may fail under it alone.
@@ -243,6 +252,7 @@ def capture_step(
         raise CaptureError(
             f"the training step fails on fake tensors: {failure(error)}") from error
 
+    assumed = assumptions(recording.asked, inputs_without_values(fake_copy))
     say("measuring and estimating ops")
     keeper = Keeper(keep)
     fused = None if not inductor or cost_model == "flops" else FusedCosts(
@@ -261,7 +271,7 @@ def capture_step(
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
         graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules),
-                        kernels=kernels_of(graph.ops, rules))
+                        kernels=kernels_of(graph.ops, rules), assumptions=assumed)
         return (compiled_variant(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepVariant(graph, low_peak, *chunks))
 
