@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback
-from planner._apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
+from planner._apply.planned_code import DID_MORE_OUTSIDE, PlannedCode, tensors_of
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
@@ -35,7 +36,7 @@ from planner._graph_capture.module_forward import (
     in_place_of_forwards,
     own_forward,
 )
-from planner._graph_capture.torch_compat import pytree
+from planner._graph_capture.torch_compat import as_plain_code, pytree
 
 
 class PlannedBlocks:
@@ -50,6 +51,7 @@ class PlannedBlocks:
         self.is_trial = False
         """Whether a block that is not the plan's ends the call though others have run."""
         self._falls_back = False
+        self._is_compiled = spec.backend == "inductor"
         self._runs = 0
         self._did_more_outside = False
         self._may_vary = False
@@ -92,9 +94,17 @@ class PlannedBlocks:
         """`own`: the forward that the instance has, `None`: that of its class."""
         self.has_begun, self._runs, self._did_more_outside = True, 0, False
         blocks = [(self._model.get_submodule(name), code) for name, code in (
-            *self._code_of.items(), *((name, None) for name in self._alike))]
-        with in_place_of_forwards((block, self._call_of(block, code)) for block, code in blocks):
-            return call_forward(module, own, *args, **kwargs)
+            *self._code_of.items(), *((name, None) for name in self._alike)) if name]
+        rest = self._code_of.get("")
+        with (nullcontext() if self._is_compiled else as_plain_code(tensors_of(args, kwargs)),
+              in_place_of_forwards((block, self._call_of(block, code)) for block, code in blocks)):
+            if rest is None:
+                return call_forward(module, own, *args, **kwargs)
+            rest.is_trial = self.is_trial
+            result = rest(module, own, *args, **kwargs)
+            self._runs += rest.planned_runs
+            self._did_more_outside |= rest.did_more_outside
+            return result
 
     def _call_of(self, block: nn.Module, code: PlannedCode | None) -> Forward:
         own = own_forward(block)
@@ -124,7 +134,8 @@ class PlannedBlocks:
             self._did_more_outside |= code.did_more_outside
             return result
 
-        return call
+        # The code around breaks there.
+        return torch.compiler.disable(call)
 
     def why_unplanned(self) -> str | None:
         """Why the last call, which went well, did not run under the plan; `None` where it did."""

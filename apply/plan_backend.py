@@ -37,6 +37,7 @@ from planner._graph_capture.torch_compat import (
     aot_backend,
     before_double_backward,
     boxed,
+    branches_of,
     mutated_inputs,
     pass_absent_gradients,
     primal_sources,
@@ -105,6 +106,7 @@ class PlanBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         match: Match | None = None
         watched: list[int] = []
+        branches = branches_of(module)
         self.compilations += 1
         if self.running is not None:
             name_modules(module, self.running)
@@ -144,6 +146,13 @@ class PlanBackend:
         leaves_no_trace = self._leaves_no_trace
 
         def call(*args: Any) -> Any:
+            for branch in branches:
+                if not branch.holds(args):
+                    raise PlanMismatch(
+                        "the model's code decides by the values of its inputs "
+                        f"({branch.place}), and goes another way than in the step that was "
+                        f"planned, where the answer was {branch.taken}. Make a plan for these "
+                        "inputs, or use planner.within(model, ...), which does")
             self.has_run = True
             self.has_begun |= not leaves_no_trace
             self.planned_runs += match is not None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from planner._apply.errors import PlanMismatch
@@ -15,8 +16,10 @@ from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.torch_compat import (
     BackendCompilerFailed,
+    as_plain_code,
     compile_forward,
     compile_settings,
+    pytree,
     sizes_as_they_are,
     uncompiled_operations,
 )
@@ -31,13 +34,13 @@ DID_MORE_OUTSIDE = (
 class CompiledCode:
     """Compiled code of the model, or of blocks that share it."""
 
-    def __init__(self, name: str, backend: Any, *, donated_buffers: bool = False,
-                 has_several_regions: bool = False) -> None:
+    def __init__(self, name: str, backend: Any, *, is_compiled: bool = False,
+                 is_of_blocks: bool = False, has_several_regions: bool = False) -> None:
         """`backend`: a `PlanBackend`, or one of the same attributes."""
         self._name, self._backend = name, backend
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which parameters are trained: torch 2.11 does not look again where that changes."""
-        self._donated_buffers = donated_buffers
+        self._is_compiled, self._is_of_blocks = is_compiled, is_of_blocks
         self._has_several_regions = has_several_regions
         self._operations_outside: int | None = None
         """What autograd recorded outside of all regions in the first call; `None`: there was none.
@@ -90,7 +93,10 @@ class CompiledCode:
         trained = tuple(p.requires_grad for p in module.parameters())
         if trained not in self._compiled:
             self._compiled[trained] = self._compile()
-        with (compile_settings(donated_buffers=self._donated_buffers),
+        # Around blocks that is so already.
+        plain = (nullcontext() if self._is_compiled or self._is_of_blocks
+                 else as_plain_code(tensors_of(args, kwargs)))
+        with (compile_settings(donated_buffers=self._is_compiled), plain,
               self._marked_sizes(args, kwargs)):
             try:
                 output = self._compiled[trained](module, own, *args, **kwargs)
@@ -138,8 +144,15 @@ class PlannedCode(CompiledCode):
                  regions: Sequence[int] | None = None) -> None:
         """`regions`: those of the rewrite spec that may be met here, by default all."""
         super().__init__(
-            name, _backend_of(model, spec, regions), donated_buffers=spec.backend == "inductor",
+            name, _backend_of(model, spec, regions), is_compiled=spec.backend == "inductor",
+            is_of_blocks=regions is not None,
             has_several_regions=len(spec.regions if regions is None else regions) > 1)
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, torch.Tensor]:
+    """The tensors that code is called with, by identity."""
+    return {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)}
 
 
 def _backend_of(model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None) -> PlanBackend:

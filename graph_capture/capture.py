@@ -30,6 +30,7 @@ from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values
 from planner._graph_capture.fake_copies.failures import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
+from planner._graph_capture.fake_copies.input_values import assumptions, inputs_without_values
 from planner._graph_capture.fake_copies.storage_less import storage_less_copy
 from planner._graph_capture.garbage import fewer_collections
 from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
@@ -247,7 +248,7 @@ def capture_step(
     unforced = _without(fake_copy, {name for name, _ in forced} - kwargs.keys())
     tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
-    def record(fake_copy: FakeCopy, blocks: Sequence[str]
+    def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False
                ) -> tuple[FakeCopy, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
@@ -258,13 +259,19 @@ def capture_step(
             traced_loss = traced.extra[-1]
         return traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
-            wrapper=tracing.wrapper, holds_output=holds_output)
+            wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest)
 
     blocks = find_blocks(model, regions or WHOLE_MODEL)
-    if symbolic is None:
-        traced, traced_loss, recording, output = record(fake_copy, blocks)
-    else:
+    if symbolic is not None:
         traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
+    else:
+        try:
+            traced, traced_loss, recording, output = record(
+                fake_copy, blocks, bool(blocks) and not inductor)
+        except CaptureError:
+            if not blocks or inductor:
+                raise
+            traced, traced_loss, recording, output = record(fake_copy, blocks)
     may_skip = fake_copy.dice.were_thrown or decides_by_values(answers)
     repeated = blocks or (find_blocks(model, REPEATED_BLOCKS)
                           if regions is None and has_repeated_blocks(model) else ())
@@ -305,6 +312,7 @@ def capture_step(
         raise CaptureError(
             f"the training step fails on fake tensors: {failure(error)}") from error
 
+    assumed = assumptions(recording.asked, inputs_without_values(fake_copy))
     say("measuring and estimating ops")
     keeper = Keeper(keep)
     fused = None if not inductor or cost_model == "flops" else FusedCosts(
@@ -325,7 +333,7 @@ def capture_step(
         check(graph)
         graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules,
                                             tracing.early),
-                        kernels=kernels_of(graph.ops, rules))
+                        kernels=kernels_of(graph.ops, rules), assumptions=assumed)
         return (compiled_variant(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepVariant(graph, low_peak, *chunks))
 

@@ -256,6 +256,8 @@ class TrainingGraph:
     """What the model returns."""
     kernels: tuple[KernelChoice, ...] = ()
     """Kernels of a GPU among which there was a choice."""
+    assumptions: tuple[str, ...] = ()
+    """What was taken for granted of inputs whose values were not known."""
 
     @property
     def gradient_bytes(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from planner._graph_capture.dynamo.same_graph import DynamoBackend
@@ -61,7 +62,8 @@ class BlockCalls:
             finally:
                 self.running, self._modes = before
 
-        return run
+        # The code around breaks there, and calls the block between its hooks.
+        return torch.compiler.disable(run)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """As a backend of Dynamo."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value
 from planner._graph_capture.fake_copies.failures import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.fake_copies.input_values import named_inputs, values_of_inputs
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.naming import name_modules
 from planner._graph_capture.memory.tracker import Workspace
@@ -38,7 +39,9 @@ from planner._graph_capture.torch_compat import (
     PrimalSource,
     TorchDynamoException,
     aot_backend,
+    as_plain_code,
     boxed,
+    branches_of,
     compile_module,
     compile_settings,
     pass_absent_gradients,
@@ -86,6 +89,8 @@ class Recording:
     """For other backends to compile, where they are to be kept."""
     freed_gradients: tuple[int, ...] = ()
     """Where the model is one region: primals whose gradients the loop frees, in that order."""
+    asked: dict[str, str] = field(default_factory=dict)
+    """Inputs by whose values the model's code decides, and where it does."""
     calls_again: int = 0
     """Calls of captured chunks when the step ran for the second time."""
 
@@ -131,21 +136,27 @@ MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[.
 
 def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
                 blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend,
-                wrapper: Wrapper | None = None, *, keep_graphs: bool = False) -> Recording:
+                wrapper: Wrapper | None = None, *, keep_graphs: bool = False,
+                captures_rest: bool = False) -> Recording:
     """Record one step of the fake copy, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
     regions allocates is followed; `workspace` tells what its ops take for themselves.  With
-    `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written.
+    `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written
+    or, with `captures_rest`, is compiled too.
     `make_backend` decides which joint graph the partitioner is given; `wrapper` has its hooks in
     the model while the step runs.  With `keep_graphs` it makes
     Inductor, and the graphs can be compiled by Inductor again.
     """
     recording = Recording()
     recorder = _Recorder(fake_copy, recording, make_backend)
-    compiled, installed, repeated = _compiled(fake_copy, blocks, recorder, keep_graphs)
+    compiled, installed, repeated = _compiled(
+        fake_copy, blocks, recorder, keep_graphs, captures_rest
+    )
     hooks = (wrapper or Wrapper()).attached(fake_copy.model, recorder.make_buffer)
-    with compile_settings(), fake_copy.as_on_device(), fake_copy.mode, installed, hooks:
+    # A graph of Inductor's is the one that torch.compile makes.
+    plain = nullcontext() if keep_graphs else as_plain_code(values_of_inputs(fake_copy))
+    with compile_settings(), plain, fake_copy.as_on_device(), fake_copy.mode, installed, hooks:
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(fake_copy)
@@ -167,11 +178,19 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
             raise _failure(error) from error
         finally:
             _drop_gradients(fake_copy)
+    if getattr(fake_copy.mode, "told_values", False):
+        for name, _ in named_inputs(fake_copy):
+            recording.asked.setdefault(name, "")
     return recording
 
 
-def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
-              ) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
+def _compiled(
+    fake_copy: FakeCopy,
+    blocks: Sequence[str],
+    recorder: _Recorder,
+    keep_graphs: bool,
+    captures_rest: bool,
+) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = fake_copy.model
     if keep_graphs:
@@ -180,11 +199,15 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
         return graphs.call, graphs.installed(), graphs.repeated
     repeated = RepeatedGraphs(recorder, lambda: recorder.running_block())
     if not blocks:
-        installed = in_place_of_forward(model, compile_module(model, repeated))
-        return fake_copy.callee, installed, repeated
+        return (fake_copy.callee, in_place_of_forward(model, compile_module(model, repeated)),
+                repeated)
     calls = BlockCalls(model, blocks, repeated)
     recorder.running_block = lambda: calls.running
-    return model, calls.installed(), repeated
+    installed = ExitStack()
+    if captures_rest:
+        installed.enter_context(in_place_of_forward(model, compile_module(model, repeated)))
+    installed.enter_context(calls.installed())
+    return model, installed, repeated
 
 
 def _drop_gradients(fake_copy: FakeCopy) -> None:
@@ -256,6 +279,8 @@ class _Recorder:
         self.planned = fake_copy.device
         self.recording = recording
         self.make_backend = make_backend
+        self.input_names = {id(leaf): name for name, leaf in named_inputs(fake_copy)}
+        self.has_answers = fake_copy.answers is not None
         self.again = _Again()
         self.running_block: Callable[[], str] = lambda: ""
         """Name of the block that is running; empty where the whole model is compiled."""
@@ -269,6 +294,7 @@ class _Recorder:
         sources: list[PrimalSource] = []  # of the primals
         open_calls: list[int] = []  # forwards, by number, whose backward is still to come
         name_modules(module, self.model.get_submodule(self.running_block()))
+        branches = branches_of(module)
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
@@ -307,6 +333,12 @@ class _Recorder:
         compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
+            for branch in branches:
+                for position in branch.inputs:
+                    name = self.input_names.get(id(args[position]), "an input")
+                    self.recording.asked[name] = branch.place
+                if self.has_answers:  # One of them is for this.
+                    branch.holds(args)
             if self.again.tracker is not None and region is not None:
                 return followed(self.again.tracker, args)
             outputs = compiled(*args)

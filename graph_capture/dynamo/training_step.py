@@ -16,20 +16,24 @@ from planner._graph_capture.torch_compat import aot_backend
 def record_training_step(
     fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
     compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
+    captures_rest: bool = False,
 ) -> tuple[Recording, object]:
     """One captured step of the fake copy, and what its forward returned; `compiled`: as Inductor
     would partition it, with the graphs kept for it.  `wrapper`: what data parallelism does
     meanwhile. `holds_output`: the caller holds the output until the backward ends.
+    `captures_rest`: what stands around blocks is captured too.
 
     Some models change when they are called for the first time (transformers installs hooks), which
     breaks the graph once; a step of several chunks, or of none, is therefore captured anew.
     """
     wrapper = wrapper or Wrapper()
-    first = _record_once(fake_copy, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
-    if blocks or len(first[0].calls) == 1:
+    first = _record_once(fake_copy, loss_fn, workspace, blocks, compiled, wrapper, holds_output,
+                         captures_rest)
+    if (blocks and first[0].is_repeatable) or len(first[0].calls) == 1:
         first[0].check_repeatable()
         return first
-    again = _record_once(fake_copy, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
+    again = _record_once(fake_copy, loss_fn, workspace, blocks, compiled, wrapper, holds_output,
+                         captures_rest)
     is_better = again[0].calls and (
         not first[0].calls or not first[0].is_repeatable
         or len(again[0].calls) < len(first[0].calls))
@@ -39,8 +43,8 @@ def record_training_step(
 
 
 def _record_once(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
-                 blocks: Sequence[str], compiled: bool, wrapper: Wrapper, holds_output: bool
-                 ) -> tuple[Recording, object]:
+                 blocks: Sequence[str], compiled: bool, wrapper: Wrapper, holds_output: bool,
+                 captures_rest: bool) -> tuple[Recording, object]:
     outputs: list[object] = []
 
     def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
@@ -55,7 +59,7 @@ def _record_once(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspa
         return goal, wrapper.finish()
 
     return record_step(fake_copy, run, workspace, blocks, _recorder if compiled else aot_backend,
-                       wrapper, keep_graphs=compiled), outputs[0]
+                       wrapper, keep_graphs=compiled, captures_rest=captures_rest), outputs[0]
 
 
 def _recorder(partition: Callable[..., Any], forward: Callable[..., Any],

@@ -35,6 +35,7 @@ from planner._graph_capture.torch_compat import (
     TorchDispatchMode,
     fake_tensor,
     is_traceable_wrapper_subclass,
+    may_be_known,
     of_class,
     pytree,
     runs_its_own_ops,
@@ -131,6 +132,8 @@ class StorageLessMode(TorchDispatchMode):
         """`planned`: the device whose kernels answer; `None`: that of the operands."""
         super().__init__()
         self._planned = planned
+        self.told_values = False
+        """Whether code has asked for a value that is known."""
         self._unknown_is_zero = unknown_is_zero
         self._answers: list[Answer] | None = None
         self._nothing_is_known = False
@@ -183,6 +186,7 @@ class StorageLessMode(TorchDispatchMode):
             if not (known or self._unknown_is_zero):
                 raise UnknownValue("the model's code looks at the value of a tensor that depends "
                                    "on the weights or on values that are not given")
+            self.told_values |= known
             return func(*args, **kwargs)
         if self._answers is not None and makes_size_by_values(func, args):
             return pytree.tree_map(_without_data, self._next_answer(func, args))
@@ -342,7 +346,15 @@ class StorageLessCopier(FakeCopier):
         for `StorageLessMode`."""
         self._original_of, self._unknown_is_zero = original_of, unknown_is_zero
         self._planned = planned
+        self._is_input = False
         super().__init__(torch.device("cpu"))
+
+    def tree(self, value: Any, what: str) -> Any:
+        self._is_input = True
+        try:
+            return super().tree(value, what)
+        finally:
+            self._is_input = False
 
     def new_mode(self) -> StorageLessMode:
         return StorageLessMode(unknown_is_zero=self._unknown_is_zero, planned=self._planned)
@@ -358,8 +370,12 @@ class StorageLessCopier(FakeCopier):
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         original = self._original_of.get(id(real), real)
-        if real not in self.fake_of and _worth_knowing(original):
-            known = original.detach().clone()
+        is_assumed = (self._is_input and original.is_meta and not isinstance(original, FakeTensor)
+                      and may_be_known(original))
+        if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
+            # An input without values: `graph_capture.fake_copies.input_values`.
+            known = (torch.ones(original.shape, dtype=original.dtype) if is_assumed
+                     else original.detach().clone())
             self.fake_of[real] = self.memo[id(real)] = known
             self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
         return super().tensor(real)

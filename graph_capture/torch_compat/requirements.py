@@ -167,6 +167,18 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "optimizers": (
         "torch.optim.optimizer._get_capturable_supported_devices(supports_xla=)",
     ),
+    "plain_code": (
+        *_of("torch._dynamo.exc", "UnspecializeRestartAnalysis(restart_reason=)", "Unsupported"),
+        "torch._dynamo.external_utils",
+        *_of("torch._dynamo.symbolic_convert.InstructionTranslatorBase", "dispatch_table",
+             "frame_summary(self)", "run(self)"),
+        *_of("torch._dynamo.variables", "ConstantVariable.create(value)",
+             "SkipFunctionVariable.call_function(self, translator, args, kwargs)",
+             "TensorVariable.as_proxy(self)"),
+        "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function("
+        "self, translator, args, kwargs)",
+        "torch._utils",
+    ),
     "process_group": (
         "torch.distributed.distributed_c10d._get_default_store()",
     ),

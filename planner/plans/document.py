@@ -126,6 +126,7 @@ class Document:
     memory_timeline: StepTimeline
     notes: tuple[str, ...]
     kernels: tuple[KernelChoice, ...]
+    assumptions: tuple[str, ...]
     tensors: tuple[ParameterKey, ...]
     regions: tuple[RegionRow, ...]
     ops: tuple[OpRow, ...]

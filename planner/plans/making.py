@@ -64,6 +64,7 @@ def assemble_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | 
         inputs=prepared.inputs,
         notes=(*variant.graph.notes, *notes),
         kernels=variant.graph.kernels,
+        assumptions=variant.graph.assumptions,
         created_with=created_with(),
         memory_timeline=StepTimeline.of(
             made, backward_begins, variant.budget.resident, prepared.plain

@@ -61,6 +61,9 @@ class Plan(Predicted):
     """What to know about the capture: a cache that was switched off, a graph break."""
     kernels: tuple[KernelChoice, ...]
     """Kernels of a GPU among which torch chooses, and why; empty for a plan for the CPU."""
+    assumptions: tuple[str, ...]
+    """What was taken for granted of inputs without values (on `meta`) by which the model's code
+    decides; a step that is otherwise raises `PlanMismatch`."""
     created_with: tuple[tuple[str, str], ...]
     """Versions of this package and of torch, by name."""
     resident: ResidentMemory

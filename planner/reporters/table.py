@@ -50,7 +50,7 @@ def plan_report(plan: Plan) -> RenderableType:
         _summary(plan), title(f"Memory at the peak, in {moment}"),
         category_table(plan.memory, "100.0%" if plan.peak_bytes else ""),
         title("What each module keeps for the backward"), _layers(plan), *_kernels(plan),
-        *note_lines(plan.notes, optimizer=plan.optimizer))
+        *note_lines((*plan.assumptions, *plan.notes), optimizer=plan.optimizer))
 
 
 def frontier_report(plans: Sequence[Plan]) -> RenderableType:

@@ -1,0 +1,62 @@
+"""The values of a step's inputs, as far as the model's code may look at them before it runs.
+
+Inputs of integers are looked at, as a padding mask is; an input without values (on `meta`) is taken
+for ones, as a mask without padding has them, and the plan says so where the code asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.fake_copies.storage_less import is_storage_less
+from planner._graph_capture.torch_compat import FakeTensor, may_be_known, pytree
+
+
+def values_of_inputs(fake_copy: FakeCopy) -> Mapping[int, torch.Tensor]:
+    """By identity of an input of the fake copy, a tensor with its values."""
+    original_of = {id(fake): original for original, fake in fake_copy.fake_of.items()}
+    found = {}
+    for _, leaf in named_inputs(fake_copy):
+        source = leaf if not isinstance(leaf, FakeTensor) else original_of.get(id(leaf), leaf)
+        if has_no_values(source) and may_be_known(source):
+            found[id(leaf)] = ones_like(source)
+        elif not has_no_values(source) and not is_storage_less(source):
+            found[id(leaf)] = source
+    return found
+
+
+def inputs_without_values(fake_copy: FakeCopy) -> frozenset[str]:
+    """Names of the inputs whose values are not known, of a fake copy of fake tensors."""
+    original_of = {id(fake): original for original, fake in fake_copy.fake_of.items()}
+    return frozenset(name for name, leaf in named_inputs(fake_copy)
+                     if has_no_values(original_of.get(id(leaf), leaf)))
+
+
+def named_inputs(fake_copy: FakeCopy) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a fake copy is called with."""
+    for name, value in (*((f"argument {index}", arg) for index, arg in enumerate(fake_copy.args)),
+                        *fake_copy.kwargs.items()):
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield name, leaf
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the user's has a shape alone."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def ones_like(tensor: torch.Tensor) -> torch.Tensor:
+    """What a small tensor without values is taken for."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def assumptions(asked: Mapping[str, str], missing: frozenset[str]) -> tuple[str, ...]:
+    """Sentences about inputs without values; `asked`: by name of an input, where the model's code
+    asks for a value of it."""
+    return tuple(f"{name} has no values and is taken to be all ones, for the model's code decides "
+                 f"by it{f' ({place})' if place else ''}"
+                 for name, place in sorted(asked.items()) if name in missing)

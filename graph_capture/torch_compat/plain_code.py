@@ -1,0 +1,273 @@
+"""Dynamo made to follow the branches that a model's code takes in plain eager mode.
+
+The model of the world: code that asks whether it is being compiled takes other ways then, and so
+calls other kernels: transformers builds attention masks that it otherwise leaves out, and repeats
+grouped keys.  Such code is told that it is not.  What it then asks of tensors (`if mask.all()`) is
+worked out at once where it follows from the call's integers, which are few and known before the
+step; the graph goes on as the answer says, and holds a mark from which `branches_of` makes a
+condition.  Whoever runs the graph checks the conditions first.
+
+Such code may also mind the limits of the tracer.  Where what it does then cannot be traced, the
+frame is traced again, and that code is told the truth.
+
+Blind spots: a value that depends on parameters or activations, and one that code turns into a
+number (`item`), breaks the graph as under torch.compile; torch's own code is told the truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from planner._graph_capture.torch_compat.memory import (
+    is_traceable_wrapper_subclass,
+    no_active_modes,
+)
+from planner._graph_capture.torch_compat.requirements import require
+
+require(__name__)
+
+import torch
+import torch._dynamo.external_utils
+import torch._utils
+from torch import fx, nn
+from torch._dynamo.exc import UnspecializeRestartAnalysis, Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+_KNOWN_BYTES = 1 << 24
+"""Values are worked out from tensors of at most this size."""
+_MARK = "branch"
+_HELPERS = 3
+"""How many frames may stand between the code that asks whether it is compiled and torch."""
+_WHILE_COMPILING = tuple(getattr(owner, name) for owner, name in (
+    (torch.compiler, "is_compiling"), (torch.compiler, "is_dynamo_compiling"),
+    (torch._utils, "is_compiling"), (torch._dynamo.external_utils, "is_compiling"),
+) if hasattr(owner, name))
+_WHILE_CAPTURING = tuple(device.is_current_stream_capturing for device in (torch.cuda, torch.xpu)
+                         if hasattr(device, "is_current_stream_capturing"))
+_OPCODES = ("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE",
+            "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE",
+            "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP", "UNARY_NOT")
+
+_values: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("values")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """A condition on the inputs of a graph, which holds where the graph is the step's."""
+
+    graph: fx.GraphModule
+    """Makes of some inputs the value that the model's code asked for."""
+    inputs: tuple[int, ...]
+    """Positions of these inputs."""
+    taken: bool
+    """What the value was."""
+    place: str
+    """Where the code asked."""
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the code would go on with these inputs of the graph as the graph does."""
+        with torch.no_grad():
+            return bool(self.graph(*(args[position] for position in self.inputs))) is self.taken
+
+
+def may_be_known(tensor: torch.Tensor) -> bool:
+    """Whether values of such an input are looked at: integers, and single numbers."""
+    return (not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided
+            and not is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad
+            and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
+            and tensor.numel() * tensor.dtype.itemsize <= _KNOWN_BYTES)
+
+
+@contextlib.contextmanager
+def as_plain_code(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Inside, what Dynamo traces takes the branches of plain eager code.
+
+    `values`: by identity of a tensor that the code is called with, the one that has its values.
+    """
+    token = _values.set(values)
+    replaced: list[tuple[Any, str, Any]] = [
+        (TorchInGraphFunctionVariable, "call_function", _answering_call(_call)),
+        (SkipFunctionVariable, "call_function", _answering_call(_skipped_call)),
+        (InstructionTranslatorBase, "run", _run_frame),
+        *((kind, "dispatch_table", _answering_table(kind))
+          for kind in _translators(InstructionTranslatorBase))]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        _values.reset(token)
+
+
+_call, _skipped_call = (
+    TorchInGraphFunctionVariable.call_function, SkipFunctionVariable.call_function)
+_run = InstructionTranslatorBase.run
+
+
+@functools.cache
+def _answering_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a call of a function of torch that may ask whether code is compiled."""
+
+    def handle(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        if ((variable.value in _WHILE_COMPILING and _is_told_no(translator))
+                or variable.value in _WHILE_CAPTURING):
+            return ConstantVariable.create(False)
+        return call(variable, translator, args, kwargs)
+
+    return handle
+
+
+def _is_told_no(translator: Any) -> bool:
+    """Whether the code that is traced is told that it is not being compiled."""
+    if str(translator.f_globals.get("__name__")).partition(".")[0] == "torch":
+        return False
+    frames = [translator]
+    while len(frames) < _HELPERS and frames[-1].parent is not None:
+        frames.append(frames[-1].parent)
+    if any(frame.f_code in _told_truth(frame) for frame in frames):
+        return False
+    for frame in frames:
+        frame._was_told_no = True
+    return True
+
+
+def _told_truth(translator: Any) -> set[types.CodeType]:
+    """Code that could not be traced as it went on when it was told otherwise; as long as one frame
+    is traced, from the start again and again."""
+    return vars(translator.speculation_log).setdefault("_told_truth", set())
+
+
+def _run_frame(translator: Any) -> None:
+    """Trace one frame of Python."""
+    try:
+        _run(translator)
+    except Unsupported:
+        if translator.parent is None or not getattr(translator, "_was_told_no", False):
+            raise
+        _told_truth(translator).add(translator.f_code)
+        raise UnspecializeRestartAnalysis(
+            restart_reason="code that asked whether it is compiled cannot be traced") from None
+
+
+def _translators(kind: Any) -> Iterator[Any]:
+    yield kind
+    for inner in kind.__subclasses__():
+        yield from _translators(inner)
+
+
+@functools.cache
+def _answering_table(kind: Any) -> list[Any]:
+    """The handlers of a class of translators, by number of the bytecode."""
+    return [_answering(handler) if name in _OPCODES else handler
+            for name, handler in zip(dis.opname, kind.dispatch_table, strict=False)]
+
+
+def _answering(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """The handler of a bytecode that looks at the truth of what lies on the stack."""
+
+    def handle(translator: Any, instruction: Any) -> None:
+        value = translator.stack[-1].realize() if translator.stack else None
+        if isinstance(value, TensorVariable):
+            answer = _answer(translator, value)
+            if answer is not None:
+                translator.stack[-1] = constant = ConstantVariable.create(answer)
+                jump(translator, instruction)
+                if translator.stack and translator.stack[-1] is constant:
+                    translator.stack[-1] = value  # `a or b` gives `a` itself
+                return
+        jump(translator, instruction)
+
+    return handle
+
+
+def _answer(translator: Any, value: TensorVariable) -> bool | None:
+    """The truth of a traced tensor in the step that is traced; `None`: it is not known."""
+    node = value.as_proxy().node
+    example = node.meta.get("example_value")
+    if not isinstance(example, torch.Tensor) or example.numel() != 1:
+        return None
+    part = _part_behind(node)
+    if part is None:
+        return None
+    graph, inputs = part
+    values = []
+    for placeholder in inputs:
+        given = placeholder.meta["grapharg"].example
+        known = _values.get().get(id(given))
+        if known is None or not may_be_known(known):
+            return None
+        values.append(known)
+    with no_active_modes(), torch.no_grad():
+        before = torch.get_rng_state()
+        answer = bool(graph(*values))
+        if not torch.equal(before, torch.get_rng_state()):
+            torch.set_rng_state(before)
+            return None
+    frame = translator.frame_summary()
+    node.meta[_MARK] = answer, f"{frame.filename}:{frame.lineno}"
+    return answer
+
+
+def branches_of(module: fx.GraphModule) -> tuple[Branch, ...]:
+    """The conditions under which a graph that was captured inside `as_plain_code` is the step's."""
+    positions = {node: position for position, node in
+                 enumerate(module.graph.find_nodes(op="placeholder"))}
+    found = []
+    for node in module.graph.nodes:
+        part = _part_behind(node) if _MARK in node.meta else None
+        if part is not None and part[1]:
+            graph, inputs = part
+            found.append(Branch(graph, tuple(positions[each] for each in inputs),
+                                *node.meta[_MARK]))
+    return tuple(found)
+
+
+def _part_behind(last: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]] | None:
+    """What makes a value of inputs of its graph, and these; `None` where running that by itself
+    might change them, or reads anything else."""
+    needed, waiting = {last}, [last]
+    while waiting:
+        node = waiting.pop()
+        if node.op not in ("placeholder", "call_function", "call_method"):
+            return None
+        if any(map(_may_write, (node, *node.users))):
+            return None
+        for source in node.all_input_nodes:
+            if source not in needed:
+                needed.add(source)
+                waiting.append(source)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs = []
+    for node in last.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "placeholder":
+                inputs.append(node)
+    graph.output(copies[last])
+    return fx.GraphModule({}, graph), inputs
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether a node of a graph of Dynamo's may change its operands."""
+    if node.op not in ("call_function", "call_method") or "out" in node.kwargs:
+        return "out" in node.kwargs
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+
+
+_WRITERS = frozenset({"setitem", "__setitem__", "iadd", "iand", "ifloordiv", "ilshift",
+                      "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv",
+                      "ixor"})
