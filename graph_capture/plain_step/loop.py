@@ -51,7 +51,7 @@ class PlainLoop:
         self.fake_copy = replace(make_fake_copy(model, args, kwargs, device=device,
                                                 extra=() if loss_fn is None else (loss_fn,),
                                                 capability=compute_capability(
-                                          device_planned_for(model, device), gpu)),
+                                                    device_planned_for(model, device), gpu)),
                                  autocast=autocast)
         self.gpu = gpu
         """The GPU that was named; `None`: none was."""
