@@ -17,7 +17,7 @@ import math
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,9 @@ from planner.solvers.simulator import simulate
 _ROUNDS = 4
 _AIMED = 0.25  # of the moves of a search for a smaller peak
 _AIMS = 12  # storages that an aimed move looks at
+_FIRST_STEP, _SMALLEST_STEP, _LARGEST_STEP = 0.1, 0.004, 0.3
+"""Part of what lies between a peak and the floor by which the next target is lower."""
+_COOLING = 3_000  # moves from the highest temperature to the lowest, for one target
 _MOVE_WORK, _MOVE_WORK_PER_OP = 3e-5, 2e-8
 _BATCH = 128  # moves between two looks at the clock, the temperature and the price
 
@@ -74,12 +77,30 @@ def repair(
     return None
 
 
-def anneal_within(problem: Problem, budget_bytes: int, schedule: Order, moves: int, seed: int
-                  ) -> tuple[Order | None, int]:
-    """A schedule within `budget_bytes`, found from one over it by at most so many `moves`, and how
-    many it took."""
-    return _anneal(problem, budget_bytes, schedule, _Limit(0.0, math.inf, moves), seed,
-                   until_feasible=True)
+def descend(problem: Problem, schedule: Order, floor_bytes: int, seed: int
+            ) -> Iterator[tuple[Order, int]]:
+    """Anneal for an ever smaller peak, down to `floor_bytes`: after each batch of moves the
+    schedule with the smallest peak so far, and the number of moves in the batch.
+
+    The walk is not begun anew when it meets its target: the target moves on.
+    """
+    best, peak = schedule, simulate(problem, schedule).peak_bytes
+    walk = _Walk(problem, peak, schedule, seed, aims_at_peak=True)
+    mean_cost = problem.keep_all_cost / len(problem) or 1.0
+    share, cooled = _FIRST_STEP, 0
+    while walk.candidates and peak > floor_bytes:
+        walk.aim_at(peak - max(1, int(share * (peak - floor_bytes))))
+        while walk.best is None and cooled < _COOLING:
+            walk.batch(mean_cost * 0.6 * 0.02 ** (cooled / _COOLING))
+            cooled += _BATCH
+            if walk.best is not None:
+                best, peak = walk.best, simulate(problem, walk.best).peak_bytes
+            yield best, _BATCH
+        if walk.best is not None:
+            share, cooled = min(1.2 * share, _LARGEST_STEP), max(0, cooled - _COOLING // 4)
+        else:
+            share, cooled = max(share / 2, _SMALLEST_STEP), 0
+            walk.start_from(best)
 
 
 def move_work(problem: Problem) -> float:
@@ -157,10 +178,20 @@ class _Walk:
         if self.excess == 0 and self.timeline.cost < self.best_cost * (1 - 1e-12):
             self.best, self.best_cost = self.timeline.schedule, self.timeline.cost
 
+    def aim_at(self, budget: int) -> None:
+        """Look for what is within another budget, from where the walk stands."""
+        self.budget, self.best, self.best_cost = budget, None, math.inf
+        self.excess = self._excess()
+        self._note()
+
     def next_round(self) -> None:
         """Go back to the best schedule, if there is one, and look at the excess the other way."""
-        if self.best is not None:
-            self.timeline = EditableTimeline(self.problem, self.best)
+        self.start_from(self.best)
+
+    def start_from(self, schedule: Order | None) -> None:
+        """Go to a schedule, if there is one, and look at the excess the other way."""
+        if schedule is not None:
+            self.timeline = EditableTimeline(self.problem, schedule)
         self.peak_only = not self.peak_only
         self.excess = self._excess()
 

@@ -2,7 +2,7 @@
 
 The bound looks at one first run at a time and counts what must be alive there.  The schedule is
 found by lazy walks (`solvers.lazy`) at ever smaller budgets, whatever the recomputations cost, and
-by annealing (`solvers.local_search.repair`) from there.
+by annealing (`solvers.local_search.descend`) from there, in turns.
 
 There is one search for a problem and a seed.  It counts its work and looks at no clock and at no
 budget, so what it finds is the same for every budget and on every machine: a budget only ends it
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from planner.solvers.lazy import EvictionHeuristic, counted_walk
-from planner.solvers.local_search import anneal_within, move_work
+from planner.solvers.local_search import descend, move_work
 from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import simulate
 from planner.solvers.working_set import inplace_candidates
@@ -34,8 +34,11 @@ WORTH = 0.003
 """A part of the peak that is worth a search."""
 MOST_OF_ONE_WALK = 0.2
 """Part of the work that one walk may take."""
+WALKS_FIRST, ANNEALED_PER_WALKED = 0.2, 2.0
+"""Part of the work for walks alone, unless the plain ones take less; and the work of annealing in
+comparison to theirs after that."""
 _MOST_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
-_MOVES, _FRUITLESS_MOVES = 6_000, 12_000  # for one target, and before the next walks
+_FRUITLESS_MOVES = 12_000  # before the next walks
 
 
 def working_set_floor(problem: Problem) -> int:
@@ -158,31 +161,32 @@ class Descent:
             while found:
                 found, work = self._attempt((self.floor + self.best_peak) // 2, heuristic, 3)
                 yield work
+        walked = annealed = 0.0
         for rank, (heuristic, runs_per_op) in enumerate(_heuristics(self.seed, plain)):
-            if rank % 10 == 2 * len(plain) + 3:  # after the plain ones
-                yield from self._anneal(self.seed + rank)
-            yield from self._bisect(heuristic, runs_per_op)
+            for work in self._bisect(heuristic, runs_per_op):
+                walked += work
+                yield work
+            is_started = rank >= 2 * len(plain) + 2 or walked > WALKS_FIRST * self._whole_work
+            if is_started and annealed < ANNEALED_PER_WALKED * walked:
+                for work in self._anneal(self.seed + rank):
+                    annealed += work
+                    yield work
 
-    def _anneal(self, draw: int) -> Iterator[float]:
-        """Lower the peak by local search, in smaller steps where larger ones fail."""
+    def _anneal(self, seed: int) -> Iterator[float]:
+        """Lower the peak by local search, until it finds nothing more for a while."""
         is_short = len(self.best) <= _MOST_RUNS_PER_OP * len(self.problem)
-        current = self.best if is_short else self.problem.keep_all_schedule
-        peak = simulate(self.problem, current).peak_bytes
-        share, moves, left = 0.1, _MOVES, _FRUITLESS_MOVES
-        while peak > self.floor and share > 0.002 and left > 0:
-            draw += 1
-            target = peak - max(1, int(share * (peak - self.floor)))
-            found, spent = anneal_within(self.problem, target, current, moves, draw)
-            left -= spent
-            if found is None:
-                share, moves = share / 2, moves * 2
-            else:
-                share *= 1.5
-                current, peak = found, simulate(self.problem, found).peak_bytes
+        start = self.best if is_short else self.problem.keep_all_schedule
+        fruitless = 0
+        for found, moves in descend(self.problem, start, self.floor, seed):
+            fruitless += moves
+            if found is not start:
+                start, fruitless = found, 0
+                peak = simulate(self.problem, found).peak_bytes
                 if peak < self.best_peak:
-                    left = _FRUITLESS_MOVES
-                    self.best, self.best_peak = current, peak
-            yield move_work(self.problem) * spent
+                    self.best, self.best_peak = found, peak
+            yield move_work(self.problem) * moves
+            if fruitless >= _FRUITLESS_MOVES:
+                return
 
     def _bisect(self, heuristic: EvictionHeuristic, runs_per_op: int) -> Iterator[float]:
         """Bisect for the smallest budget at which a walk in this eviction heuristic succeeds."""
