@@ -190,7 +190,7 @@ def _compiled(
     recorder: _Recorder,
     keep_graphs: bool,
     captures_rest: bool,
-) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
+) -> tuple[Callable[..., Any], AbstractContextManager[Any], RepeatedGraphs]:
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = fake_copy.model
     if keep_graphs:
