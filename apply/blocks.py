@@ -22,7 +22,7 @@ from torch import nn
 
 from apply.errors import PlanMismatch
 from apply.plan_backend import Fallback
-from apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
+from apply.planned_code import DID_MORE_OUTSIDE, CompiledCode, PlannedCode
 from apply.recipe import OpKey, Recipe, RegionRecipe
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.model_state import remembered_state
@@ -115,8 +115,8 @@ def code_of(model: nn.Module, recipe: Recipe) -> Code:
     return PlannedCode(type(model).__name__, model, recipe)
 
 
-def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
-            ) -> Any:
+def attempt(code: Code | CompiledCode, module: nn.Module, own: Forward | None, /,
+            *args: Any, **kwargs: Any) -> Any:
     """The call `code(module, own, ...)`, which leaves random state and buffers as they were where
     it raises `PlanMismatch`, though a part may have run."""
     restore = remembered_state(module)
@@ -130,7 +130,7 @@ def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, *
         code.is_trial = False
 
 
-def run_step(code: Code, recipe: Recipe, module: nn.Module, own: Forward | None,
+def run_step(code: Code | CompiledCode, recipe: Recipe, module: nn.Module, own: Forward | None,
              args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
     """The call `code(module, own, ...)` with the arguments as the recipe takes them; `is_trial`: as
     `attempt` makes it."""

@@ -34,7 +34,7 @@ from graph_capture.joint_graph.inplace import write_inplace
 from graph_capture.joint_graph.joint import is_cotangent, is_tuple_element, tensors_of
 from graph_capture.joint_graph.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
 from graph_capture.joint_graph.random_ops import draw, new_state, replay
-from graph_capture.symbolic.sizes import Sizes
+from graph_capture.joint_graph.symbolic_sizes import Sizes
 from graph_capture.torch_compat import OpOverload, expression_of, split_joint_graph
 from graph_capture.training_graph import Phase
 

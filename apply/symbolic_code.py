@@ -36,8 +36,8 @@ from apply.same_step import outputs_let_go
 from graph_capture.errors import CaptureError
 from graph_capture.joint_graph.joint import is_cotangent, primals_of
 from graph_capture.joint_graph.naming import name_modules
-from graph_capture.symbolic.region import SymbolicRegion
-from graph_capture.symbolic.sizes import Values
+from graph_capture.joint_graph.symbolic_sizes import Values
+from graph_capture.step.symbolic_region import SymbolicRegion
 from graph_capture.torch_compat import (
     aot_backend,
     backward_keeps_graph,
@@ -131,7 +131,7 @@ class SymbolicCallable:
         the sizes do not tell."""
         found: dict[Any, int] = {}
         for node, name in zip(self.region.forms[False].joint.primals, self._names, strict=True):
-            if name in sizes:
+            if name is not None and name in sizes:
                 for size, number in zip(node.meta["val"].shape, sizes[name], strict=True):
                     found.setdefault(expression_of(size), number)
         if missing := [str(each) for each in self.region.sizes.symbols if each not in found]:

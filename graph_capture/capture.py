@@ -31,6 +31,7 @@ from graph_capture.inductor.compiled_form import compiled_form
 from graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
 from graph_capture.inductor.fused_costs import FusedCosts
 from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
+from graph_capture.joint_graph.symbolic_sizes import Values
 from graph_capture.memory.trace import Block
 from graph_capture.memory.tracker import Workspace
 from graph_capture.op_costs.costs import OpCosts
@@ -48,8 +49,7 @@ from graph_capture.step.assemble import LossMemory, assemble
 from graph_capture.step.kept import Keeper
 from graph_capture.step.regions import RegionUse, count_runs, region_uses
 from graph_capture.step.released_output import with_output_released
-from graph_capture.symbolic.region import SymbolicRegion
-from graph_capture.symbolic.sizes import Values
+from graph_capture.step.symbolic_region import SymbolicRegion
 from graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from graph_capture.training_graph import ModelOutput, OptimizerMemory, StepForm, TrainingGraph
 from graph_capture.twins.data_less import data_less_twin
@@ -186,8 +186,8 @@ def capture_step(
     ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
     data-parallel run, which holds the model so.  `probe_room`: what running single ops may take
     where a loop has begun to train.  `pieces`: the numbers of pieces in which the
-    widest part of the step and the insides of layers may run.  `symbolic`: the step's graph, captured
-    before with symbolic sizes; nothing is traced but the plain step.
+    widest part of the step and the insides of layers may run.  `symbolic`: the step's graph,
+    captured before with symbolic sizes; nothing is traced but the plain step.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.

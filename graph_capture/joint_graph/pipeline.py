@@ -21,7 +21,7 @@ from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backwa
 from graph_capture.joint_graph.lower import LoweredRegion, lower
 from graph_capture.joint_graph.pieces.in_pieces import InPieces, run_in_pieces
 from graph_capture.joint_graph.remade_dropout import remake_dropout
-from graph_capture.symbolic.sizes import Sizes
+from graph_capture.joint_graph.symbolic_sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from torch import nn
 
 from apply.circumstances import Call, input_tensors
 from apply.symbolic_code import Schedule, SymbolicCallable, SymbolicCode
+from graph_capture.joint_graph.symbolic_sizes import Values
 from graph_capture.module_forward import Forward, in_place_of_forward
-from graph_capture.symbolic.region import SymbolicRegion
-from graph_capture.symbolic.sizes import Values
+from graph_capture.step.symbolic_region import SymbolicRegion
 from graph_capture.torch_compat import FakeTensorMode, OpOverload, pytree
 from graph_capture.training_graph import LOSS_BACKWARD, Phase
 from planner.attached.planned_graph import PlannedGraph

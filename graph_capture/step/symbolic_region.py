@@ -11,18 +11,17 @@ Blind spots: sizes that depend on the values of tensors; forms in chunks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from torch import fx
 
 from graph_capture.joint_graph.joint import count_cotangents, primals_of
 from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
 from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form, lower_joint_graph
+from graph_capture.joint_graph.symbolic_sizes import Sizes, Values
 from graph_capture.step.regions import RegionUse
-from graph_capture.symbolic.sizes import Sizes, Values
 from graph_capture.torch_compat import FakeTensorMode, primal_sources
 from graph_capture.training_graph import ModelOutput
 
@@ -87,7 +86,7 @@ class SymbolicRegion:
             for node, value in kept:
                 node.meta["val"] = value
 
-    def use(self, lowered: LoweredRegion, outputs: Sequence[ModelOutput], trained: Sequence[str]
+    def use(self, lowered: LoweredRegion, outputs: Sequence[ModelOutput], trained: Collection[str]
             ) -> RegionUse:
         """The region in its step; `outputs`: those of the graph with fixed sizes, `trained`: names
         of the parameters."""
