@@ -120,9 +120,11 @@ class SymbolicGraph(PlannedGraph):
         peak = PeakAtSizes(self.target.region, self.values, form, order,
                            self.planner.workspace, inputs)
         self._peak = peak
-        made = self.target.adopt(plan.recipe, lambda values: plan.budget_bytes is None
-                                 or peak.is_within(plan.budget_bytes, values),
-                                 instead=not self._is_for_more_sizes)
+        # A plan that is over the budget is the one that uses least, and was said to be.
+        planned_for, limit_bytes = self.values, max(plan.budget_bytes or 0, plan.peak_bytes)
+        made = self.target.adopt(
+            plan.recipe, lambda values: plan.budget_bytes is None or values == planned_for
+            or peak.is_within(limit_bytes, values), instead=not self._is_for_more_sizes)
         self._is_for_more_sizes = False
         self._plans = {each: self._plans[each] for target in self.code.graphs
                        for each in target.schedules if each in self._plans}
