@@ -75,7 +75,7 @@ def can_write_inplace(target: OpOverload) -> bool:
 
 def write_inplace(
     graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
-    operand: fx.Node, size_of: Callable[[Any], Any],
+    operand: fx.Node, size_of: Callable[[Any], Any] = lambda size: size,
 ) -> fx.Node:
     """Emit `target(*args, **kwargs)` such that its result is written over `operand`, one of the
     candidates of `inplace_candidates`; `size_of`: what a size is in the graph, a number or a node.
