@@ -70,7 +70,7 @@ class SizesNotPlanned(PlanMismatch):
 
 
 Fits = Callable[[Values], bool]
-"""Whether a step of such sizes is within the budget under some schedule."""
+"""True for sizes at which a step is within the budget under some schedule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,8 @@ def expression_of(size: Any) -> Any:
 
 
 def same_sizes(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether sizes are equal whatever the symbols' values are; torch's own comparison would fix a
-    symbol whose value happens to be the other size."""
+    """True where sizes are equal whatever the symbols' values are; torch's own comparison would fix
+    a symbol whose value happens to be the other size."""
     return len(mine) == len(theirs) and all(
         expression_of(left) == expression_of(right)
         for left, right in zip(mine, theirs, strict=True))

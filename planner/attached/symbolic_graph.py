@@ -184,7 +184,7 @@ class PeakAtSizes:
                     (each, call), []))[1].append(place_of[each.name])
 
     def is_within(self, limit_bytes: int, values: Values) -> bool:
-        """Whether the step takes no more than this where the symbols have these values."""
+        """True where the step uses no more than this when the symbols have these values."""
         is_smaller = all(mine <= planned for mine, planned in zip(values, self._values,
                                                                   strict=True))
         return (is_smaller and self._bytes_at(values, {}) <= limit_bytes) or (
