@@ -22,7 +22,7 @@ from torch import nn
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback
-from planner._apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
+from planner._apply.planned_code import DID_MORE_OUTSIDE, CompiledCode, PlannedCode
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.model_state import remembered_state
@@ -121,8 +121,8 @@ def code_of(model: nn.Module, spec: RewriteSpec) -> Code:
     return PlannedCode(type(model).__name__, model, spec)
 
 
-def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
-            ) -> Any:
+def attempt(code: Code | CompiledCode, module: nn.Module, own: Forward | None, /,
+            *args: Any, **kwargs: Any) -> Any:
     """The call `code(module, own, ...)`, which leaves random state and buffers as they were where
     it raises `PlanMismatch`, though a part may have run."""
     restore = remembered_state(module)
@@ -136,7 +136,7 @@ def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, *
         code.is_trial = False
 
 
-def run_step(code: Code, spec: RewriteSpec, module: nn.Module, own: Forward | None,
+def run_step(code: Code | CompiledCode, spec: RewriteSpec, module: nn.Module, own: Forward | None,
              args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
     """The call `code(module, own, ...)` with the arguments as the rewrite spec takes them;
     `is_trial`: as `attempt` makes it."""
