@@ -25,7 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback
-from planner._apply.planned_code import DID_MORE_OUTSIDE, PlannedCode, tensors_of
+from planner._apply.planned_code import (
+    DID_MORE_OUTSIDE,
+    CompiledCode,
+    PlannedCode,
+    tensors_of,
+)
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
@@ -155,8 +160,8 @@ def code_of(model: nn.Module, spec: RewriteSpec) -> Code:
     return PlannedCode(type(model).__name__, model, spec)
 
 
-def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
-            ) -> Any:
+def attempt(code: Code | CompiledCode, module: nn.Module, own: Forward | None, /,
+            *args: Any, **kwargs: Any) -> Any:
     """The call `code(module, own, ...)`, which leaves random state and buffers as they were where
     it raises `PlanMismatch`, though a part may have run."""
     restore = remembered_state(module)
@@ -170,7 +175,7 @@ def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, *
         code.is_trial = False
 
 
-def run_step(code: Code, spec: RewriteSpec, module: nn.Module, own: Forward | None,
+def run_step(code: Code | CompiledCode, spec: RewriteSpec, module: nn.Module, own: Forward | None,
              args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
     """The call `code(module, own, ...)` with the arguments as the rewrite spec takes them;
     `is_trial`: as `attempt` makes it."""

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import fx, nn
@@ -298,8 +298,19 @@ def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return boxed(graph.forward)
 
 
+class Layout(Protocol):
+    """Of a tensor that is to be made."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
 def checked_backward(
-    run: Callable[[list[Any]], Any], planned: Sequence[torch.Tensor], cotangents: Sequence[bool],
+    run: Callable[[list[Any]], Any], planned: Sequence[Layout], cotangents: Sequence[bool],
 ) -> Callable[[list[Any]], Any]:
     """The backward `run` with a check of its last arguments, the cotangents: zeros like `planned`
     are made where autograd left them out and the plan counts on a gradient, and a gradient through

@@ -39,7 +39,7 @@ from planner._graph_capture.joint_graph.lower import (
     epilogue_name,
 )
 from planner._graph_capture.joint_graph.random_ops import draw, new_state, replay
-from planner._graph_capture.symbolic.sizes import Sizes
+from planner._graph_capture.joint_graph.symbolic_sizes import Sizes
 from planner._graph_capture.torch_compat import OpOverload, expression_of, split_joint_graph
 from planner._graph_capture.training_graph import Phase
 

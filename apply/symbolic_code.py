@@ -36,8 +36,8 @@ from planner._apply.same_step import outputs_let_go
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import is_cotangent, primals_of
 from planner._graph_capture.joint_graph.naming import name_modules
-from planner._graph_capture.symbolic.region import SymbolicRegion
-from planner._graph_capture.symbolic.sizes import Values
+from planner._graph_capture.joint_graph.symbolic_sizes import Values
+from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
     aot_backend,
     backward_keeps_graph,
@@ -70,7 +70,7 @@ class SizesNotPlanned(PlanMismatch):
 
 
 Fits = Callable[[Values], bool]
-"""Whether a step of such sizes is within the budget under some schedule."""
+"""True for sizes at which a step is within the budget under some schedule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +136,7 @@ class SymbolicCallable:
         the sizes do not tell."""
         found: dict[Any, int] = {}
         for node, name in zip(self.region.variants[False].joint.primals, self._names, strict=True):
-            if name in sizes:
+            if name is not None and name in sizes:
                 for size, number in zip(node.meta["val"].shape, sizes[name], strict=True):
                     found.setdefault(expression_of(size), number)
         if missing := [str(each) for each in self.region.sizes.symbols if each not in found]:

@@ -37,6 +37,7 @@ from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_
 from planner._graph_capture.inductor.compiled_variant import compiled_variant
 from planner._graph_capture.inductor.fused_costs import FusedCosts
 from planner._graph_capture.joint_graph.pipeline import JointVariant, has_low_peak_variant
+from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.memory.trace import Block
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.costs import OpCosts
@@ -59,8 +60,7 @@ from planner._graph_capture.step.assemble import LossMemory, assemble
 from planner._graph_capture.step.kept import Keeper
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
 from planner._graph_capture.step.released_output import with_output_released
-from planner._graph_capture.symbolic.region import SymbolicRegion
-from planner._graph_capture.symbolic.sizes import Values
+from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from planner._graph_capture.training_graph import (
     ModelOutput,

@@ -30,7 +30,7 @@ from planner._graph_capture.joint_graph.joint import (
 )
 from planner._graph_capture.joint_graph.lower import last_forward_node
 from planner._graph_capture.joint_graph.replay import UNINITIALISED, is_random
-from planner._graph_capture.torch_compat import OpOverload, schema_of
+from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of
 
 _aten = torch.ops.aten
 _LIBRARY = torch.library.Library("checkpoint_planner", "FRAGMENT")
@@ -147,7 +147,7 @@ def _scatter_source(copy: fx.Node) -> None:
     if not isinstance(source, fx.Node):
         return
     value = source.meta["val"]
-    if (value.shape == result.shape and value.dtype == result.dtype
+    if (same_sizes(value.shape, result.shape) and value.dtype == result.dtype
             and value.device == result.device
             and all(user.target in _SCATTERS and user.args[1] is copy and user.args[0] is not copy
                     for user in copy.users)):

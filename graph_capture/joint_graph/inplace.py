@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner._graph_capture.torch_compat import OpOverload, schema_of
+from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of
 from planner._graph_capture.torch_compat.layout import is_dense
 
 _aten = torch.ops.aten
@@ -75,7 +75,7 @@ def can_write_inplace(target: OpOverload) -> bool:
 
 def write_inplace(
     graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
-    operand: fx.Node, size_of: Callable[[Any], Any],
+    operand: fx.Node, size_of: Callable[[Any], Any] = lambda size: size,
 ) -> fx.Node:
     """Emit `target(*args, **kwargs)` such that its result is written over `operand`, one of the
     candidates of `inplace_candidates`; `size_of`: what a size is in the graph, a number or a node.
@@ -183,13 +183,14 @@ def _out_overload(target: OpOverload) -> tuple[OpOverload | None, str]:
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
     return (tensor.storage_offset() == 0
-            and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            and same_sizes([tensor.untyped_storage().nbytes()],
+                           [tensor.numel() * tensor.element_size()])
             and is_dense(tensor))
 
 
 def _same_layout(value: object, result: torch.Tensor) -> bool:
-    return (isinstance(value, torch.Tensor) and value.shape == result.shape
-            and value.dtype == result.dtype and value.stride() == result.stride()
+    return (isinstance(value, torch.Tensor) and same_sizes(value.shape, result.shape)
+            and value.dtype == result.dtype and same_sizes(value.stride(), result.stride())
             and value.device == result.device)
 
 

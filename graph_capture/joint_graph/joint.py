@@ -33,6 +33,7 @@ from planner._graph_capture.torch_compat import (
     gradient_targets,
     mutated_inputs,
     pytree,
+    same_sizes,
 )
 
 _NUMBER = "checkpoint_planner_number"
@@ -270,7 +271,7 @@ def _surviving_summand(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
     if not isinstance(survivor, fx.Node):
         return None
     mine, whole = survivor.meta["val"], node.meta["val"]
-    same = mine.shape == whole.shape and mine.dtype == whole.dtype
+    same = same_sizes(mine.shape, whole.shape) and mine.dtype == whole.dtype
     return survivor if same else None
 
 

@@ -23,6 +23,7 @@ from torch import fx
 from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
 from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from planner._graph_capture.joint_graph.walks import descendants, readers
+from planner._graph_capture.torch_compat import same_sizes
 
 _LARGEST_SHARE = 0.5
 """The parts that are read late are copied if they are at most this part of the whole."""
@@ -111,5 +112,5 @@ def _other_summand(node: fx.Node) -> fx.Node | None:
 
 def _same_layout(left: fx.Node, right: fx.Node) -> bool:
     mine, theirs = left.meta["val"], right.meta["val"]
-    return (mine.shape == theirs.shape and mine.dtype == theirs.dtype
-            and mine.stride() == theirs.stride())
+    return (same_sizes(mine.shape, theirs.shape) and mine.dtype == theirs.dtype
+            and same_sizes(mine.stride(), theirs.stride()))

@@ -30,7 +30,7 @@ from planner._graph_capture.joint_graph.naming import (
 )
 from planner._graph_capture.joint_graph.replay import Replay, replay_of
 from planner._graph_capture.joint_graph.walks import ancestors
-from planner._graph_capture.torch_compat import OpOverload, schema_of, storage_key
+from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of, storage_key
 from planner._graph_capture.training_graph import Phase
 
 RESIDENT = -1
@@ -247,7 +247,7 @@ class _Lowering:
         candidates = inplace_candidates(node, self._same_base) if len(outputs) == 1 else ()
         usable = [(self.storage_of[operand], operand) for operand in candidates
                   if self.storage_of.get(operand, RESIDENT) != RESIDENT
-                  and self._storage_bytes(operand) == self.sizes[outputs[0]]]
+                  and same_sizes([self._storage_bytes(operand)], [self.sizes[outputs[0]]])]
         self.references[node] = self.region_signatures[node] = name
         self.base_of[node] = node
         if isinstance(value, torch.Tensor):

@@ -26,7 +26,7 @@ from planner._graph_capture.joint_graph.joint import clean_joint_graph
 from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner._graph_capture.joint_graph.lower import LoweredRegion, lower
 from planner._graph_capture.joint_graph.recomputed_dropout import recompute_dropout
-from planner._graph_capture.symbolic.sizes import Sizes
+from planner._graph_capture.joint_graph.symbolic_sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)

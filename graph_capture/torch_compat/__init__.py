@@ -112,4 +112,5 @@ from planner._graph_capture.torch_compat.plain_code import may_be_known as may_b
 from planner._graph_capture.torch_compat.symbols import backward_keeps_graph as backward_keeps_graph
 from planner._graph_capture.torch_compat.symbols import expression_of as expression_of
 from planner._graph_capture.torch_compat.symbols import function_of as function_of
+from planner._graph_capture.torch_compat.symbols import same_sizes as same_sizes
 from planner._graph_capture.torch_compat.symbols import symbolic_dimensions as symbolic_dimensions

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from planner._graph_capture.torch_compat.symbols import same_sizes
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements lie side by side, in whatever order of dimensions."""
@@ -11,7 +13,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
             continue
-        if stride != expected:
+        if not same_sizes([stride], [expected]):
             return False
         expected *= size
     return True

@@ -21,10 +21,18 @@ def expression_of(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
+def same_sizes(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """True where sizes are equal whatever the symbols' values are; torch's own comparison would fix
+    a symbol whose value happens to be the other size."""
+    return len(mine) == len(theirs) and all(
+        expression_of(left) == expression_of(right)
+        for left, right in zip(mine, theirs, strict=True))
+
+
 def function_of(expression: Any, symbols: Sequence[Any]) -> Callable[..., int]:
     """A function of the symbols' values, in order; raises `ValueError` where the expression has
     another symbol."""
-    others = getattr(expression, "free_symbols", set()) - set(symbols)
+    others: set[Any] = getattr(expression, "free_symbols", set()) - set(symbols)
     if others:
         raise ValueError(f"{expression} depends on {', '.join(sorted(map(str, others)))}, which "
                          "no input of the graph gives")

@@ -80,6 +80,8 @@ log = logging.getLogger("planner")
 
 _TRIES = 4
 """How often a step is planned anew because no schedule serves its sizes."""
+_MOST_CALLS = 256
+"""Of how many kinds of calls it is remembered which graph has served them."""
 _HOOKS = (
     "saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
     "a planned call: they do not apply to what its plan saves, so that the budget is kept; they "
@@ -167,7 +169,10 @@ class PlanningForward(ObservingForward):
         enter_phase(f"in the forward of {self._name}")
         present = Present.now(has_gradients=self._has_gradients)
         graph, output = self._step(call, present, args, kwargs)
+        self._served.pop(call, None)
         self._served[call] = self.running = graph
+        if len(self._served) > _MOST_CALLS:
+            del self._served[next(iter(self._served))]
         reason = graph.code.why_unplanned()
         self.steps.count(reason)
         note_call(self, graph.plan, is_comparable=reason is None and not graph.is_lean and not (

@@ -9,8 +9,10 @@ from weakref import WeakSet, ref
 
 from torch import nn
 
-from planner._apply.blocks import PlannedBlocks, code_of
+from planner._apply.blocks import Code, PlannedBlocks, code_of
 from planner._apply.call_signature import Call
+from planner._apply.planned_code import PlannedCode
+from planner._apply.symbolic_code import SymbolicCode
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss, UnmeasuredLoss
 from planner.attached.known import GraphPlanner
@@ -27,6 +29,7 @@ class PlannedGraph:
     """One graph of the model, and the plan that it runs under now."""
 
     plan: Plan
+    code: Code | SymbolicCode
 
     def __init__(self, call: Call | None = None, planner: GraphPlanner | None = None) -> None:
         """`call`, `planner`: what it was captured from; `None`: the plan was given."""
@@ -60,13 +63,13 @@ class PlannedGraph:
         """Run under this plan from here on."""
         earlier = getattr(self, "code", None)
         self.plan, self.plain_bytes = plan, plan.baseline_peak_bytes
-        self.code = code_of(module, plan.spec)
-        if isinstance(self.code, PlannedBlocks):
-            self.code.fall_back(with_least_memory, may_vary=self.may_skip)
+        self.code = code = code_of(module, plan.spec)
+        if isinstance(code, PlannedBlocks):
+            code.fall_back(with_least_memory, may_vary=self.may_skip)
         else:
-            self.code.fall_back(with_least_memory)
-        if earlier is not None:
-            self.code.compare_with(earlier)
+            code.fall_back(with_least_memory)
+        if isinstance(earlier, PlannedCode | PlannedBlocks):
+            code.compare_with(earlier)
 
     @property
     def saved_bytes(self) -> int:

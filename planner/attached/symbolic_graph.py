@@ -25,9 +25,9 @@ from torch import nn
 
 from planner._apply.call_signature import Call, input_tensors
 from planner._apply.symbolic_code import Schedule, SymbolicCallable, SymbolicCode
+from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
-from planner._graph_capture.symbolic.region import SymbolicRegion
-from planner._graph_capture.symbolic.sizes import Values
+from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import FakeTensorMode, OpOverload, pytree
 from planner._graph_capture.training_graph import LOSS_BACKWARD, Phase
 from planner.attached.planned_graph import PlannedGraph
@@ -120,9 +120,11 @@ class SymbolicGraph(PlannedGraph):
         peak = PeakAtSizes(self.target.region, self.values, variant, order,
                            self.planner.workspace, inputs)
         self._peak = peak
-        made = self.target.adopt(plan.spec, lambda values: plan.budget_bytes is None
-                                 or peak.is_within(plan.budget_bytes, values),
-                                 instead=not self._is_for_more_sizes)
+        # A plan that is over the budget is the one that uses least, and was said to be.
+        planned_for, limit_bytes = self.values, max(plan.budget_bytes or 0, plan.peak_bytes)
+        made = self.target.adopt(
+            plan.spec, lambda values: plan.budget_bytes is None or values == planned_for
+            or peak.is_within(limit_bytes, values), instead=not self._is_for_more_sizes)
         self._is_for_more_sizes = False
         self._plans = {each: self._plans[each] for target in self.code.graphs
                        for each in target.schedules if each in self._plans}
@@ -182,7 +184,7 @@ class PeakAtSizes:
                     (each, call), []))[1].append(place_of[each.name])
 
     def is_within(self, limit_bytes: int, values: Values) -> bool:
-        """Whether the step takes no more than this where the symbols have these values."""
+        """True where the step uses no more than this when the symbols have these values."""
         is_smaller = all(mine <= planned for mine, planned in zip(values, self._values,
                                                                   strict=True))
         return (is_smaller and self._bytes_at(values, {}) <= limit_bytes) or (

@@ -19,6 +19,10 @@ _MOST_FIXED = 256
 """How many calls are remembered that need a graph with fixed sizes."""
 
 
+_MOST_FAILURES = 2
+"""How often it is tried: torch fixes a size that happens to be one of the model's."""
+
+
 class SymbolicGraphs:
     """A graph with symbolic sizes for calls that differ in sizes alone, from the second size on."""
 
@@ -26,6 +30,7 @@ class SymbolicGraphs:
         self._module, self._inner = module, inner
         self._by_call: dict[Call, SymbolicGraph | None] = {}
         """By calls without sizes; `None`: it cannot be captured so."""
+        self._failures = 0
         self._fixed: dict[Call, None] = {}
         """Calls for which torch makes a graph with fixed sizes."""
 
@@ -50,7 +55,8 @@ class SymbolicGraphs:
         sizes; said once."""
         if len(self._fixed) < _MOST_FIXED:
             self._fixed[call] = None
-        if graph.has_run:
+        self._failures += 1
+        if graph.has_run or self._failures < _MOST_FAILURES:
             return
         self._by_call[call.without_sizes] = None
         log.warning("%s cannot be captured with symbolic sizes, so that each size of its inputs "

@@ -30,9 +30,10 @@ class Sizes:
     @classmethod
     def of(cls, primals: Sequence[fx.Node]) -> Sizes:
         """Those that a joint graph has as inputs."""
-        return cls(tuple(dict.fromkeys(
-            expression_of(value) for node in primals
-            if isinstance(value := node.meta.get("val"), torch.SymInt))))
+        found = [expression_of(value) for node in primals
+                 if isinstance(value := node.meta.get("val"), torch.SymInt)]
+        # One that torch has fixed meanwhile is a number.
+        return cls(tuple(dict.fromkeys(each for each in found if each.free_symbols)))
 
     def function(self, size: Any) -> Callable[..., int]:
         """A size as a function of the symbols' values."""

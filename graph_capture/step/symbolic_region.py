@@ -11,7 +11,7 @@ Blind spots: sizes that depend on the values of tensors; forms in chunks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,8 +24,8 @@ from planner._graph_capture.joint_graph.pipeline import (
     has_low_peak_variant,
     lower_joint_graph,
 )
+from planner._graph_capture.joint_graph.symbolic_sizes import Sizes, Values
 from planner._graph_capture.step.regions import RegionUse
-from planner._graph_capture.symbolic.sizes import Sizes, Values
 from planner._graph_capture.torch_compat import FakeTensorMode, primal_sources
 from planner._graph_capture.training_graph import ModelOutput
 
@@ -90,7 +90,7 @@ class SymbolicRegion:
             for node, value in kept:
                 node.meta["val"] = value
 
-    def use(self, lowered: LoweredRegion, outputs: Sequence[ModelOutput], trained: Sequence[str]
+    def use(self, lowered: LoweredRegion, outputs: Sequence[ModelOutput], trained: Collection[str]
             ) -> RegionUse:
         """The region in its step; `outputs`: those of the graph with fixed sizes, `trained`: names
         of the parameters."""

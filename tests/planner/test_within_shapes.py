@@ -1,0 +1,128 @@
+"""Batches of other sizes within a budget: one trace, peaks as predicted, gradients as plain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.module_forward import forward_override
+from planner.attached.symbolic_graph import SymbolicGraph
+
+
+class Attending(nn.Module):
+    """Attention over a sequence, and a projection; the loss is made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
+            for _ in range(3))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 50, (batch, length),
+                         generator=torch.Generator().manual_seed(1000 * batch + length))
+
+
+def allocated_peak(step: Callable[[], object]) -> int:
+    return record_peak(step, "cpu").peak_bytes
+
+
+def symbolic_of(model: nn.Module) -> SymbolicGraph:
+    found = forward_override(model)
+    return next(graph for graph in found.graphs if isinstance(graph, SymbolicGraph))
+
+
+@pytest.mark.slow
+def test_other_lengths_take_one_more_trace_and_the_gradients_of_the_plain_model():
+    torch.manual_seed(0)
+    plain = Attending()
+    model = planner.within(copy.deepcopy(plain), "70%")
+    for length in (64, 32, 48, 17, 63, 64):
+        for each in (plain, model):
+            each.zero_grad()
+            each(tokens(4, length)).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+    assert symbolic_of(model).code.compilations == 1
+    assert planner.status(model).planned_steps == 6
+
+
+@pytest.mark.slow
+def test_the_peak_at_other_lengths_is_as_evaluated():
+    model = planner.within(Attending(), "70%")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for length in (64, 32):
+        step(tokens(4, length))
+    resident = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    for length in (20, 41, 57):
+        batch = tokens(4, length)
+        step(batch)
+        measured = allocated_peak(lambda batch=batch: step(batch)) + resident + batch.nbytes
+        predicted = symbolic_of(model).peak_bytes_at({"tokens": (4, length)})
+        assert measured == predicted
+
+
+@pytest.mark.slow
+def test_a_larger_size_that_does_not_fit_is_planned_without_a_trace():
+    model = Attending()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    parameters = sum(each.nbytes for each in model.parameters())
+    plain = planner.plan(model, (tokens(4, 96),), optimizer="sgd").baseline_peak_bytes
+    limit = parameters + int(0.7 * (plain - parameters))
+    planner.within(model, limit)
+    for length in (32, 48, 96, 96, 40):
+        batch = tokens(4, length)
+
+        def step(batch: torch.Tensor = batch) -> None:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        peak = allocated_peak(step)
+        assert parameters + batch.nbytes + peak <= limit
+    assert symbolic_of(model).code.compilations == 1
+
+
+def test_an_input_changed_before_the_backward_is_refused():
+    model = planner.within(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), "95%")
+    for rows in (120, 90):
+        model(torch.randn(rows, 8)).sum().backward()
+        loss = model(torch.randn(70, 8)).sum()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_backward_may_come_twice():
+    model = planner.within(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), "95%")
+    for rows in (120, 90):
+        model(torch.randn(rows, 8)).sum().backward()
+        model.zero_grad()
+    loss = model(torch.randn(70, 8)).sum()
+    with torch._functorch.config.patch(donated_buffer=False):  # as torch asks for it
+        loss.backward(retain_graph=True)
+        once = model[0].weight.grad.clone()
+        loss.backward()
+    torch.testing.assert_close(model[0].weight.grad, 2 * once)
