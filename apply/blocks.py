@@ -26,8 +26,8 @@ from apply.errors import PlanMismatch
 from apply.plan_backend import Fallback
 from apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
 from apply.recipe import OpKey, Recipe, RegionRecipe
-from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.dynamo.blocks import repeated_blocks
+from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.model_state import Dice, remembered_state
 from graph_capture.module_forward import Forward, call_forward, in_place_of_forwards, own_forward
 from graph_capture.torch_compat import pytree

@@ -24,8 +24,6 @@ from graph_capture.dynamo.blocks import (
 )
 from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from graph_capture.dynamo.record import Recording
-from graph_capture.dynamo.skipped_blocks import skipped_blocks
-from graph_capture.twins.asked_values import decides_by_values
 from graph_capture.dynamo.training_step import record_training_step
 from graph_capture.errors import CaptureError
 from graph_capture.garbage import fewer_collections
@@ -57,9 +55,11 @@ from graph_capture.step.regions import RegionUse, count_runs, region_uses
 from graph_capture.step.released_output import with_output_released
 from graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
+from graph_capture.twins.asked_values import decides_by_values
 from graph_capture.twins.data_less import data_less_twin
 from graph_capture.twins.failures import failure
 from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
+from graph_capture.twins.skipped_blocks import skipped_blocks
 
 
 @dataclass(frozen=True, slots=True)

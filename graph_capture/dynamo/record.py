@@ -217,7 +217,8 @@ def _follow_uncaptured(
         recording.uncaptured = seen
     else:
         freed = seen.gradients_released
-        recording.freed_gradients = tuple(primal for _, primal in sorted(freed, key=freed.__getitem__))
+        order = sorted(freed, key=freed.__getitem__)
+        recording.freed_gradients = tuple(primal for _, primal in order)
 
 
 def _summary(error: BaseException) -> str:

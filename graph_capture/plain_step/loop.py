@@ -47,7 +47,8 @@ class PlainLoop:
         """`autocast`: forward and loss run within `torch.autocast` to this dtype.  `make_layout`:
         the loop is that of one rank of a data-parallel run, which holds the model so.  `gpu`: as
         for `compute_capability`.  `in_backward_of`: the optimizer that hooks of the parameters
-        step, freeing the gradients; `None`: it steps at the end.  The other arguments are those of `make_twin` and `OpProbe`.
+        step, freeing the gradients; `None`: it steps at the end.  The other arguments are those of
+        `make_twin` and `OpProbe`.
 
         Raises `CaptureError` where the model has no twin.
         """

@@ -52,8 +52,6 @@ from graph_capture.torch_compat.memory import FakeTensor as FakeTensor
 from graph_capture.torch_compat.memory import FakeTensorMode as FakeTensorMode
 from graph_capture.torch_compat.memory import GradientSums as GradientSums
 from graph_capture.torch_compat.memory import NoStaticShape as NoStaticShape
-from graph_capture.torch_compat.memory import hooks_of_gradient as hooks_of_gradient
-from graph_capture.torch_compat.memory import hooks_of_whole_gradient as hooks_of_whole_gradient
 from graph_capture.torch_compat.memory import TorchDispatchMode as TorchDispatchMode
 from graph_capture.torch_compat.memory import (
     UnsupportedOperatorException as UnsupportedOperatorException,
@@ -64,6 +62,8 @@ from graph_capture.torch_compat.memory import bytes_made_before as bytes_made_be
 from graph_capture.torch_compat.memory import cpu_allocations as cpu_allocations
 from graph_capture.torch_compat.memory import cpu_allocations_in_stages as cpu_allocations_in_stages
 from graph_capture.torch_compat.memory import fake_tensor as fake_tensor
+from graph_capture.torch_compat.memory import hooks_of_gradient as hooks_of_gradient
+from graph_capture.torch_compat.memory import hooks_of_whole_gradient as hooks_of_whole_gradient
 from graph_capture.torch_compat.memory import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graph_capture.device_kernels.replacement import DeviceKernels
-from graph_capture.dynamo.skipped_blocks import SkippedBlocks, running_skipped
 from graph_capture.errors import CaptureError
 from graph_capture.memory.allocator import allocated_bytes
 from graph_capture.memory.sparse import strided_tensors
@@ -44,6 +43,7 @@ from graph_capture.torch_compat import (
     tensor_clone,
 )
 from graph_capture.training_graph import ResidentMemory
+from graph_capture.twins.skipped_blocks import SkippedBlocks, running_skipped
 
 
 @dataclass(frozen=True, eq=False)
