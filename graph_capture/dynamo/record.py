@@ -9,6 +9,7 @@ shapes.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -144,7 +145,10 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     recorder = _Recorder(twin, recording, make_backend)
     compiled, installed, repeated = _compiled(twin, blocks, recorder, keep_graphs)
     hooks = (wrapper or Wrapper()).attached(twin.model, recorder.make_buffer)
-    with compile_settings(), twin.as_on_device(), twin.mode, installed, hooks:
+    with (warnings.catch_warnings(), compile_settings(), twin.as_on_device(), twin.mode, installed,
+          hooks):
+        # Dice of Python's: the graph breaks there, as it may.
+        warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(twin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+
 import numpy
 import pytest
 import torch
