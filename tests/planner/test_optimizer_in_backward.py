@@ -160,6 +160,13 @@ def test_gradients_of_earlier_parameters_are_freed_by_later_hooks() -> None:
 @pytest.mark.parametrize(("arguments", "text"), [
     ({"backend": "inductor"}, "backend='inductor'"), ({"accumulation": 2}, "accumulation=2"),
     ({"parallel": planner.DataParallel("ddp", 2)}, "parallel")])
-def test_what_cannot_be_is_said(arguments: dict[str, Any], text: str) -> None:
+def test_plan_says_what_cannot_be(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"optimizer_in_backward=True: .*{text}"):
         planner.plan(made(), batch(), optimizer_in_backward=True, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"optimizer": None}, {"grad_clip": 1.0}])
+def test_memory_says_what_cannot_be(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="optimizer_in_backward=True"):
+        planner.memory(made(), batch(), **{"optimizer": "sgd", **arguments},
+                       optimizer_in_backward=True)
