@@ -24,13 +24,13 @@ from planner._graph_capture.dynamo.blocks import (
 )
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.record import Recording
-from planner._graph_capture.dynamo.skipped_blocks import skipped_blocks
 from planner._graph_capture.dynamo.training_step import record_training_step
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values
 from planner._graph_capture.fake_copies.failures import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
 from planner._graph_capture.fake_copies.input_values import assumptions, inputs_without_values
+from planner._graph_capture.fake_copies.skipped_blocks import skipped_blocks
 from planner._graph_capture.fake_copies.storage_less import storage_less_copy
 from planner._graph_capture.garbage import fewer_collections
 from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler

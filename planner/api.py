@@ -224,10 +224,8 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
-    elif (
-        (early or planning.optimizer_in_backward) and regions is None and has_repeated_blocks(model)
-    ):
-        regions = REPEATED_BLOCKS
+    elif regions is None and (early or planning.optimizer_in_backward):
+        regions = REPEATED_BLOCKS if has_repeated_blocks(model) else None
     device = device_planned_for(model, planning.device)
     if planning.budget_of == "reserved" and device.type != "cuda":
         raise ValueError(f'budget_of="reserved" on the device `{device}`: its allocator reserves '

@@ -9,6 +9,7 @@ shapes.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -156,7 +157,10 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     hooks = (wrapper or Wrapper()).attached(fake_copy.model, recorder.make_buffer)
     # A graph of Inductor's is the one that torch.compile makes.
     plain = nullcontext() if keep_graphs else as_plain_code(values_of_inputs(fake_copy))
-    with compile_settings(), plain, fake_copy.as_on_device(), fake_copy.mode, installed, hooks:
+    with (warnings.catch_warnings(), compile_settings(), plain, fake_copy.as_on_device(),
+          fake_copy.mode, installed, hooks):
+        # Dice of Python's: the graph breaks there, as it may.
+        warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(fake_copy)
@@ -241,9 +245,8 @@ def _follow_uncaptured(
         recording.uncaptured = seen
     else:
         freed = seen.gradients_released
-        recording.freed_gradients = tuple(
-            primal for _, primal in sorted(freed, key=freed.__getitem__)
-        )
+        order = sorted(freed, key=freed.__getitem__)
+        recording.freed_gradients = tuple(primal for _, primal in order)
 
 
 def _summary(error: BaseException) -> str:

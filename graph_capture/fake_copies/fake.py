@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
-from planner._graph_capture.dynamo.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.model_state import Dice

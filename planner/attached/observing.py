@@ -1,9 +1,8 @@
 """What a planned forward sees of the training loop around it: steps, calls, optimizers, memory.
 
 The model of the world: a step ends where an optimizer steps the model; where none of torch's does,
-with the backward after which no gradients are there.
-
-Blind spot: an optimizer that steps in the backward counts a step for each of its own.
+with the backward after which no gradients are there.  Several optimizers that step in one backward,
+by hooks, make one step.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class ObservingForward(CountingForward):
         self._loop, self._begun = LoopMemory(), next(_clock)
         self._began_in_step = False
         self._last_call = 0
-        self._hooks = HookWatch(self.__self__)
+        self._hooks: HookWatch | None = None
         self._graphs_of_step: WeakSet[PlannedGraph] = WeakSet()
         """Graphs of all planned models that were called since this one's optimizer stepped."""
         observe(self)
@@ -131,10 +130,11 @@ class ObservingForward(CountingForward):
     def _observe_hooks(self) -> None:
         """See what hooks of the parameters do with gradients, in one backward."""
         watch = self._hooks
-        if watch.has_seen and watch.end():
+        if watch is not None and watch.has_seen and watch.end():
             self._learned += 1
-        if watch.hook_signature != hook_signature(self.__self__):
-            watch.end()
+        if watch is None or watch.hook_signature != hook_signature(self.__self__):
+            if watch is not None:
+                watch.end()
             self._hooks = watch = HookWatch(self.__self__)
             self._learned += 1
         if watch.hook_signature and not watch.has_seen and not watch.is_active:
@@ -144,7 +144,7 @@ class ObservingForward(CountingForward):
     @property
     def _early(self) -> tuple[tuple[str, int], ...]:
         """Gradients that hooks free as they come."""
-        return tuple(sorted(self._hooks.early.items()))
+        return () if self._hooks is None else tuple(sorted(self._hooks.early.items()))
 
     def _share_step(self, graph: PlannedGraph) -> None:
         """Note that a graph of this model takes part in the step."""

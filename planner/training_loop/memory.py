@@ -83,6 +83,9 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     _check_clip(grad_clip)
     if optimizer_in_backward:
         check_in_backward("eager", accumulation, parallel)
+        if optimizer is None:
+            raise ValueError("optimizer_in_backward=True: which optimizer steps is not given; "
+                             'name it, as in optimizer="adamw"')
         if grad_clip is not None or grad_scaler:
             raise ValueError("optimizer_in_backward=True: a norm of all gradients, or their "
                              "scaling, needs all of them at once; leave grad_clip and grad_scaler "

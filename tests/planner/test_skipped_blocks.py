@@ -1,0 +1,117 @@
+"""Steps in which dice or values decide which blocks run."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner._graph_capture.memory.allocator import record_stages
+
+
+def thrown(dice: str) -> float | torch.Tensor:
+    if dice == "python":
+        return random.random()
+    return float(numpy.random.random()) if dice == "numpy" else torch.rand([])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.back(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+class Dropping(nn.Module):
+    """Skips blocks, or stops after some of them, as dice fall."""
+
+    def __init__(self, dice: str, *, stops: bool = False) -> None:
+        super().__init__()
+        self.dice, self.stops = dice, stops
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.ran: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, ran = self.first(x), 0
+        for number, block in enumerate(self.blocks):
+            skips = bool(thrown(self.dice) < 0.4)
+            if skips and self.stops and number:
+                break
+            if not skips:
+                x, ran = block(x), ran + 1
+        self.ran.append(ran)
+        return x
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)
+
+
+def train(model: nn.Module, steps: int) -> tuple[list[float], list[int]]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    losses, peaks = [], []
+    for number in range(steps):
+        seed(number)
+
+        def step() -> None:
+            loss = model(torch.randn(256, 32)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+
+        peaks.append(record_stages([step])[0].peak_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, peaks
+
+
+@pytest.mark.parametrize(("dice", "stops"), [
+    ("python", False), ("numpy", True), ("torch", False)])
+@pytest.mark.slow
+def test_every_step_is_within_one_plan(dice: str, stops: bool) -> None:
+    torch.manual_seed(0)
+    plain = Dropping(dice, stops=stops)
+    torch.manual_seed(0)
+    model = Dropping(dice, stops=stops)
+    limit = 1_600_000
+    planner.within(model, limit)
+    losses, peaks = train(model, 8)
+    expected, plain_peaks = train(plain, 8)
+    assert losses == expected
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    plan = planner.plan_of(model)
+    assert plan is not None
+    other_bytes = plan.resident_bytes - 256 * 32 * 4  # but for the batch, which the step makes
+    assert max(plain_peaks) + other_bytes > limit
+    assert max(peaks) + other_bytes <= limit
+    status = planner.status(model)
+    assert status.planned_steps == status.steps == 8
+    assert status.plans <= 3  # for the first step, with what it showed, and for no subset
+
+
+@pytest.mark.parametrize("dice", ["python", "numpy"])
+def test_planning_throws_no_dice(dice: str) -> None:
+    model = Dropping(dice)
+    seed(0)
+    expected = random.random(), numpy.random.random(), torch.rand(1).item()
+    seed(0)
+    planner.plan(model, torch.randn(8, 32), loss_fn=lambda out: out.sum(), regions="blocks")
+    seed_after = random.random(), numpy.random.random()
+    assert seed_after == expected[:2]
+
+
+def test_a_plan_serves_what_skips_other_blocks() -> None:
+    """Ahead of time no block is left out, whatever the dice."""
+    seed(3)
+    plan = planner.plan(Dropping("python"), torch.randn(8, 32), loss_fn=lambda out: out.sum(),
+                        regions="blocks")
+    assert set(plan.spec.blocks) == {f"blocks.{number}" for number in range(5)}
