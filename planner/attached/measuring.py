@@ -20,8 +20,8 @@ from weakref import finalize, ref
 
 import torch
 
-from graph_capture.memory.step_watch import StepWatch
 from graph_capture.plain_step.seen_loss import end_watches
+from graph_capture.plain_step.step_watch import StepWatch
 from graph_capture.torch_compat import runs_in_backward
 
 if TYPE_CHECKING:
