@@ -250,7 +250,7 @@ def test_a_percentage_is_of_the_whole_step_of_two_models():
     budgets = {graph.plan.budget_bytes for graph in net.forward.graphs}
     assert max(budgets) <= 1.01 * min(budgets)
     assert max(measured[2:]) + generator_bytes <= min(budgets)
-    assert min(budgets) == pytest.approx(0.9 * (max(peaks[1:]) + generator_bytes), rel=0.03)
+    assert min(budgets) == pytest.approx(0.9 * (max(peaks[1:]) + generator_bytes), rel=0.05)
 
 
 def test_what_breaks_a_budget_is_said_once_and_planned_for(caplog):
