@@ -161,7 +161,7 @@ class PlanningForward(ObservingForward):
         self._served[call] = self.running = graph
         reason = graph.code.why_unplanned()
         self.steps.count(reason)
-        note_call(self, graph.plan, is_comparable=reason is None and not graph.is_lean and not (
+        note_call(self, graph.plan, is_comparable=reason is None and not (
             graph.is_provisional and self.settings.is_percentage),
             is_provisional=graph.is_provisional)
         enter_phase(f"after the forward of {self._name}, for example by the loss")

@@ -251,19 +251,19 @@ class ObservingForward(CountingForward):
         self._steps_to_skip = math.ceil(
             peak.watching_seconds / (_WATCHING_SHARE * max(peak.seconds, 1e-9)))
         excess_bytes = peak.measured_bytes - peak.predicted_bytes
-        if excess_bytes <= 0 or peak.budget_bytes is None or (
-                peak.measured_bytes <= peak.budget_bytes):
+        if peak.budget_bytes is None or peak.measured_bytes <= peak.budget_bytes:
             return
-        if not peak.is_expected:
+        if excess_bytes > 0 and not peak.is_expected:
             self._unforeseen_bytes += excess_bytes
             self._learned += 1
-        self._watch_next_steps()
+            self._watch_next_steps()
         say = log.info if self._has_broken else log.warning
         self._has_broken = True
-        say("%s: a training step exceeded the budget of %s: predicted %s, measured %s, %s more, "
-            "%s; the next step is planned with it", type(self.__self__).__name__,
-            format_bytes(peak.budget_bytes), format_bytes(peak.predicted_bytes),
-            format_bytes(peak.measured_bytes), format_bytes(excess_bytes), peak.cause)
+        say("%s: a training step exceeded the budget of %s: predicted %s, measured %s, %s",
+            type(self.__self__).__name__, format_bytes(peak.budget_bytes),
+            format_bytes(peak.predicted_bytes), format_bytes(peak.measured_bytes),
+            f"{format_bytes(excess_bytes)} more, {peak.cause}; the next step is planned with it"
+            if excess_bytes > 0 else "which no schedule that was found avoids: raise the budget")
 
     @property
     def _held_bytes(self) -> int:
