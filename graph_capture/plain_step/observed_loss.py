@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from planner._graph_capture.memory.allocator import allocated_bytes
-from planner._graph_capture.memory.step_watch import StepWatch
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import OutputGradient, Until
+from planner._graph_capture.plain_step.step_watch import StepWatch
 from planner._graph_capture.torch_compat import (
     OpOverload,
     active_modes,
@@ -237,7 +237,7 @@ def _without_data(tree: Any) -> Any:
 
 def _has_seen(mode: object) -> bool:
     """Return whether a mode is a watch that goes on beneath others, or only waits to be left."""
-    return isinstance(mode, StepWatch) or isinstance(mode, LossWatch) and mode.is_closed
+    return isinstance(mode, StepWatch) or (isinstance(mode, LossWatch) and mode.is_closed)
 
 
 def _life(is_held: bool, is_there: bool) -> Until:
