@@ -103,7 +103,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes no notice any more."""
+        """Return whether it no longer takes notice."""
         return self._closed
 
     def leave(self) -> bool:

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from planner._graph_capture.memory.allocator import allocated_bytes
-from planner._graph_capture.memory.step_watch import StepWatch
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import OutputGradient, Until
+from planner._graph_capture.plain_step.step_watch import StepWatch
 from planner._graph_capture.torch_compat import (
     OpOverload,
     active_modes,

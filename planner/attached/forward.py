@@ -55,6 +55,7 @@ from planner._graph_capture.plain_step.observed_loss import (
 from planner._graph_capture.torch_compat import no_saved_tensors_hooks, running_node_number
 from planner.attached.known import GraphPlanner
 from planner.attached.measuring import abandon, enter_phase, note_call, unmeasured
+from planner.attached.methods import with_methods_of_class
 from planner.attached.observing import (
     ObservingForward,
     Settings,
@@ -94,8 +95,7 @@ class PlanningForward(ObservingForward):
     """Stands in for the forward of a model."""
 
     def __init__(self, module: nn.Module, inner: Forward | None, settings: Settings) -> None:
-        super().__init__(module, inner)
-        self.settings = settings
+        super().__init__(module, inner, settings)
         self._begin()
 
     def _begin(self) -> None:
@@ -175,11 +175,11 @@ class PlanningForward(ObservingForward):
             del self._served[next(iter(self._served))]
         reason = graph.code.why_unplanned()
         self.steps.count(reason)
-        note_call(self, graph.plan, is_comparable=reason is None and not graph.is_lean and not (
+        note_call(self, graph.plan, is_comparable=reason is None and not (
             graph.is_provisional and self.settings.is_percentage),
                   is_provisional=graph.is_provisional)
         enter_phase(f"after the forward of {self._name}, for example by the loss")
-        self._calls, self._calls_of_step = self._calls + 1, self._calls_of_step + 1
+        self._calls += 1
         self._observe(graph, present, output)
         return output
 
@@ -274,7 +274,8 @@ class PlanningForward(ObservingForward):
              is_trial: bool = False) -> Any:
         before = graph.code.compilations
         try:
-            with no_saved_tensors_hooks() as has_hooks:
+            with (no_saved_tensors_hooks() as has_hooks,
+                  with_methods_of_class(self.__self__)):
                 if has_hooks:
                     self.steps.warn(_HOOKS)
                 return run_step(graph.code, graph.plan.spec, self.__self__, self.inner, args,
@@ -449,7 +450,8 @@ class PlanningForward(ObservingForward):
         started = time.monotonic()
         restore = remembered_random_state(self.__self__)
         try:
-            with (unmeasured(), in_place_of_forward(self.__self__, self.inner),
+            with (unmeasured(), with_methods_of_class(self.__self__),
+                  in_place_of_forward(self.__self__, self.inner),
                   watched(None, f"planning a training step of {self._name}") as watch):
                 yield watch
         finally:

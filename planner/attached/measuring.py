@@ -20,8 +20,8 @@ from weakref import finalize, ref
 
 import torch
 
-from planner._graph_capture.memory.step_watch import StepWatch
 from planner._graph_capture.plain_step.observed_loss import end_watches
+from planner._graph_capture.plain_step.step_watch import StepWatch
 from planner._graph_capture.torch_compat import runs_in_backward
 
 if TYPE_CHECKING:

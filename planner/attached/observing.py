@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from planner._apply.planned_forward import CountingForward
 from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.module_forward import Forward, forward_override
 from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import pytree, running_node_number
 from planner.arguments.budget import Budget
@@ -35,6 +36,7 @@ from planner.attached.measuring import (
     enter_phase,
     watched_bytes_beside,
 )
+from planner.attached.methods import MethodSearch, model_of, plan_methods, planned_methods
 from planner.attached.optimizers import observe, observers
 from planner.attached.planned_graph import (
     PendingCall,
@@ -53,8 +55,9 @@ log = logging.getLogger("planner")
 _NOT_CALLED = (
     "an optimizer has stepped a model that planner.within was called for, while its forward was "
     "not called with gradients: the step ran without a plan, and nothing keeps it within the "
-    "budget. Train the model by its forward, or call planner.within for the submodule that is "
-    "called")
+    "budget. Methods that train the model are looked for in the next step, and planned from then "
+    "on. To plan them at once, name them: planner.within(..., methods=(\"forward\", \"encode\")); "
+    "or call planner.within for the submodule that is called")
 
 OnNew = Literal["replan", "refuse"]
 
@@ -78,6 +81,8 @@ class Settings:
     """A saved plan."""
     batches_ahead: int = 0
     """How many batches the caller holds beside the one in use."""
+    methods: tuple[str, ...] = ("forward",)
+    """Methods that are trained."""
 
     @property
     def is_percentage(self) -> bool:
@@ -90,6 +95,10 @@ class ObservingForward(CountingForward):
 
     settings: Settings
     running: PlannedGraph | None
+
+    def __init__(self, module: nn.Module, inner: Forward | None, settings: Settings) -> None:
+        super().__init__(module, inner)
+        self.settings = settings
 
     def _begin_observing(self) -> None:
         """Nothing was seen."""
@@ -107,9 +116,12 @@ class ObservingForward(CountingForward):
         self._steps_to_skip = 0
         """Steps that are not watched on a CPU, so that watching takes a small share of the time."""
         self._plans, self._planning_seconds = 0, 0.0
-        self._steps = self._planned_steps = self._calls = self._calls_of_step = 0
+        self._steps = self._planned_steps = self._calls = 0
         self._calls_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._unplanned_before = self.steps.unplanned
+        self._counted = (0, self.steps.unplanned)
+        """Calls, and unplanned calls, of all planned methods of the model, up to this step."""
+        self._search: MethodSearch | None = None
+        self._has_searched = False
         self._has_broken = False
         self._loop, self._begun = LoopMemory(), next(_clock)
         self._began_in_step = False
@@ -163,12 +175,34 @@ class ObservingForward(CountingForward):
     @property
     def status(self) -> Status:
         """What became of the training so far."""
-        is_open = self._calls_of_step > 0 and not self._optimizers and self._backward_seen
-        planned = self.steps.unplanned == self._unplanned_before
+        group = self._group()
+        calls, unplanned = self._count()
+        is_open = calls > self._counted[0] and not self._optimizers and any(
+            each._backward_seen for each in group)
+        last = max(group, key=lambda each: each._last_call)
+        plan = last.plan
+        worst_bytes = [each._worst_bytes for each in group if each._worst_bytes is not None]
         return Status(
-            self.plan, self._steps + is_open, self._planned_steps + (is_open and planned),
-            self._calls, self._worst_bytes, None if self.plan is None else self.plan.budget_bytes,
-            self._plans, self._planning_seconds, self.steps.last_reason)
+            plan, self._steps + is_open,
+            self._planned_steps + (is_open and unplanned == self._counted[1]),
+            calls, max(worst_bytes, default=None), None if plan is None else plan.budget_bytes,
+            sum(each._plans for each in group), sum(each._planning_seconds for each in group),
+            next((each.steps.last_reason for each in (last, *group)
+                  if each.steps.last_reason is not None), None))
+
+    def _group(self) -> list[ObservingForward]:
+        """The forwards of all planned methods of the model; the first counts the steps."""
+        model = model_of(self.__self__)
+        standing = forward_override(model)
+        found = [standing] if isinstance(standing, ObservingForward) else []
+        return [*found, *(each.planning for each in planned_methods(model))] or [self]
+
+    def _count(self) -> tuple[int, int]:
+        """Calls, and unplanned calls, of all planned methods of the model."""
+        group = self._group()
+        if group[0] is not self:
+            group = [self]
+        return sum(each._calls for each in group), sum(each.steps.unplanned for each in group)
 
     @property
     def _has_gradients(self) -> bool:
@@ -237,19 +271,19 @@ class ObservingForward(CountingForward):
         self._steps_to_skip = math.ceil(
             peak.watching_seconds / (_WATCHING_SHARE * max(peak.seconds, 1e-9)))
         excess_bytes = peak.measured_bytes - peak.predicted_bytes
-        if excess_bytes <= 0 or peak.budget_bytes is None or (
-                peak.measured_bytes <= peak.budget_bytes):
+        if peak.budget_bytes is None or peak.measured_bytes <= peak.budget_bytes:
             return
-        if not peak.is_expected:
+        if excess_bytes > 0 and not peak.is_expected:
             self._unforeseen_bytes += excess_bytes
             self._learned += 1
-        self._watch_next_steps()
+            self._watch_next_steps()
         say = log.info if self._has_broken else log.warning
         self._has_broken = True
-        say("%s: a training step exceeded the budget of %s: predicted %s, measured %s, %s more, "
-            "%s; the next step is planned with it", type(self.__self__).__name__,
-            format_bytes(peak.budget_bytes), format_bytes(peak.predicted_bytes),
-            format_bytes(peak.measured_bytes), format_bytes(excess_bytes), peak.cause)
+        say("%s: a training step exceeded the budget of %s: predicted %s, measured %s, %s",
+            type(self.__self__).__name__, format_bytes(peak.budget_bytes),
+            format_bytes(peak.predicted_bytes), format_bytes(peak.measured_bytes),
+            f"{format_bytes(excess_bytes)} more, {peak.cause}; the next step is planned with it"
+            if excess_bytes > 0 else "which no schedule that was found avoids: raise the budget")
 
     @property
     def _held_bytes(self) -> int:
@@ -276,7 +310,7 @@ class ObservingForward(CountingForward):
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             if not self._optimizers:
                 self._steps = self._planned_steps = 0  # what came before were parts of a step
-                self._unplanned_before = 0
+                self._counted = (0, 0)
             self._optimizers.append(ref(optimizer))
             self._learned += 1
             self._stepped(optimizer)
@@ -291,21 +325,34 @@ class ObservingForward(CountingForward):
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count the step that this optimizer makes of the calls since its last one."""
         began_in_step, self._began_in_step = self._began_in_step, False
-        if not began_in_step and self._calls == self._calls_before.get(optimizer, 0) and any(
-                p.grad is not None for p in self.__self__.parameters()):
+        calls, _ = self._count()
+        if self._search is not None:
+            found, self._search = self._search.end(), None
+            if found:
+                log.info("%s is trained by its method %s, which is planned from now on",
+                         type(self.__self__).__name__, " and ".join(found))
+                plan_methods(self.__self__, found, self.settings, type(self))
+        if (self._group()[0] is self and not began_in_step
+                and calls == self._calls_before.get(optimizer, 0) and any(
+                    p.grad is not None for p in self.__self__.parameters())):
             self.steps.count(_NOT_CALLED)
             self._steps += 1
-        self._calls_before[optimizer] = self._calls
+            self._counted = self._count()
+            if "forward" in self.settings.methods and not planned_methods(self.__self__) and (
+                    not self._has_searched):
+                self._search, self._has_searched = MethodSearch(self.__self__), True
+        self._calls_before[optimizer] = calls
         self._end_step()
 
     def _end_step(self) -> None:
         """Count the step that the calls since the last one make."""
-        if not self._calls_of_step:
+        calls, unplanned = self._count()
+        if calls == self._counted[0]:
             return
         self._steps += 1
         self._steps_to_skip -= 1
-        self._planned_steps += self.steps.unplanned == self._unplanned_before
-        self._unplanned_before, self._calls_of_step = self.steps.unplanned, 0
+        self._planned_steps += unplanned == self._counted[1]
+        self._counted = (calls, unplanned)
         self._graphs_of_step.clear()
         if len(self._looks) < STEPS_LOOKED_AT:
             self._looks.append([])

@@ -1,7 +1,7 @@
 """Which optimizers step a model's parameters, seen as they do it.
 
-Two hooks of torch's are registered for the whole process, the first time that somebody asks; it
-looks at an optimizer once for each model that is watched.
+Two hooks of torch's are registered for the whole process, the first time that somebody asks; they
+look at an optimizer once for each model that is watched.
 
 Blind spots: an optimizer that is none of torch's, and one that updates copies of the parameters.
 """

@@ -9,7 +9,8 @@ DistributedDataParallel - has it, whether that was wrapped around it before or i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar, Unpack
 
@@ -24,7 +25,8 @@ from planner._graph_capture.module_forward import (
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.attached.forward import PlanningForward
-from planner.attached.observing import OnNew, Settings
+from planner.attached.methods import check_methods, plan_methods, planned_methods
+from planner.attached.observing import ObservingForward, OnNew, Settings
 from planner.attached.status import Status
 from planner.plans.file import load
 from planner.plans.plan import Plan
@@ -35,7 +37,7 @@ M = TypeVar("M", bound=nn.Module)
 @takes_planning(without=("autocast", "output"))
 def within(model: M, budget: int | str | None = None, *, budget_gb: float | None = None,
            on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
-           **arguments: Unpack[PlanArguments]) -> M:
+           methods: Sequence[str] = ("forward",), **arguments: Unpack[PlanArguments]) -> M:
     """Train `model` within a budget: the same model, changed in place.
 
     The first training step is planned as it really comes - its arguments, autocast, mode and frozen
@@ -59,6 +61,9 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
         on_new: what a step that no plan serves does: `"replan"`: it is planned; `"refuse"`: it
             raises `PlanMismatch`.
         plan: a saved plan, or its path, which is taken instead of planning where it fits.
+        methods: names of the methods that are trained: `("forward", "encode")`.  Where the model is
+            trained by another method and only the forward was named, its second step shows which,
+            and it is planned from the third on.
         **arguments: as for `planner.plan`, but for `autocast` and `output`, which are seen.
             `optimizer`, `loss_fn` and `accumulation` need not be given, and are counted from the
             first step on where they are.
@@ -66,7 +71,10 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
     Called again, it replaces what was asked for before.  A training step raises `InfeasibleBudget`
     where nothing fits, and `CaptureError` where it cannot be captured, before it has run.
     """
-    attach(model, settings_of(budget, budget_gb, on_new, plan, arguments))
+    settings = settings_of(budget, budget_gb, on_new, plan, arguments)
+    if isinstance(model, nn.Module):
+        settings = replace(settings, methods=check_methods(_unwrapped(model), methods))
+    attach(model, settings)
     return model
 
 
@@ -100,12 +108,15 @@ def attach(model: nn.Module, settings: Settings) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
                         "must be called first")
     target = _unwrapped(model)
-    standing = _override(target)
-    if standing is not None:
+    standing, is_planned = forward_override(target), "forward" in settings.methods
+    if is_planned and isinstance(standing, PlanningForward):
         standing.change(settings)
     else:
         take_down(target)
-        set_forward(target, PlanningForward(target, own_forward(target), settings))
+        if is_planned:
+            set_forward(target, PlanningForward(target, own_forward(target), settings))
+    plan_methods(target, tuple(name for name in settings.methods if name != "forward"), settings,
+                 PlanningForward)
 
 
 def attach_in_step(model: nn.Module, settings: Settings) -> None:
@@ -129,7 +140,7 @@ def plan_of(model: nn.Module) -> Plan | None:
     one that `within` was called for.
     """
     standing = _found(model)
-    return None if standing is None else standing.plan
+    return None if standing is None else standing.status.plan
 
 
 def status(model: nn.Module) -> Status:
@@ -145,16 +156,18 @@ def status(model: nn.Module) -> Status:
     return standing.status
 
 
-def _found(model: nn.Module) -> PlanningForward | None:
+def _found(model: nn.Module) -> ObservingForward | None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     found = (_override(module) for module in (_unwrapped(model), *_modules(model)))
     return next((standing for standing in found if standing is not None), None)
 
 
-def _override(module: nn.Module) -> PlanningForward | None:
+def _override(module: nn.Module) -> ObservingForward | None:
     found = forward_override(module)
-    return found if isinstance(found, PlanningForward) else None
+    if isinstance(found, ObservingForward):
+        return found
+    return next((each.planning for each in planned_methods(module)), None)
 
 
 _WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import random
 from collections.abc import Callable
 
@@ -216,3 +218,98 @@ def test_planning_throws_no_dice():
 def test_status_is_for_models_within_a_budget():
     with pytest.raises(ValueError, match=r"planner\.within was not called"):
         planner.status(layers())
+
+
+def adversaries(discriminator: nn.Module) -> Callable[[], torch.Tensor]:
+    """A discriminator that is trained on two calls, then called once more for its generator."""
+    generator = planner.within(layers(1), "90%", time_limit=1) if hasattr(
+        discriminator.forward, "graphs") else layers(1)
+    optimizers = sgd(discriminator), sgd(generator)
+
+    def step() -> torch.Tensor:
+        noise, real = torch.randn(128, 32), torch.randn(128, 32)
+        optimizers[0].zero_grad()
+        loss = (F.softplus(-discriminator(real)).mean()
+                + F.softplus(discriminator(generator(noise).detach())).mean())
+        loss.backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        F.softplus(-discriminator(generator(noise))).mean().backward()
+        optimizers[1].step()
+        return loss.detach()
+
+    return step
+
+
+def test_a_percentage_is_of_the_whole_step_of_two_models():
+    losses, peaks = run(layers(), adversaries)
+    net = planner.within(layers(), "90%", time_limit=1)
+    found, measured = run(net, adversaries)
+    assert found == pytest.approx(losses, rel=1e-6)
+    generator_bytes = nbytes(layers())  # `run` counts the other model alone
+    budgets = {graph.plan.budget_bytes for graph in net.forward.graphs}
+    assert max(budgets) <= 1.01 * min(budgets)
+    assert max(measured[2:]) + generator_bytes <= min(budgets)
+    assert min(budgets) == pytest.approx(0.9 * (max(peaks[1:]) + generator_bytes), rel=0.05)
+
+
+def test_what_breaks_a_budget_is_said_once_and_planned_for(caplog):
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer, numbers = sgd(net), iter(range(STEPS))
+
+        def step() -> torch.Tensor:
+            outputs = net(torch.randn(256, 32))
+            grown = torch.zeros(50_000 * (next(numbers) >= 2))
+            loss = outputs.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach() + grown.sum()
+
+        return step
+
+    net = planner.within(layers(), 1_500_000, time_limit=1)
+    _, measured = run(net, loop)
+    status = planner.status(net)
+    assert measured[1] <= status.budget_bytes < measured[2]
+    assert measured[3] <= status.budget_bytes
+    assert status.worst_peak_bytes == pytest.approx(measured[2], rel=0.01)
+    said, = [record.getMessage() for record in caplog.records if "exceeded" in record.getMessage()]
+    assert "predicted 1.4" in said
+    assert "measured 1.6" in said
+    assert "the next step is planned with it" in said
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_another_method_than_forward_is_planned(named):
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer = sgd(net)
+
+        def step() -> torch.Tensor:
+            loss = net.encode(torch.randn(256, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    losses, peaks = run(Encoder(), loop)
+    net = planner.within(Encoder(), "80%", time_limit=1,
+                         methods=("forward", "encode") if named else ("forward",))
+    with contextlib.nullcontext() if named else pytest.warns(UserWarning, match="not called"):
+        found, measured = run(net, loop)
+    status = planner.status(net)
+    assert found == losses
+    assert max(measured[2:]) <= status.budget_bytes < max(peaks)
+    assert (status.steps, status.planned_steps) == (STEPS, STEPS if named else 2)
+    copied = pickle.loads(pickle.dumps(net))
+    assert copied.encode.model is copied
+    assert list(copied.state_dict()) == list(Encoder().state_dict())
+
+
+def test_methods_are_checked():
+    with pytest.raises(ValueError, match="Encoder has no method 'embed'"):
+        planner.within(Encoder(), methods=("embed",))
+    with pytest.raises(TypeError, match="methods must be a tuple of names"):
+        planner.within(Encoder(), methods="encode")
