@@ -320,12 +320,13 @@ class _Recorder:
                     self.recording.asked[name] = branch.place
                 if self.has_answers:  # One of them is for this.
                     branch.holds(args)
-            if self.again.tracker is not None and region is not None:
-                return followed(self.again.tracker, args)
+            if self.again.tracker is not None:
+                # What needs no gradient counts as code that runs as it is written.
+                return module(*args) if region is None else followed(self.again.tracker, args)
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             if region is None:
-                self.recording.inference_graphs += self.again.tracker is None
+                self.recording.inference_graphs += 1
             else:
                 self.recording.calls.append(RegionCall(
                     region, tuple(source.of(args) for source in sources),

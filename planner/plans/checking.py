@@ -78,8 +78,6 @@ def stated_form(plan: Plan) -> Form:
             max(recipe.pieces, recipe.inner_pieces) > _MOST_PIECES * len(recipe.ops)):
         raise ValueError(f"{recipe.pieces} and {recipe.inner_pieces} pieces of a step of "
                          f"{len(recipe.ops)} ops")
-    if plan.recipe.blocks and not all(region.block for region in recipe.regions):
-        raise ValueError("some regions are blocks and others are not")
     return Form(graph, lower(graph, plan.link), StepBudget.of(graph, plan.optimizer),
                 low_peak=recipe.low_peak, pieces=recipe.pieces, inner_pieces=recipe.inner_pieces)
 
