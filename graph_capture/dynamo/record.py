@@ -9,8 +9,8 @@ shapes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,7 +180,8 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
 
 
 def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool,
-              captures_rest: bool) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
+              captures_rest: bool
+              ) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = twin.model
     if keep_graphs:
@@ -193,11 +194,17 @@ def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_g
         return twin.callee, installed, repeated
     calls = BlockCalls(model, blocks, repeated)
     recorder.running_block = lambda: calls.running
-    installed = ExitStack()
-    if captures_rest:
-        installed.enter_context(in_place_of_forward(model, compile_module(model, repeated)))
-    installed.enter_context(calls.installed())
-    return model, installed, repeated
+    if not captures_rest:
+        return model, calls.installed(), repeated
+    whole = in_place_of_forward(model, compile_module(model, repeated))
+    return model, _both(whole, calls.installed()), repeated
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+          ) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _drop_gradients(twin: FakeTwin) -> None:
