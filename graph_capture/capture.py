@@ -267,7 +267,8 @@ def capture_step(
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
         notes = _notes(forced, recording, costs, rules, plain_rules, chosen_because)
-        graph = replace(graph, notes=notes, kernels=kernels_of(graph.ops, rules), assumptions=assumed)
+        graph = replace(graph, notes=notes, kernels=kernels_of(graph.ops, rules),
+                        assumptions=assumed)
         return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepForm(graph, low_peak, *pieces))
 
