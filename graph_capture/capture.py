@@ -261,7 +261,7 @@ def capture_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
             wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest)
 
-    blocks = find_blocks(model, regions or WHOLE_MODEL)
+    blocks, chosen_because = find_blocks(model, regions or WHOLE_MODEL), ""
     if symbolic is not None:
         traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
     else:
@@ -285,6 +285,7 @@ def capture_step(
             by_blocks = record(fake_copy, repeated)
             by_blocks[2].check_any()
             if not _sharing_code(by_blocks[2]):
+                chosen_because = "as one chunk, code would run several times, or none be captured"
                 traced, traced_loss, recording, output = by_blocks
                 blocks = repeated
     if blocks and skipped:
@@ -331,9 +332,10 @@ def capture_step(
         if not holds_output:
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
-        graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules,
-                                            tracing.early),
-                        kernels=kernels_of(graph.ops, rules), assumptions=assumed)
+        notes = _notes(forced, recording, costs, rules, plain_rules, tracing.early,
+                       chosen_because)
+        graph = replace(graph, notes=notes, kernels=kernels_of(graph.ops, rules),
+                        assumptions=assumed)
         return (compiled_variant(graph, uses, fused, low_peak=low_peak) if inductor
                 else StepVariant(graph, low_peak, *chunks))
 
@@ -417,6 +419,7 @@ def _notes(
     forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
     rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
     early: EarlyGradients,
+    chosen_because: str,
 ) -> tuple[str, ...]:
     notes = []
     if early:
@@ -427,9 +430,12 @@ def _notes(
         notes.append(f"the model is called with {arguments}: a training step has no use for "
                      "the key-value cache")
     blocks = {call.module for call in recording.calls} - {""}
+    around = sum(not call.module for call in recording.calls)
     if blocks:
-        notes.append(f"{len(blocks)} blocks are compiled one by one; what the rest of the model "
-                     "allocates is counted, but not planned")
+        why = f" ({chosen_because})" if chosen_because else ""
+        notes.append(f"{len(blocks)} blocks are compiled one by one{why}; " + (
+            f"what stands around them is {around} more regions" if around else
+            "what the rest of the model allocates is counted, but not planned"))
     elif len(recording.calls) > 1:
         notes.append(f"torch.compile broke the model into {len(recording.calls)} regions, "
                      "which are planned together; what runs between them is not planned")

@@ -73,13 +73,11 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         accumulation: micro-batches to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
-        regions: what is compiled as a unit. `"model"`: all of it, the default for one device;
-            `"blocks"`, the default with `parallel` where there are any, and where
-            `torch.compile` breaks the model's graph in a loop: each of its
-            repeated blocks by itself, with one budget over all of them, while the rest runs as it
-            is written (counted, not planned), which compiles in a time that grows with the number
-            of different decisions instead of with depth, and leaves blocks in place for wrappers;
-            or names of modules, wildcards allowed.
+        regions: what is compiled as a unit. `"model"`: all of it. `"blocks"`: each of its
+            repeated blocks by itself, and what stands around them in regions of its own, with one
+            budget over all, which leaves blocks in place for wrappers. Names of modules, wildcards
+            allowed, are such blocks. `"auto"`, or `None`: the model for one device; blocks with
+            `parallel`, and where `torch.compile` breaks the model's graph in a loop.
         autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
             the backward outside; the applied model is to be called so, too.  An autocast that is
             active at the time of the call counts as well.

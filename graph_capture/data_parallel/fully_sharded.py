@@ -125,9 +125,11 @@ class FullySharded:
         """Inside, hooks in the modules make buffers by `make`."""
         self._make = make
         hooks = [hook for unit in self.units for hook in (
-            unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True,
-                                                  with_kwargs=True),
-            unit.module.register_forward_hook(partial(self._post_forward, unit)))]
+            unit.module.register_forward_pre_hook(
+                torch.compiler.disable(partial(self._pre_forward, unit)), prepend=True,
+                with_kwargs=True),
+            unit.module.register_forward_hook(
+                torch.compiler.disable(partial(self._post_forward, unit))))]
         try:
             yield
         finally:

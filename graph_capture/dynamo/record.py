@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,13 +188,9 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     return recording
 
 
-def _compiled(
-    fake_copy: FakeCopy,
-    blocks: Sequence[str],
-    recorder: _Recorder,
-    keep_graphs: bool,
-    captures_rest: bool,
-) -> tuple[Callable[..., Any], AbstractContextManager[Any], RepeatedGraphs]:
+def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool,
+              captures_rest: bool
+              ) -> tuple[Callable[..., Any], AbstractContextManager[Any], RepeatedGraphs]:
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = fake_copy.model
     if keep_graphs:
@@ -207,11 +203,17 @@ def _compiled(
                 repeated)
     calls = BlockCalls(model, blocks, repeated)
     recorder.running_block = lambda: calls.running
-    installed = ExitStack()
-    if captures_rest:
-        installed.enter_context(in_place_of_forward(model, compile_module(model, repeated)))
-    installed.enter_context(calls.installed())
-    return model, installed, repeated
+    if not captures_rest:
+        return model, calls.installed(), repeated
+    whole = in_place_of_forward(model, compile_module(model, repeated))
+    return model, _both(whole, calls.installed()), repeated
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+          ) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _drop_gradients(fake_copy: FakeCopy) -> None:
@@ -342,12 +344,13 @@ class _Recorder:
                     self.recording.asked[name] = branch.place
                 if self.has_answers:  # One of them is for this.
                     branch.holds(args)
-            if self.again.tracker is not None and region is not None:
-                return followed(self.again.tracker, args)
+            if self.again.tracker is not None:
+                # What needs no gradient counts as code that runs as it is written.
+                return module(*args) if region is None else followed(self.again.tracker, args)
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             if region is None:
-                self.recording.inference_graphs += self.again.tracker is None
+                self.recording.inference_graphs += 1
             else:
                 self.recording.calls.append(RegionCall(
                     region, tuple(source.of(args) for source in sources),

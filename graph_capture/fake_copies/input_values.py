@@ -45,12 +45,12 @@ def named_inputs(fake_copy: FakeCopy) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the user's has a shape alone."""
+    """True if a tensor of the user's has a shape alone."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def ones_like(tensor: torch.Tensor) -> torch.Tensor:
-    """What a small tensor without values is taken for."""
+    """Value that a small tensor without values is taken for."""
     return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 

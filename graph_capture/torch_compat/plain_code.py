@@ -69,18 +69,18 @@ class Branch:
     inputs: tuple[int, ...]
     """Positions of these inputs."""
     taken: bool
-    """What the value was."""
+    """The value that the code went on with."""
     place: str
     """Where the code asked."""
 
     def holds(self, args: Sequence[Any]) -> bool:
-        """Whether the code would go on with these inputs of the graph as the graph does."""
+        """True if the code would go on with these inputs of the graph as the graph does."""
         with torch.no_grad():
             return bool(self.graph(*(args[position] for position in self.inputs))) is self.taken
 
 
 def may_be_known(tensor: torch.Tensor) -> bool:
-    """Whether values of such an input are looked at: integers, and single numbers."""
+    """True if values of such an input are looked at: integers, and single numbers."""
     return (not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided
             and not is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad
             and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
@@ -130,7 +130,7 @@ def _answering_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_told_no(translator: Any) -> bool:
-    """Whether the code that is traced is told that it is not being compiled."""
+    """True if the code that is traced is told that it is not being compiled."""
     if str(translator.f_globals.get("__name__")).partition(".")[0] == "torch":
         return False
     frames = [translator]
@@ -261,7 +261,7 @@ def _part_behind(last: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]] | None:
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether a node of a graph of Dynamo's may change its operands."""
+    """True if a node of a graph of Dynamo's may change its operands."""
     if node.op not in ("call_function", "call_method") or "out" in node.kwargs:
         return "out" in node.kwargs
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

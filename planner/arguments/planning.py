@@ -120,8 +120,8 @@ class Planning:
     accumulation: int = field(default=1, metadata=flag(
         "Micro-batches to each step of the optimizer.", kind=int, min=1))
     regions: str | Sequence[str] | None = field(default=None, metadata=flag(
-        "Compiled as one chunk: model, blocks, or names of modules."))
-    """`None`, in `planner.within`: what suits the wrappers of the model; elsewhere the model."""
+        "Compiled as one chunk: auto, model, blocks, or names of modules."))
+    """`None` is `auto`."""
     autocast: torch.dtype | str | None = field(default=None, metadata=flag(
         "Forward and loss run within torch.autocast: bf16 or fp16."))
     hold_output: bool = field(default=True, metadata=flag(
@@ -141,6 +141,8 @@ class Planning:
     def __post_init__(self) -> None:
         from planner.solvers.solve import ALGORITHMS
 
+        if self.regions == "auto":
+            object.__setattr__(self, "regions", None)
         _check_known("solver", self.solver, tuple(ALGORITHMS))
         _check_known("backend", self.backend, BACKENDS)
         _check_known("cost_model", self.cost_model, COST_MODELS)

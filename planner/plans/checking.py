@@ -92,8 +92,6 @@ def stated_variant(plan: Plan) -> Variant:
             max(spec.chunks, spec.inner_chunks) > _MOST_CHUNKS * len(spec.ops)):
         raise ValueError(f"{spec.chunks} and {spec.inner_chunks} chunks of a step of "
                          f"{len(spec.ops)} ops")
-    if plan.spec.blocks and not all(region.block for region in spec.regions):
-        raise ValueError("some regions are blocks and others are not")
     return Variant(graph, lower(graph, plan.link), StepBudget.of(graph, plan.optimizer),
                    low_peak=spec.low_peak, chunks=spec.chunks, inner_chunks=spec.inner_chunks)
 
