@@ -135,8 +135,10 @@ def over_all_forms(result: Result, bounds: Iterable[float]) -> Result:
 def smallest(forms: Sequence[Form], enough_net_bytes: int = 0) -> tuple[Form, Schedule]:
     """The schedule with the smallest peak that the search for it finds (`solvers.minimum`), and the
     form that it is of; a peak of `enough_net_bytes` is as good as a smaller one."""
-    found = []
+    best: tuple[int, Form, Schedule] | None = None
     for form in forms:
+        if best is not None and best[0] <= max(enough_net_bytes, form.floor_bytes):
+            continue
         problem = form.problem
         schedule: Schedule
         if problem.link is None:
@@ -147,11 +149,10 @@ def smallest(forms: Sequence[Form], enough_net_bytes: int = 0) -> tuple[Form, Sc
             except Refusal as refusal:
                 schedule = refusal.schedule
         peak = form.net_peak_bytes(schedule)
-        found.append((peak, form, schedule))
-        if peak <= enough_net_bytes:
-            break
-    _, form, schedule = min(found, key=lambda each: each[0])
-    return form, schedule
+        if best is None or peak < best[0]:
+            best = peak, form, schedule
+    assert best is not None, "a step has a form"
+    return best[1:]
 
 
 def without_workspace(form: Form) -> Form:
