@@ -17,8 +17,12 @@ from planner.step.budget import StepAccount
 from planner.step.course import StepCourse
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
+from planner.units import format_bytes
 from solvers.problem import Schedule
 from solvers.result import Status
+
+TOLERATED_SHARE = 0.001
+"""Without a budget a plan may use this share more memory than the plain step, without a word."""
 
 
 def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, *,
@@ -62,12 +66,22 @@ def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, 
         resident=form.graph.resident,
         link=form.problem.link,
         inputs=prepared.inputs,
-        notes=(*form.graph.notes, *notes),
+        notes=(*form.graph.notes, *notes,
+               *_more_than_plain(prepared, account.peak_bytes if budget_bytes is None else 0)),
         kernels=form.graph.kernels,
         created_with=created_with(),
         course=StepCourse.of(made, backward_begins, form.budget.resident, prepared.plain),
         solve_seconds=seconds,
     )
+
+
+def _more_than_plain(prepared: PreparedStep, peak_bytes: int) -> tuple[str, ...]:
+    plain_bytes = prepared.baseline_peak_bytes
+    if peak_bytes <= (1 + TOLERATED_SHARE) * plain_bytes:
+        return ()
+    return (f"without a budget this plan uses {format_bytes(peak_bytes)}, more than the "
+            f"{format_bytes(plain_bytes)} of the plain step: the captured step keeps results that "
+            "the plain one does not",)
 
 
 def created_with() -> tuple[tuple[str, str], ...]:
