@@ -14,7 +14,7 @@ from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.reporters.one_line import summarize
 from planner.search.agreement import agreed
-from planner.search.alternatives import in_percent, with_alternatives
+from planner.search.alternatives import told_in_percent, with_alternatives
 from planner.search.effort import USUAL_TIME_LIMIT
 from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
@@ -124,19 +124,17 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
                         work_limit=time_limit, is_thorough=time_limit > USUAL_TIME_LIMIT,
                         progress=report)
         limit_bytes = resolve(limit, prepared)
-        if prepared.parallel is None:
+        with told_in_percent(limit, prepared.plain_bytes):
             try:
-                made = plan_within(prepared, limit_bytes, effort)
+                made = agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared,
+                              limit_bytes, effort) if prepared.parallel is not None else (
+                                  plan_within(prepared, limit_bytes, effort))
             except InfeasibleBudget as refusal:
-                refusal = with_alternatives(
+                if prepared.parallel is not None:
+                    raise
+                raise with_alternatives(
                     refusal, planning, prepared,
-                    lambda wider: prepare_step(model, inputs, wider, None))
-                if limit is not None and limit.fraction is not None:
-                    refusal = in_percent(refusal, float(limit.fraction), prepared.plain_bytes)
-                raise refusal from None
-        else:
-            made = agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared, limit_bytes,
-                          effort)
+                    lambda wider: prepare_step(model, inputs, wider, None)) from None
         report.conclude(f": {summarize(made)}")
         return made
 

@@ -63,6 +63,7 @@ from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.agreement import agreed, check_same_model
+from planner.search.alternatives import told_in_percent
 from planner.search.eager import make_plan
 from planner.search.planning import Effort, leanest_plan, plan_within
 from planner.solvers.problem import Schedule
@@ -293,8 +294,9 @@ class GraphPlanner:
         limit_bytes = self._limit_bytes(known, prepared)
         effort = Effort(solver=self._planning.solver,
                         time_limit=max(left, self._planning.time_limit / 2))
-        return agreed(lambda: self._fitting(known, prepared, limit_bytes, effort), prepared,
-                      limit_bytes, effort)
+        with told_in_percent(self._limit, self._plain_bytes(known, prepared)):
+            return agreed(lambda: self._fitting(known, prepared, limit_bytes, effort), prepared,
+                          limit_bytes, effort)
 
     def _fitting(self, known: Known, prepared: PreparedStep, limit_bytes: int | None,
                  effort: Effort) -> Plan:
@@ -347,7 +349,10 @@ class GraphPlanner:
 
     def _limit_bytes(self, known: Known, prepared: PreparedStep) -> int | None:
         return None if self._limit is None else self._limit.resolve(
-            max(prepared.plain_bytes, known.outside.plain_bytes))
+            self._plain_bytes(known, prepared))
+
+    def _plain_bytes(self, known: Known, prepared: PreparedStep) -> int:
+        return max(prepared.plain_bytes, known.outside.plain_bytes)
 
     def _needed(self, known: Known, prepared: PreparedStep, plan: Plan) -> int:
         variant = prepared.variant_of(plan.spec)

@@ -19,6 +19,10 @@ from planner.step.budget import StepBreakdown
 from planner.step.prepared import PreparedStep
 from planner.step.timeline import StepTimeline
 from planner.step.variant import Variant
+from planner.units import format_bytes
+
+TOLERATED_SHARE = 0.001
+"""Without a budget a plan may use this share more memory than the plain step, without a word."""
 
 
 def assemble_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | None, *,
@@ -62,7 +66,11 @@ def assemble_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | 
         resident=variant.graph.resident,
         link=variant.problem.link,
         inputs=prepared.inputs,
-        notes=(*variant.graph.notes, *notes),
+        notes=(
+            *variant.graph.notes,
+            *notes,
+            *_more_than_plain(prepared, breakdown.peak_bytes if budget_bytes is None else 0),
+        ),
         kernels=variant.graph.kernels,
         assumptions=variant.graph.assumptions,
         created_with=created_with(),
@@ -71,6 +79,15 @@ def assemble_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | 
         ),
         solve_seconds=seconds,
     )
+
+
+def _more_than_plain(prepared: PreparedStep, peak_bytes: int) -> tuple[str, ...]:
+    plain_bytes = prepared.baseline_peak_bytes
+    if peak_bytes <= (1 + TOLERATED_SHARE) * plain_bytes:
+        return ()
+    return (f"without a budget this plan uses {format_bytes(peak_bytes)}, more than the "
+            f"{format_bytes(plain_bytes)} of the plain step: the captured step keeps results that "
+            "the plain one does not",)
 
 
 def created_with() -> tuple[tuple[str, str], ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+from planner.arguments.budget import Budget
 from planner.arguments.planning import CHOICES, Planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.search.eager import infeasible
@@ -33,16 +35,26 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: P
             continue
         if choice == "chunk" and not any(variant.chunks > 1 for variant in other.variants):
             continue
+        if choice == "chunk":  # the others were searched for the refusal
+            other = replace(
+                other, variants=tuple(variant for variant in other.variants if variant.chunks > 1)
+            )
         least = infeasible(other, refusal.budget_bytes).minimum_bytes
         if least < refusal.minimum_bytes:
             found["recompute", *wider.allow] = least
     return refusal.with_alternatives(found) if found else refusal
 
 
-def in_percent(refusal: InfeasibleBudget, fraction: float, plain_bytes: int) -> InfeasibleBudget:
-    """The refusal of a budget that was given as a fraction of the plain step's peak."""
-    would_do = math.ceil(100 * refusal.minimum_bytes / plain_bytes)
-    return refusal.worded(
-        f"{100 * fraction:g}% is {format_bytes(refusal.budget_bytes)} of "
-        f"{format_bytes(plain_bytes)}; {would_do}% would do "
-        f"({format_bytes(would_do * plain_bytes // 100)}): {refusal}")
+@contextmanager
+def told_in_percent(limit: Budget | None, plain_bytes: int) -> Iterator[None]:
+    """Where the budget was given as a fraction of the plain step's peak, refusals say so."""
+    try:
+        yield
+    except InfeasibleBudget as refusal:
+        if limit is None or limit.fraction is None:
+            raise
+        would_do = math.ceil(100 * refusal.minimum_bytes / plain_bytes)
+        raise refusal.worded(
+            f"{100 * float(limit.fraction):g}% is {format_bytes(refusal.budget_bytes)} of "
+            f"{format_bytes(plain_bytes)}; {would_do}% would do "
+            f"({format_bytes(would_do * plain_bytes // 100)}): {refusal}") from None

@@ -147,4 +147,5 @@ def _describe(prepared: PreparedStep, step: CompiledStep) -> str:
     memory = prepared.budget.with_resident(step.bytes_of)
     parts = ", ".join(f"{category} {format_bytes(size)}"
                       for category, size in memory.items() if size)
-    return f"At that minimum the compiled step holds {parts}."
+    return (f"At that minimum the compiled step holds {parts}. It is the smallest of the compiled "
+            "schedules that were tried within the time limit, and a longer one may find less.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner._graph_capture.training_graph import Phase
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_spec
-from planner.plans.making import assemble_plan
+from planner.plans.making import TOLERATED_SHARE, assemble_plan
 from planner.plans.plan import Plan
 from planner.search.effort import Effort
 from planner.search.variants import cheapest, smallest, solve_variant
@@ -24,8 +24,6 @@ from planner.step.variant import Variant
 OFFLOAD_IS_EXPERIMENTAL = (
     "storing results on the host is experimental: no GPU has run it, and the extra time counts on "
     "the nominal rate of its link")
-_TOLERATED_SHARE = 0.001
-"""Without a budget nothing is recomputed to save less than this share of the plain step's peak."""
 INTERRUPTED = "planning was interrupted: this is the best plan that was found until then"
 
 
@@ -53,7 +51,7 @@ def _schedule_without_budget(prepared: PreparedStep, effort: Effort) -> tuple[Va
     keep_all = prepared.base, solve_variant(prepared.base, None, Effort(solver="none"))
     limit_bytes = prepared.baseline_peak_bytes
     if effort.solver == "none" or (
-            prepared.keep_all_peak_bytes <= (1 + _TOLERATED_SHARE) * limit_bytes):
+            prepared.keep_all_peak_bytes <= (1 + TOLERATED_SHARE) * limit_bytes):
         return keep_all
     try:
         return schedule_within(prepared, limit_bytes, effort)

@@ -138,8 +138,10 @@ def over_all_variants(result: Result, bounds: Iterable[float]) -> Result:
 def smallest(variants: Sequence[Variant], enough_net_bytes: int = 0) -> tuple[Variant, Schedule]:
     """The schedule with the smallest peak that the search for it finds (`solvers.minimum`), and the
     form that it is of; a peak of `enough_net_bytes` is as good as a smaller one."""
-    found = []
+    best: tuple[int, Variant, Schedule] | None = None
     for variant in variants:
+        if best is not None and best[0] <= max(enough_net_bytes, variant.floor_bytes):
+            continue
         problem = variant.problem
         schedule: Schedule
         if problem.link is None:
@@ -150,11 +152,10 @@ def smallest(variants: Sequence[Variant], enough_net_bytes: int = 0) -> tuple[Va
             except Refusal as refusal:
                 schedule = refusal.schedule
         peak = variant.net_peak_bytes(schedule)
-        found.append((peak, variant, schedule))
-        if peak <= enough_net_bytes:
-            break
-    _, variant, schedule = min(found, key=lambda each: each[0])
-    return variant, schedule
+        if best is None or peak < best[0]:
+            best = peak, variant, schedule
+    assert best is not None, "a step has a form"
+    return best[1:]
 
 
 def without_workspace(variant: Variant) -> Variant:

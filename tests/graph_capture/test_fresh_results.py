@@ -65,7 +65,23 @@ def of_two(x: Tensor) -> Tensor:
     return x * torch.where(torch.empty(x.shape).bernoulli_(0.5) > 0, 1.5, 0.5)
 
 
+def masked_positions(x: Tensor) -> Tensor:
+    """As Wav2Vec2 masks time steps."""
+    chosen = torch.empty(x.shape[:-1]).uniform_() < 0.3
+    return torch.where(chosen.unsqueeze(-1), x.mean(), x)
+
+
+def drawn_code(x: Tensor) -> Tensor:
+    """As a vector quantizer draws one code, with the gradient of the soft choice."""
+    noise = -torch.empty_like(x).exponential_().log()
+    soft = (x + noise).softmax(-1)
+    hard = torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1.0)
+    return x * (hard - soft.detach() + soft)
+
+
 FILLS = {
+    "masked positions": masked_positions,
+    "drawn code": drawn_code,
     "bernoulli": lambda x: x * torch.empty_like(x).bernoulli_(0.9),
     "bernoulli of a tensor": lambda x: x * torch.empty_like(x).bernoulli_(torch.full(x.shape, .9)),
     "normal": lambda x: x * torch.empty_like(x).normal_(1, 0.1),
@@ -146,6 +162,9 @@ def test_random_numbers_that_are_overwritten_are_drawn():
     ("bernoulli", lambda x: F.dropout(x, 0.1, True)),
     ("normal", lambda x: x * (1 + 0.1 * torch.randn_like(x))),
     ("alpha_dropout", lambda x: F.dropout(x, 0.1, True)),
+    ("masked positions", lambda x: torch.where(
+        torch.rand(x.shape[:-1]).unsqueeze(-1) < 0.3, x.mean(), x)),
+    ("by slices", lambda x: by_slices(torch.zeros_like(x), x)),
 ])
 def test_the_smallest_step_is_that_of_the_same_layer_written_otherwise(name, other):
     x = torch.randn(16, 8, 64)

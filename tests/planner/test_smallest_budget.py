@@ -81,6 +81,19 @@ def test_a_refusal_speaks_in_percent_where_it_was_asked_so() -> None:
     assert in_bytes.value.minimum_bytes == refusal.minimum_bytes
 
 
+def test_a_step_that_does_not_fit_is_refused_in_percent_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)])
+    inputs = torch.randn(64, 32)
+    with pytest.raises(planner.InfeasibleBudget, match=r"5% is .* of .*B; \d+% would do"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        planner.within(model, budget="5%", optimizer=optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            _square(model(inputs)).backward()
+            optimizer.step()
+
+
 def test_ctrl_c_takes_the_best_plan_so_far() -> None:
     step = _case(models.gpt2())
     budget = 60 * step.baseline_peak_bytes // 100

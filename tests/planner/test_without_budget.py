@@ -96,6 +96,8 @@ def test_what_both_directions_compute_is_kept_where_there_is_memory():
     plan = plan_of(case)
     assert kept.overhead == 0.0 and kept.peak_bytes > kept.baseline_peak_bytes
     assert plan.overhead > 0
+    assert any("more than the" in note for note in kept.notes)
+    assert not any("more than the" in note for note in plan.notes)
     roomy = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, budget=kept.peak_bytes)
     assert roomy.overhead == 0.0
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.solvers.local_search import improve, repair
+from planner.solvers.local_search import descend, improve, repair
 from planner.solvers.problem import Problem
 from planner.solvers.simulator import simulate
 from tests.support.oracle_small import cheapest
@@ -64,3 +66,21 @@ def test_moves_make_the_result_reproducible() -> None:
     assert start is not None
     runs = {improve(problem, 70, start, moves=2000, seed=5, time_limit=60.0) for _ in range(2)}
     assert len(runs) == 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 9))
+def test_a_descent_goes_down_only(problem: Problem, seed: int) -> None:
+    start = problem.keep_all_schedule
+    peaks = [simulate(problem, found).peak_bytes
+             for found, _ in islice(descend(problem, start, 0, seed), 20)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert all(peak <= simulate(problem, start).peak_bytes for peak in peaks)
+
+
+def test_a_descent_finds_the_way_down_a_chain() -> None:
+    problem = training_chain(30)
+    found = [schedule for schedule, _ in islice(descend(
+        problem, problem.keep_all_schedule, 30, seed=0), 200)]
+    assert simulate(problem, found[-1]).peak_bytes < 0.4 * simulate(
+        problem, problem.keep_all_schedule).peak_bytes
