@@ -285,7 +285,7 @@ def capture_step(
             by_blocks = record(fake_copy, repeated)
             by_blocks[2].check_any()
             if not _sharing_code(by_blocks[2]):
-                chosen_because = "as one chunk, code would run several times, or none be captured"
+                chosen_because = "as a whole, code would run several times, or none be captured"
                 traced, traced_loss, recording, output = by_blocks
                 blocks = repeated
     if blocks and skipped:
