@@ -235,7 +235,7 @@ def branches_of(module: fx.GraphModule) -> tuple[Branch, ...]:
 
 
 def _part_behind(last: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]] | None:
-    """What makes a value of inputs of its graph, and these; `None` where running that by itself
+    """Graph that makes a value of inputs, and these inputs; `None` where running it by itself
     might change them, or reads anything else."""
     needed, waiting = {last}, [last]
     while waiting:
