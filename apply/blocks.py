@@ -20,13 +20,18 @@ import msgspec
 import torch
 from torch import nn
 
-from apply.errors import PlanMismatch
-from apply.plan_backend import Fallback
-from apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
-from apply.recipe import OpKey, Recipe, RegionRecipe
-from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
-from graph_capture.model_state import remembered_state
-from graph_capture.module_forward import Forward, call_forward, in_place_of_forwards, own_forward
+from planner._apply.errors import PlanMismatch
+from planner._apply.plan_backend import Fallback
+from planner._apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
+from planner._apply.recipe import OpKey, Recipe, RegionRecipe
+from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+from planner._graph_capture.model_state import remembered_state
+from planner._graph_capture.module_forward import (
+    Forward,
+    call_forward,
+    in_place_of_forwards,
+    own_forward,
+)
 
 
 class PlannedBlocks:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from apply.recipe import Circumstances, InputKey, ParameterKey, Recipe
-from graph_capture.module_forward import own_forward
-from graph_capture.module_hooks import classes_within, hooks_within
+from planner._apply.recipe import Circumstances, InputKey, ParameterKey, Recipe
+from planner._graph_capture.module_forward import own_forward
+from planner._graph_capture.module_hooks import classes_within, hooks_within
 
 
 def circumstances_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_capture.errors import PlannerError
+from planner._graph_capture.errors import PlannerError
 
 
 class PlanMismatch(PlannerError):

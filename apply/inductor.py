@@ -18,22 +18,22 @@ from typing import Any
 
 from torch import fx
 
-from apply.errors import PlanMismatch
-from apply.layouts import lay_out_weights
-from apply.plan_backend import Match, PlanBackend, checked_backward
-from apply.realized import realize_across_library_calls
-from apply.recipe import Recipe
-from apply.rewrite import RewrittenRegion
-from graph_capture.inductor.generated_code import memory_of_code
-from graph_capture.inductor.shortened import FindRuns, LeftOut, shorten
-from graph_capture.joint_graph.random_ops import is_companion
-from graph_capture.joint_graph.realized_copy import REALIZED_COPY
-from graph_capture.torch_compat import PartitionFunction
-from graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
-from graph_capture.torch_compat.kernel_order import KernelOrder
-from graph_capture.torch_compat.kernels_apart import KernelsApart
-from graph_capture.torch_compat.scheduler_pass import SchedulerPass
-from graph_capture.training_graph import CodeMemory
+from planner._apply.errors import PlanMismatch
+from planner._apply.layouts import lay_out_weights
+from planner._apply.plan_backend import Match, PlanBackend, checked_backward
+from planner._apply.realized import realize_across_library_calls
+from planner._apply.recipe import Recipe
+from planner._apply.rewrite import RewrittenRegion
+from planner._graph_capture.inductor.generated_code import memory_of_code
+from planner._graph_capture.inductor.shortened import FindRuns, LeftOut, shorten
+from planner._graph_capture.joint_graph.random_ops import is_companion
+from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
+from planner._graph_capture.torch_compat import PartitionFunction
+from planner._graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
+from planner._graph_capture.torch_compat.kernel_order import KernelOrder
+from planner._graph_capture.torch_compat.kernels_apart import KernelsApart
+from planner._graph_capture.torch_compat.scheduler_pass import SchedulerPass
+from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
 """A graph of which more ops would be left than this part is compiled whole."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.convolution_backward import OUTPUT_MASK
-from graph_capture.torch_compat.inductor import lays_out_for_convolutions
+from planner._graph_capture.joint_graph.convolution_backward import OUTPUT_MASK
+from planner._graph_capture.torch_compat.inductor import lays_out_for_convolutions
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _READ_WEIGHTS = {_CONVOLUTION: 1, torch.ops.aten.convolution_backward.default: 2}

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from apply.rewrite import RewrittenRegion
-from graph_capture.joint_graph.joint import tensors_of
-from graph_capture.joint_graph.lower import LoweredRegion
-from graph_capture.torch_compat import storage_key
+from planner._apply.rewrite import RewrittenRegion
+from planner._graph_capture.joint_graph.joint import tensors_of
+from planner._graph_capture.joint_graph.lower import LoweredRegion
+from planner._graph_capture.torch_compat import storage_key
 
 OUTPUT_IS_HELD = (
     "the plan counts on the model's output being let go before the backward (output='dropped'), "

@@ -17,20 +17,20 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
-from apply.errors import PlanMismatch
-from apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
-from apply.recipe import OpKey, Recipe, RegionRecipe
-from apply.rewrite import RewrittenRegion, rewrite
-from apply.same_step import difference_from_step, outputs_let_go
-from apply.unmade_output import without_unmade
-from graph_capture.errors import CaptureError
-from graph_capture.joint_graph.joint import count_cotangents, primals_of
-from graph_capture.joint_graph.lower import LoweredRegion
-from graph_capture.joint_graph.naming import name_modules
-from graph_capture.joint_graph.outline import outline
-from graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
-from graph_capture.joint_graph.replay import is_random
-from graph_capture.torch_compat import (
+from planner._apply.errors import PlanMismatch
+from planner._apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
+from planner._apply.recipe import OpKey, Recipe, RegionRecipe
+from planner._apply.rewrite import RewrittenRegion, rewrite
+from planner._apply.same_step import difference_from_step, outputs_let_go
+from planner._apply.unmade_output import without_unmade
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
+from planner._graph_capture.joint_graph.lower import LoweredRegion
+from planner._graph_capture.joint_graph.naming import name_modules
+from planner._graph_capture.joint_graph.outline import outline
+from planner._graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
+from planner._graph_capture.joint_graph.replay import is_random
+from planner._graph_capture.torch_compat import (
     BoxedCodeGen,
     OpOverload,
     PartitionFunction,
@@ -42,7 +42,7 @@ from graph_capture.torch_compat import (
     primal_sources,
     schema_of,
 )
-from graph_capture.training_graph import Outline
+from planner._graph_capture.training_graph import Outline
 
 Fallback = Callable[[fx.GraphModule], Callable[..., Any]]
 """Makes of a captured graph a function of its inputs that trains it."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from apply.errors import PlanMismatch
-from apply.plan_backend import Fallback, PlanBackend
-from apply.recipe import Recipe
-from graph_capture.module_forward import Forward
-from graph_capture.output_tensors import output_tensors
-from graph_capture.torch_compat import (
+from planner._apply.errors import PlanMismatch
+from planner._apply.plan_backend import Fallback, PlanBackend
+from planner._apply.recipe import Recipe
+from planner._graph_capture.module_forward import Forward
+from planner._graph_capture.output_tensors import output_tensors
+from planner._graph_capture.torch_compat import (
     BackendCompilerFailed,
     compile_forward,
     compile_settings,
@@ -124,7 +124,7 @@ class PlannedCode:
 def _backend_of(model: nn.Module, recipe: Recipe, regions: Sequence[int] | None) -> PlanBackend:
     """The Dynamo backend that runs a recipe's graphs, by default those of all regions."""
     if recipe.backend == "inductor":
-        from apply.inductor import InductorBackend
+        from planner._apply.inductor import InductorBackend
 
         return InductorBackend(model, recipe, regions)
     return PlanBackend(model, recipe, regions)

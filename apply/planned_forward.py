@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from apply.blocks import Code, code_of, run_step
-from apply.circumstances import Call, differences
-from apply.errors import PlanMismatch
-from apply.recipe import Recipe
-from apply.step_counts import StepCounts, reason_of_mode
-from graph_capture.foreign_calls import foreign_call
-from graph_capture.module_forward import Forward, StandIn, in_place_of_forward
-from graph_capture.module_hooks import hooks_within
+from planner._apply.blocks import Code, code_of, run_step
+from planner._apply.circumstances import Call, differences
+from planner._apply.errors import PlanMismatch
+from planner._apply.recipe import Recipe
+from planner._apply.step_counts import StepCounts, reason_of_mode
+from planner._graph_capture.foreign_calls import foreign_call
+from planner._graph_capture.module_forward import Forward, StandIn, in_place_of_forward
+from planner._graph_capture.module_hooks import hooks_within
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]
 """Makes a recipe for a model called with these positional and keyword arguments."""

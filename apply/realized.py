@@ -13,10 +13,10 @@ from bisect import bisect_right
 import torch
 from torch import fx
 
-from graph_capture.inductor.fused_costs import Fusion, fusion_of
-from graph_capture.joint_graph.joint import is_tuple_element, is_view, tensors_of
-from graph_capture.joint_graph.walks import operands, readers
-from graph_capture.torch_compat.inductor import is_stored, store_result
+from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
+from planner._graph_capture.joint_graph.joint import is_tuple_element, is_view, tensors_of
+from planner._graph_capture.joint_graph.walks import operands, readers
+from planner._graph_capture.torch_compat.inductor import is_stored, store_result
 
 
 def realize_across_library_calls(graph: fx.Graph) -> None:

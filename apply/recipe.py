@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from graph_capture.training_graph import Buffer, CodeMemory, Outline, TrainingOp
+from planner._graph_capture.training_graph import Buffer, CodeMemory, Outline, TrainingOp
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from apply.host_store import begin_fetch, begin_store, finish
-from apply.recipe import (
+from planner._apply.host_store import begin_fetch, begin_store, finish
+from planner._apply.recipe import (
     Fetch,
     InplaceReuse,
     InsertedAction,
@@ -30,12 +30,17 @@ from apply.recipe import (
     Store,
     Stored,
 )
-from graph_capture.joint_graph.inplace import write_inplace
-from graph_capture.joint_graph.joint import is_cotangent, is_tuple_element, tensors_of
-from graph_capture.joint_graph.lower import RESIDENT, LoweredOp, LoweredRegion, epilogue_name
-from graph_capture.joint_graph.random_ops import draw, new_state, replay
-from graph_capture.torch_compat import OpOverload, split_joint_graph
-from graph_capture.training_graph import Phase
+from planner._graph_capture.joint_graph.inplace import write_inplace
+from planner._graph_capture.joint_graph.joint import is_cotangent, is_tuple_element, tensors_of
+from planner._graph_capture.joint_graph.lower import (
+    RESIDENT,
+    LoweredOp,
+    LoweredRegion,
+    epilogue_name,
+)
+from planner._graph_capture.joint_graph.random_ops import draw, new_state, replay
+from planner._graph_capture.torch_compat import OpOverload, split_joint_graph
+from planner._graph_capture.training_graph import Phase
 
 
 @dataclass(frozen=True, slots=True)

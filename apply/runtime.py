@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from apply.blocks import check_blocks
-from apply.circumstances import tensor_keys
-from apply.errors import PlanMismatch
-from apply.planned_forward import PlannedForward, Replan
-from apply.recipe import ParameterKey, Recipe
-from graph_capture.module_forward import (
+from planner._apply.blocks import check_blocks
+from planner._apply.circumstances import tensor_keys
+from planner._apply.errors import PlanMismatch
+from planner._apply.planned_forward import PlannedForward, Replan
+from planner._apply.recipe import ParameterKey, Recipe
+from planner._graph_capture.module_forward import (
     StandIn,
     own_forward,
     rebound,

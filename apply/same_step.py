@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from apply.recipe import Recipe, RunAgain
-from graph_capture.joint_graph.joint import tensors_of
-from graph_capture.joint_graph.lower import LoweredOp, LoweredRegion
-from graph_capture.training_graph import Phase, TrainingOp
+from planner._apply.recipe import Recipe, RunAgain
+from planner._graph_capture.joint_graph.joint import tensors_of
+from planner._graph_capture.joint_graph.lower import LoweredOp, LoweredRegion
+from planner._graph_capture.training_graph import Phase, TrainingOp
 
 
 def difference_from_step(recipe: Recipe, index: int, lowered: LoweredRegion) -> str | None:

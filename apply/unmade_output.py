@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import get_default_nowrap_functions
 
-from graph_capture.errors import PlannerError
-from graph_capture.torch_compat import no_subclass_functions
+from planner._graph_capture.errors import PlannerError
+from planner._graph_capture.torch_compat import no_subclass_functions
 
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16,
                     torch.Tensor.double, torch.Tensor.to, torch.Tensor.detach})

@@ -26,7 +26,11 @@ from typing import Any
 from benchmarks.arguments import benchmark_parser
 from benchmarks.models import WORKLOADS
 from benchmarks.table import Table
-from graph_capture.memory.caching_allocator import CachingAllocator, replay, takes_first_made
+from planner._graph_capture.memory.caching_allocator import (
+    CachingAllocator,
+    replay,
+    takes_first_made,
+)
 from planner.step.loop_trace import compose
 
 MIB = 2 ** 20

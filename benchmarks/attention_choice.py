@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.allocator import no_device_parser, on_no_device
-from graph_capture.device_kernels.attention import AttentionCall, choose_attention
-from graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
+from planner._graph_capture.device_kernels.attention import AttentionCall, choose_attention
+from planner._graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
 
 CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
 USUAL = (2, 8, 96, 64)

@@ -33,9 +33,9 @@ from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
 from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error, time_steps
 from benchmarks.models import WORKLOADS, Workload, returning_loss_only
 from benchmarks.table import Table
-from graph_capture.dynamo.captured_graphs import GraphCode
-from graph_capture.torch_compat import compile_module, compile_settings
-from graph_capture.torch_compat.inductor import inductor_backend
+from planner._graph_capture.dynamo.captured_graphs import GraphCode
+from planner._graph_capture.torch_compat import compile_module, compile_settings
+from planner._graph_capture.torch_compat.inductor import inductor_backend
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.compiled import smallest_plan

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import planner
 from benchmarks.measure import time_in_turns
 from benchmarks.table import Table
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 from planner.errors import PlannerError
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 import planner
 from benchmarks.models import gpt2
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 from planner.units import format_bytes
 
 BATCH, SEQUENCE, VOCABULARY = 4, 192, 8192

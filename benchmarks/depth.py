@@ -29,7 +29,7 @@ import torch
 from benchmarks.arguments import add_names, benchmark_parser, parse
 from benchmarks.models import Workload, bert, gpt2, llama
 from benchmarks.table import Table
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.effort import Effort

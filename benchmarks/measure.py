@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.models import Workload
-from graph_capture.memory.allocator import record_peak
-from graph_capture.plain_step.loss import objective
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.plain_step.loss import objective
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.planning import Effort, plan_within

@@ -56,8 +56,8 @@ from benchmarks.measure import (
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.settled_collectives import settle_collectives
 from benchmarks.table import Table
-from graph_capture.memory.allocator import record_peak
-from graph_capture.plain_step.loss import objective
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.plain_step.loss import objective
 from planner.search.effort import Effort
 from planner.search.planning import plan_within
 from planner.step.prepared import PreparedStep

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from graph_capture.torch_compat.memory import use_counts
+from planner._graph_capture.torch_compat.memory import use_counts
 
 SETTLING_SECONDS = 5.0
 """The longest wait."""

@@ -28,11 +28,11 @@ import torch
 from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
 from benchmarks.models import WORKLOADS, Workload, gpt2, llama
 from benchmarks.table import Table
-from solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
-from solvers.lazy import cheapest_walk
-from solvers.local_search import improve, repair
-from solvers.minimum import minimum_peak, working_set_floor
-from solvers.problem import Problem, Schedule
+from planner.solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
+from planner.solvers.lazy import cheapest_walk
+from planner.solvers.local_search import improve, repair
+from planner.solvers.minimum import minimum_peak, working_set_floor
+from planner.solvers.problem import Problem, Schedule
 
 
 def save_problem(problem: Problem, path: Path) -> None:

@@ -15,44 +15,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from graph_capture.device_kernels.choices import kernels_of
-from graph_capture.dynamo.blocks import (
+from planner._graph_capture.device_kernels.choices import kernels_of
+from planner._graph_capture.dynamo.blocks import (
     REPEATED_BLOCKS,
     WHOLE_MODEL,
     find_blocks,
     has_repeated_blocks,
 )
-from graph_capture.dynamo.distinct_inputs import with_distinct_tensors
-from graph_capture.dynamo.record import Recording
-from graph_capture.dynamo.training_step import record_training_step
-from graph_capture.errors import CaptureError
-from graph_capture.garbage import fewer_collections
-from graph_capture.inductor.compiled_form import compiled_form
-from graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
-from graph_capture.inductor.fused_costs import FusedCosts
-from graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
-from graph_capture.memory.trace import Block
-from graph_capture.memory.tracker import Workspace
-from graph_capture.op_costs.costs import OpCosts
-from graph_capture.op_costs.cuda_workspace import held_workspace_bytes
-from graph_capture.op_costs.devices import Gpu, compute_capability
-from graph_capture.op_costs.room import ProbeRoom
-from graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
-from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
-from graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
-from graph_capture.plain_step.resident import resident_blocks
-from graph_capture.progress import Progress
-from graph_capture.rank import RankLayout
-from graph_capture.specification import check
-from graph_capture.step.assemble import LossMemory, assemble
-from graph_capture.step.kept import Keeper
-from graph_capture.step.regions import RegionUse, count_runs, region_uses
-from graph_capture.step.released_output import with_output_released
-from graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
-from graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
-from graph_capture.twins.data_less import data_less_twin
-from graph_capture.twins.failures import failure
-from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
+from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+from planner._graph_capture.dynamo.record import Recording
+from planner._graph_capture.dynamo.training_step import record_training_step
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.garbage import fewer_collections
+from planner._graph_capture.inductor.compiled_form import compiled_form
+from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
+from planner._graph_capture.inductor.fused_costs import FusedCosts
+from planner._graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
+from planner._graph_capture.memory.trace import Block
+from planner._graph_capture.memory.tracker import Workspace
+from planner._graph_capture.op_costs.costs import OpCosts
+from planner._graph_capture.op_costs.cuda_workspace import held_workspace_bytes
+from planner._graph_capture.op_costs.devices import Gpu, compute_capability
+from planner._graph_capture.op_costs.room import ProbeRoom
+from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
+from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
+from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
+from planner._graph_capture.plain_step.resident import resident_blocks
+from planner._graph_capture.progress import Progress
+from planner._graph_capture.rank import RankLayout
+from planner._graph_capture.specification import check
+from planner._graph_capture.step.assemble import LossMemory, assemble
+from planner._graph_capture.step.kept import Keeper
+from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
+from planner._graph_capture.step.released_output import with_output_released
+from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
+from planner._graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
+from planner._graph_capture.twins.data_less import data_less_twin
+from planner._graph_capture.twins.failures import failure
+from planner._graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from graph_capture.capture import CapturedStep
-from graph_capture.errors import CaptureError
-from graph_capture.plain_step.eager_step import EagerStep
-from graph_capture.plain_step.loss import LossFn, Until
-from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
-from graph_capture.step.released_output import with_output_released
-from graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
-from graph_capture.training_graph import LOSS_BACKWARD, TrainingGraph
+from planner._graph_capture.capture import CapturedStep
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.plain_step.eager_step import EagerStep
+from planner._graph_capture.plain_step.loss import LossFn, Until
+from planner._graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss
+from planner._graph_capture.step.released_output import with_output_released
+from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
+from planner._graph_capture.training_graph import LOSS_BACKWARD, TrainingGraph
 
 
 def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:

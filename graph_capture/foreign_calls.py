@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graph_capture.memory.tracker import MemoryTracker
-from graph_capture.torch_compat import (
+from planner._graph_capture.memory.tracker import MemoryTracker
+from planner._graph_capture.torch_compat import (
     FakeTensorMode,
     active_modes,
     has_global_hooks,

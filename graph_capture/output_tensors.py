@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graph_capture.torch_compat import pytree
+from planner._graph_capture.torch_compat import pytree
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from graph_capture.training_graph import BufferKind, ResidentMemory
+from planner._graph_capture.training_graph import BufferKind, ResidentMemory
 
 if TYPE_CHECKING:
-    from graph_capture.twins.fake import FakeTwin
+    from planner._graph_capture.twins.fake import FakeTwin
 
 MakeBuffer = Callable[[int, BufferKind], torch.Tensor]
 """Makes a buffer of so many bytes, and is told what it is; those of collectives are temporaries."""

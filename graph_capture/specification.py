@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from graph_capture.training_graph import BufferKind, Phase, TrainingGraph, TrainingOp
+from planner._graph_capture.training_graph import BufferKind, Phase, TrainingGraph, TrainingOp
 
 _ORDER = {Phase.FORWARD: 0, Phase.LOSS: 1, Phase.BACKWARD: 2}
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from graph_capture.capture import CapturedStep
-    from graph_capture.op_costs.devices import Gpu
-    from graph_capture.op_costs.room import ProbeRoom
-    from graph_capture.plain_step.loss import LossFn
+    from planner._graph_capture.capture import CapturedStep
+    from planner._graph_capture.op_costs.devices import Gpu
+    from planner._graph_capture.op_costs.room import ProbeRoom
+    from planner._graph_capture.plain_step.loss import LossFn
+    from planner.solvers.simulator import Timeline
     from planner.step.form import Form
-    from solvers.simulator import Timeline
 
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
@@ -170,7 +170,7 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     plan was made for another step.
     """
     from planner.plans.decisions import build_recipe, schedule_of
-    from solvers.simulator import unroll
+    from planner.solvers.simulator import unroll
 
     recipe = plan.recipe
     prepared = capture(model, inputs, cost_model=plan.cost_model, regions=recipe.blocks or "model",
@@ -193,7 +193,7 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
-    from apply.circumstances import autocast_words, circumstances_of, tensor_keys
+    from planner._apply.circumstances import autocast_words, circumstances_of, tensor_keys
     from planner.step.host_link import host_link
     from planner.step.wrapped import unwrapped, with_wrappers
 
@@ -220,8 +220,8 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_room`: what
     running single ops may take, where the model is being trained."""
-    from graph_capture.capture import capture_step
-    from graph_capture.twins.fake import device_planned_for
+    from planner._graph_capture.capture import capture_step
+    from planner._graph_capture.twins.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank
     from planner.step.wrapped import beneath_wrappers
 

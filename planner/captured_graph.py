@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graph_capture.foreign_calls import foreign_call
+from planner._graph_capture.foreign_calls import foreign_call
 from planner.api import plan
 from planner.arguments.planning import PlanArguments
 from planner.errors import InfeasibleBudget, PlanMismatch

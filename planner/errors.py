@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from apply.errors import PlanMismatch
-from graph_capture.errors import CaptureError, PlannerError, UnsupportedTorch
+from planner._apply.errors import PlanMismatch
+from planner._graph_capture.errors import CaptureError, PlannerError, UnsupportedTorch
 
 __all__ = ["CaptureError", "InfeasibleBudget", "PlanFileError", "PlanMismatch", "PlannerError",
            "UnsupportedTorch"]

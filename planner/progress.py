@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TextIO
 
-from graph_capture.progress import Progress as Progress
+from planner._graph_capture.progress import Progress as Progress
 
 log = logging.getLogger("planner.progress")
 

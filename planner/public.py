@@ -1,6 +1,6 @@
 """The public names of `planner`, which hands them on."""
 
-from graph_capture.op_costs.devices import Gpu as Gpu
+from planner._graph_capture.op_costs.devices import Gpu as Gpu
 from planner.api import plan as plan
 from planner.arguments.parallel import DataParallel as DataParallel
 from planner.attached.status import Status as Status

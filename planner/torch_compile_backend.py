@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch import fx, nn
 
-from graph_capture.module_hooks import hooks_within
+from planner._graph_capture.module_hooks import hooks_within
 from planner.arguments.planning import PlanArguments, Planning
 from planner.attached.within import attach_in_step, is_within, settings_of
 from planner.captured_graph import Options, PlannedGraph, with_least_memory
@@ -74,7 +74,7 @@ def _without_plan(module: fx.GraphModule, example_inputs: Sequence[Any],
     if not options.inductor:
         run: Callable[..., Any] = module
         return run
-    from graph_capture.torch_compat import lookup_backend
+    from planner._graph_capture.torch_compat import lookup_backend
 
     compiled: Callable[..., Any] = lookup_backend("inductor")(module, list(example_inputs))
     return compiled

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeAlias, get_args
 
-from solvers.errors import IllegalSchedule
+from planner.solvers.errors import IllegalSchedule
 
 
 class Run(int):

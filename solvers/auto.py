@@ -16,15 +16,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from solvers.actions import as_order
-from solvers.dp import dp
-from solvers.ilp import CutSearch, one_cut_bound
-from solvers.incumbent import Incumbent
-from solvers.local_search import improve, move_work
-from solvers.minimum import working_set_floor
-from solvers.problem import Problem
-from solvers.sqrt_n import sqrt_n
-from solvers.task import Proposal, Task
+from planner.solvers.actions import as_order
+from planner.solvers.dp import dp
+from planner.solvers.ilp import CutSearch, one_cut_bound
+from planner.solvers.incumbent import Incumbent
+from planner.solvers.local_search import improve, move_work
+from planner.solvers.minimum import working_set_floor
+from planner.solvers.problem import Problem
+from planner.solvers.sqrt_n import sqrt_n
+from planner.solvers.task import Proposal, Task
 
 WORK, WORK_PER_OP = 3.0, 5e-4
 """Work (see `solvers.milp.Answer`) of the whole search."""

@@ -23,14 +23,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from solvers.cut_model import CutModel
-from solvers.frontiers import frontiers, region_after
-from solvers.problem import Op, Problem, Segment, Storage
-from solvers.realise import realise
-from solvers.repetition import Run
-from solvers.task import Task
-from solvers.violations import Inner, next_cuts
-from solvers.working_set import fixed_bytes, inplace_candidates
+from planner.solvers.cut_model import CutModel
+from planner.solvers.frontiers import frontiers, region_after
+from planner.solvers.problem import Op, Problem, Segment, Storage
+from planner.solvers.realise import realise
+from planner.solvers.repetition import Run
+from planner.solvers.task import Task
+from planner.solvers.violations import Inner, next_cuts
+from planner.solvers.working_set import fixed_bytes, inplace_candidates
 
 PRICES = 3
 PRICE_STEP = 1.1

@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from solvers.incumbent import PROOF_TOLERANCE
-from solvers.problem import Problem, Schedule
-from solvers.result import Result
-from solvers.solve import solve
-from solvers.task import Progress
+from planner.solvers.incumbent import PROOF_TOLERANCE
+from planner.solvers.problem import Problem, Schedule
+from planner.solvers.result import Result
+from planner.solvers.solve import solve
+from planner.solvers.task import Progress
 
 FIRST_PASS = 0.6
 """Share of the time for the first pass."""

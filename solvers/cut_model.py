@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 
 from ortools.math_opt.python import mathopt
 
-from solvers.milp import optimise
-from solvers.problem import Problem
-from solvers.repetition import Run
-from solvers.symmetry import SymmetryClasses, symmetry_classes
-from solvers.working_set import fixed_bytes, inplace_candidates
+from planner.solvers.milp import optimise
+from planner.solvers.problem import Problem
+from planner.solvers.repetition import Run
+from planner.solvers.symmetry import SymmetryClasses, symmetry_classes
+from planner.solvers.working_set import fixed_bytes, inplace_candidates
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.frontiers import Frontier, Region, narrow_frontiers, region_after
-from solvers.polish import drop_recomputes
-from solvers.problem import Problem
-from solvers.realise import realise
-from solvers.simulator import simulate, unroll
-from solvers.task import Proposal, Task
+from planner.solvers.frontiers import Frontier, Region, narrow_frontiers, region_after
+from planner.solvers.polish import drop_recomputes
+from planner.solvers.problem import Problem
+from planner.solvers.realise import realise
+from planner.solvers.simulator import simulate, unroll
+from planner.solvers.task import Proposal, Task
 
 STEPS = 500
 """Resolution of the retained bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from solvers.actions import Schedule
+    from planner.solvers.actions import Schedule
 
 
 class IllegalSchedule(ValueError):

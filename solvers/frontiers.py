@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from solvers.problem import Problem
+from planner.solvers.problem import Problem
 
 WAIST = 2.5
 """A frontier this many times as wide as its narrower neighbours still bounds a block."""

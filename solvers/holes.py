@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from solvers.problem import Problem
+from planner.solvers.problem import Problem
 
 _LARGE_RIM = 64
 

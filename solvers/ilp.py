@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import math
 
-from solvers.block_bound import STEP, BlockBound
-from solvers.cut_model import CutModel
-from solvers.dp import Chain
-from solvers.frontiers import narrow_frontiers, region_after, waists
-from solvers.incumbent import Incumbent
-from solvers.minimum import working_set_floor
-from solvers.realise import realise
-from solvers.repetition import Run, runs_of
-from solvers.simulator import unroll
-from solvers.slot_model import best_of_slots
-from solvers.slots import block_offers, offers_of, template
-from solvers.task import Proposal, Task
-from solvers.violations import next_cuts
+from planner.solvers.block_bound import STEP, BlockBound
+from planner.solvers.cut_model import CutModel
+from planner.solvers.dp import Chain
+from planner.solvers.frontiers import narrow_frontiers, region_after, waists
+from planner.solvers.incumbent import Incumbent
+from planner.solvers.minimum import working_set_floor
+from planner.solvers.realise import realise
+from planner.solvers.repetition import Run, runs_of
+from planner.solvers.simulator import unroll
+from planner.solvers.slot_model import best_of_slots
+from planner.solvers.slots import block_offers, offers_of, template
+from planner.solvers.task import Proposal, Task
+from planner.solvers.violations import next_cuts
 
 ANCHOR_ROUNDS = 6
 GENEROSITY = 3.0

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from solvers.actions import as_order
-from solvers.problem import Order, Problem
-from solvers.simulator import unroll
+from planner.solvers.actions import as_order
+from planner.solvers.problem import Order, Problem
+from planner.solvers.simulator import unroll
 
 _GAP = 1 << 256  # between neighbours: 256 insertions at one place before keys are dealt anew
 

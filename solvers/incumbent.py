@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from solvers.actions import Order
-from solvers.lazy import lazy_schedule
-from solvers.minimum import Descent
-from solvers.polish import drop_recomputes
-from solvers.simulator import simulate
-from solvers.task import Proposal, Task
+from planner.solvers.actions import Order
+from planner.solvers.lazy import lazy_schedule
+from planner.solvers.minimum import Descent
+from planner.solvers.polish import drop_recomputes
+from planner.solvers.simulator import simulate
+from planner.solvers.task import Proposal, Task
 
 PROOF_TOLERANCE = 1e-8
 """Cost and bound that differ by less than this fraction of the keep-all cost are equal."""

@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from solvers.problem import Link, Op, Problem, Storage
+from planner.solvers.problem import Link, Op, Problem, Storage
 
 
 def load_problem(path: str | PathLike[str]) -> Problem:

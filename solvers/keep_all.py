@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from solvers.task import Proposal, Task
+from planner.solvers.task import Proposal, Task
 
 
 def keep_all(task: Task) -> Proposal:

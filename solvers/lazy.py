@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.holes import Holes
-from solvers.problem import Order, Problem
-from solvers.simulator import simulate
+from planner.solvers.holes import Holes
+from planner.solvers.problem import Order, Problem
+from planner.solvers.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.incremental import EditableTimeline
-from solvers.problem import Order, Problem
-from solvers.simulator import simulate
+from planner.solvers.incremental import EditableTimeline
+from planner.solvers.problem import Order, Problem
+from planner.solvers.simulator import simulate
 
 _ROUNDS = 4
 _AIMED = 0.25  # of the moves of a search for a smaller peak

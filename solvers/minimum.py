@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
-from solvers.lazy import EvictionTaste, counted_walk
-from solvers.local_search import anneal_within, move_work
-from solvers.problem import Order, Problem
-from solvers.simulator import simulate
-from solvers.working_set import inplace_candidates
+from planner.solvers.lazy import EvictionTaste, counted_walk
+from planner.solvers.local_search import anneal_within, move_work
+from planner.solvers.problem import Order, Problem
+from planner.solvers.simulator import simulate
+from planner.solvers.working_set import inplace_candidates
 
 WORK, WORK_PER_OP, WORK_PER_OP_OF_SMALL = 2.0, 1e-3, 0.04
 """Work of the whole search (see `solvers.milp.Answer`); less for problems of a few ops."""

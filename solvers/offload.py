@@ -24,12 +24,12 @@ from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from solvers.actions import Action, Order, as_order
-from solvers.minimum import minimum_peak
-from solvers.placement import with_transfers
-from solvers.problem import Op, Problem
-from solvers.simulator import simulate
-from solvers.task import Algorithm, Proposal, Task
+from planner.solvers.actions import Action, Order, as_order
+from planner.solvers.minimum import minimum_peak
+from planner.solvers.placement import with_transfers
+from planner.solvers.problem import Op, Problem
+from planner.solvers.simulator import simulate
+from planner.solvers.task import Algorithm, Proposal, Task
 
 _MOVES, _MOVED_RUNS = 400, 200_000
 """Moves of a search, and the runs that all of its moves together go along: fewer moves, the longer

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.actions import Action, Fetch, Order, Release, Store
-from solvers.problem import Problem
-from solvers.simulator import unroll
+from planner.solvers.actions import Action, Fetch, Order, Release, Store
+from planner.solvers.problem import Problem
+from planner.solvers.simulator import unroll
 
 
 @dataclass(frozen=True, slots=True)

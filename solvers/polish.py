@@ -7,8 +7,8 @@ first, until none can go: the result is minimal, not minimum.
 
 from __future__ import annotations
 
-from solvers.incremental import EditableTimeline
-from solvers.problem import Order, Problem
+from planner.solvers.incremental import EditableTimeline
+from planner.solvers.problem import Order, Problem
 
 
 def drop_recomputes(problem: Problem, budget_bytes: int, schedule: Order) -> Order:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from solvers.problem import Order, Problem
+from planner.solvers.problem import Order, Problem
 
 
 def realise(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection[int]], *,

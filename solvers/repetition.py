@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from solvers.problem import Problem
+from planner.solvers.problem import Problem
 
 _MOST_PERIODS = 24
 """So many of the most frequent distances between ops of the same cost and sizes are tried."""

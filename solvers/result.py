@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from solvers.actions import Schedule
+from planner.solvers.actions import Schedule
 
 Status = Literal["optimal", "feasible"]
 

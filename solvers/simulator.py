@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, assert_never
 
-from solvers.actions import Action, Fetch, Release, Schedule, Store, Transfer, known_actions
-from solvers.errors import IllegalSchedule as IllegalSchedule
-from solvers.problem import Problem
-from solvers.transfers import check_order, waiting_cost
+from planner.solvers.actions import Action, Fetch, Release, Schedule, Store, Transfer, known_actions
+from planner.solvers.errors import IllegalSchedule as IllegalSchedule
+from planner.solvers.problem import Problem
+from planner.solvers.transfers import check_order, waiting_cost
 
 
 class Simulation(NamedTuple):

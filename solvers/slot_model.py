@@ -23,9 +23,9 @@ from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
-from solvers.milp import Answer, optimise
-from solvers.problem import Order, Problem
-from solvers.simulator import unroll
+from planner.solvers.milp import Answer, optimise
+from planner.solvers.problem import Order, Problem
+from planner.solvers.simulator import unroll
 
 MOST_ROUNDS = 25
 ROWS_PER_ROUND = 60

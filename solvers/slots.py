@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from solvers.frontiers import Frontier, Region
-from solvers.problem import Order, Problem
+from planner.solvers.frontiers import Frontier, Region
+from planner.solvers.problem import Order, Problem
 
 Offers = dict[int, set[int]]
 """Per op, what may be recomputed just before its first run (`len(problem)`: after the last)."""

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from solvers.actions import Schedule, as_order, as_schedule, known_actions
-from solvers.errors import InfeasibleBudget
-from solvers.incumbent import PROOF_TOLERANCE
-from solvers.minimum import working_set_floor
-from solvers.offload import jointly, relaxed
-from solvers.problem import Problem
-from solvers.result import Result
-from solvers.simulator import simulate
-from solvers.task import Algorithm, Progress, Task
+from planner.solvers.actions import Schedule, as_order, as_schedule, known_actions
+from planner.solvers.errors import InfeasibleBudget
+from planner.solvers.incumbent import PROOF_TOLERANCE
+from planner.solvers.minimum import working_set_floor
+from planner.solvers.offload import jointly, relaxed
+from planner.solvers.problem import Problem
+from planner.solvers.result import Result
+from planner.solvers.simulator import simulate
+from planner.solvers.task import Algorithm, Progress, Task
 
 ALGORITHMS: MappingProxyType[str, str] = MappingProxyType({
     "auto": "auto", "none": "keep_all", "sqrt_n": "sqrt_n", "dp": "dp", "ilp": "ilp",
@@ -29,7 +29,8 @@ def algorithm(name: str) -> Algorithm:
     if name not in ALGORITHMS:
         raise ValueError(f"expected one of the solvers {', '.join(sorted(ALGORITHMS))}, "
                          f"got {name!r}")
-    found: Algorithm = getattr(import_module(f"solvers.{ALGORITHMS[name]}"), ALGORITHMS[name])
+    module = import_module(f"planner.solvers.{ALGORITHMS[name]}")
+    found: Algorithm = getattr(module, ALGORITHMS[name])
     return found
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from solvers.frontiers import Frontier, narrow_frontiers, region_after
-from solvers.problem import Problem
-from solvers.realise import realise
-from solvers.simulator import simulate, unroll
-from solvers.task import Proposal, Task
+from planner.solvers.frontiers import Frontier, narrow_frontiers, region_after
+from planner.solvers.problem import Problem
+from planner.solvers.realise import realise
+from planner.solvers.simulator import simulate, unroll
+from planner.solvers.task import Proposal, Task
 
 MOST_SEGMENTS = 64
 

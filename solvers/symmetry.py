@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-from solvers.problem import Problem
-from solvers.repetition import Run
+from planner.solvers.problem import Problem
+from planner.solvers.repetition import Run
 
 
 @dataclass(frozen=True, slots=True)

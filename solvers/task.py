@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from solvers.actions import Order, Schedule
-from solvers.problem import Problem
+from planner.solvers.actions import Order, Schedule
+from planner.solvers.problem import Problem
 
 Progress = Callable[[str], None]
 """Called now and then with one line of text about where the solver stands."""

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-from solvers.actions import Fetch, Release, Schedule, Store, Transfer
-from solvers.errors import IllegalSchedule
-from solvers.problem import Link, Problem
+from planner.solvers.actions import Fetch, Release, Schedule, Store, Transfer
+from planner.solvers.errors import IllegalSchedule
+from planner.solvers.problem import Link, Problem
 
 
 def check_order(transfers: Iterable[tuple[int, Transfer]]) -> None:

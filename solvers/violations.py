@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from solvers.actions import as_order
-from solvers.problem import Order, Problem
-from solvers.simulator import Timeline, unroll
+from planner.solvers.actions import as_order
+from planner.solvers.problem import Order, Problem
+from planner.solvers.simulator import Timeline, unroll
 
 Inner = tuple[tuple[int, int], ...]
 """See `solvers.cut_model.CutModel.inner`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from solvers.problem import Problem
+from planner.solvers.problem import Problem
 
 
 def fixed_bytes(problem: Problem, index: int) -> int:

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from graph_capture.plain_step.seen_loss import LossWatch
-from graph_capture.torch_compat import active_modes
+from planner._graph_capture.plain_step.seen_loss import LossWatch
+from planner._graph_capture.torch_compat import active_modes
 
 
 def pytest_runtest_teardown():

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graph_capture.rank import MakeBuffer
-from graph_capture.torch_compat import pytree
-from graph_capture.training_graph import BufferKind
+from planner._graph_capture.rank import MakeBuffer
+from planner._graph_capture.torch_compat import pytree
+from planner._graph_capture.training_graph import BufferKind
 
 
 @dataclass(frozen=True, slots=True)

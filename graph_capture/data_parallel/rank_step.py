@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graph_capture.memory.trace import COMMUNICATION, Block, Category
-from graph_capture.memory.tracker import Workspace
-from graph_capture.plain_step.loss import LossFn
-from graph_capture.plain_step.micro_step import trace_micro_step
-from graph_capture.rank import Wrapper
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.memory.trace import COMMUNICATION, Block, Category
+from planner._graph_capture.memory.tracker import Workspace
+from planner._graph_capture.plain_step.loss import LossFn
+from planner._graph_capture.plain_step.micro_step import trace_micro_step
+from planner._graph_capture.rank import Wrapper
+from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from graph_capture.data_parallel.fully_sharded import FullySharded, Precision, make_units
-from graph_capture.rank import MakeBuffer, Wrapper
+from planner._graph_capture.data_parallel.fully_sharded import FullySharded, Precision, make_units
+from planner._graph_capture.rank import MakeBuffer, Wrapper
 
 
 class IntoBuckets(Wrapper):

@@ -25,7 +25,7 @@ from enum import StrEnum
 
 import torch
 
-from graph_capture.torch_compat.dispatch import attention_switches
+from planner._graph_capture.torch_compat.dispatch import attention_switches
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_BLOCKS = 65535

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from graph_capture.torch_compat import OpOverload, pytree, schema_of
-from graph_capture.torch_compat.dispatch import Place
+from planner._graph_capture.torch_compat import OpOverload, pytree, schema_of
+from planner._graph_capture.torch_compat.dispatch import Place
 
 
 def _names(text: str) -> frozenset[str]:

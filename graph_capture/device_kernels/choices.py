@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from graph_capture.device_kernels.attention import AttentionKernel
-from graph_capture.training_graph import KernelChoice, Phase, TrainingOp
+from planner._graph_capture.device_kernels.attention import AttentionKernel
+from planner._graph_capture.training_graph import KernelChoice, Phase, TrainingOp
 
 _KERNELS = {
     f"aten._scaled_dot_product_{part}attention.default": f"attention by {kernel}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.torch_compat import (
+from planner._graph_capture.torch_compat import (
     FakeTensor,
     copied_module,
     fake_tensor,

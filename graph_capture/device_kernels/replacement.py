@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from graph_capture.device_kernels.attention import (
+from planner._graph_capture.device_kernels.attention import (
     AttentionCall,
     AttentionKernel,
     choose_attention,
     with_batch,
 )
-from graph_capture.device_kernels.autocast import autocast_kernels
-from graph_capture.torch_compat.dispatch import (
+from planner._graph_capture.device_kernels.autocast import autocast_kernels
+from planner._graph_capture.torch_compat.dispatch import (
     Place,
     as_composed,
     decomposition_of,

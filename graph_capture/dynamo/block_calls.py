@@ -13,10 +13,15 @@ from typing import Any
 
 from torch import fx, nn
 
-from graph_capture.dynamo.same_graph import DynamoBackend
-from graph_capture.module_forward import in_place_of_forwards, own_forward
-from graph_capture.module_hooks import hooks_within
-from graph_capture.torch_compat import active_modes, compile_forward, no_active_modes, weakly
+from planner._graph_capture.dynamo.same_graph import DynamoBackend
+from planner._graph_capture.module_forward import in_place_of_forwards, own_forward
+from planner._graph_capture.module_hooks import hooks_within
+from planner._graph_capture.torch_compat import (
+    active_modes,
+    compile_forward,
+    no_active_modes,
+    weakly,
+)
 
 
 class BlockCalls:

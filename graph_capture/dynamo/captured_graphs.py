@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from graph_capture.dynamo.block_calls import BlockCalls
-from graph_capture.dynamo.same_graph import DynamoBackend, RepeatedGraphs
-from graph_capture.module_forward import in_place_of_forward
-from graph_capture.torch_compat import compile_module, weakly
-from graph_capture.torch_compat.joint_replay import JointReplay
+from planner._graph_capture.dynamo.block_calls import BlockCalls
+from planner._graph_capture.dynamo.same_graph import DynamoBackend, RepeatedGraphs
+from planner._graph_capture.module_forward import in_place_of_forward
+from planner._graph_capture.torch_compat import compile_module, weakly
+from planner._graph_capture.torch_compat.joint_replay import JointReplay
 
 
 @dataclass(frozen=True, eq=False)

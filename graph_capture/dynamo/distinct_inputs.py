@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graph_capture.torch_compat import pytree
+from planner._graph_capture.torch_compat import pytree
 
 
 def with_distinct_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]

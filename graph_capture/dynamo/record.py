@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.device_kernels.layouts import on_device
-from graph_capture.dynamo.block_calls import BlockCalls
-from graph_capture.dynamo.captured_graphs import CapturedGraphs
-from graph_capture.dynamo.same_graph import RepeatedGraphs
-from graph_capture.dynamo.stand_ins import hollow_graphs, results_of
-from graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
-from graph_capture.errors import CaptureError, ValueAsked
-from graph_capture.joint_graph.joint import count_cotangents, primals_of
-from graph_capture.joint_graph.naming import name_modules
-from graph_capture.memory.tracker import Workspace
-from graph_capture.module_forward import in_place_of_forward
-from graph_capture.rank import Wrapper
-from graph_capture.torch_compat import (
+from planner._graph_capture.device_kernels.layouts import on_device
+from planner._graph_capture.dynamo.block_calls import BlockCalls
+from planner._graph_capture.dynamo.captured_graphs import CapturedGraphs
+from planner._graph_capture.dynamo.same_graph import RepeatedGraphs
+from planner._graph_capture.dynamo.stand_ins import hollow_graphs, results_of
+from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
+from planner._graph_capture.errors import CaptureError, ValueAsked
+from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
+from planner._graph_capture.joint_graph.naming import name_modules
+from planner._graph_capture.memory.tracker import Workspace
+from planner._graph_capture.module_forward import in_place_of_forward
+from planner._graph_capture.rank import Wrapper
+from planner._graph_capture.torch_compat import (
     BackendCompilerFailed,
     NoStaticShape,
     PrimalSource,
@@ -43,11 +43,11 @@ from graph_capture.torch_compat import (
     pytree,
     weakly,
 )
-from graph_capture.training_graph import BufferKind
-from graph_capture.twins.asked_values import value_asked
-from graph_capture.twins.failures import failure
-from graph_capture.twins.fake import FakeTwin
-from graph_capture.user_code import place_of
+from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.twins.asked_values import value_asked
+from planner._graph_capture.twins.failures import failure
+from planner._graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.user_code import place_of
 
 
 @dataclass

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import is_cotangent
-from graph_capture.joint_graph.walks import ancestors, descendants, sources
-from graph_capture.torch_compat import TorchDispatchMode, no_active_modes, split_joint_graph
-from graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
+from planner._graph_capture.joint_graph.joint import is_cotangent
+from planner._graph_capture.joint_graph.walks import ancestors, descendants, sources
+from planner._graph_capture.torch_compat import (
+    TorchDispatchMode,
+    no_active_modes,
+    split_joint_graph,
+)
+from planner._graph_capture.twins.data_less import DataLessMode, data_less_storage, data_less_tensor
 
 
 def hollow_graphs(joint: fx.GraphModule, num_forward_outputs: int

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graph_capture.dynamo.record import Recording, record_step
-from graph_capture.memory.tracker import Workspace
-from graph_capture.plain_step.loss import LossFn, objective
-from graph_capture.rank import Wrapper
-from graph_capture.torch_compat import aot_backend
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.dynamo.record import Recording, record_step
+from planner._graph_capture.memory.tracker import Workspace
+from planner._graph_capture.plain_step.loss import LossFn, objective
+from planner._graph_capture.rank import Wrapper
+from planner._graph_capture.torch_compat import aot_backend
+from planner._graph_capture.twins.fake import FakeTwin
 
 
 def record_training_step(
@@ -61,7 +61,7 @@ def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
 def _recorder(partition: Callable[..., Any], forward: Callable[..., Any],
               backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backend that shows `partition` the joint graph as Inductor would partition it."""
-    from graph_capture.torch_compat.inductor import inductor_backend
+    from planner._graph_capture.torch_compat.inductor import inductor_backend
 
     return inductor_backend(
         partition, "recorder", compile_graph=lambda graph, inputs, is_backward: (

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from graph_capture.memory.tracker import MemoryTracker, Workspace
-from graph_capture.training_graph import BufferKind
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)

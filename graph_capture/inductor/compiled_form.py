@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph_capture.inductor.fused_costs import FusedCosts, stays_in_one_kernel
-from graph_capture.inductor.within_kernels import buffer_of, within_kernels
-from graph_capture.joint_graph.lower import RESIDENT
-from graph_capture.step.regions import RegionUse
-from graph_capture.training_graph import SavingCosts, StepForm, TrainingGraph
+from planner._graph_capture.inductor.fused_costs import FusedCosts, stays_in_one_kernel
+from planner._graph_capture.inductor.within_kernels import buffer_of, within_kernels
+from planner._graph_capture.joint_graph.lower import RESIDENT
+from planner._graph_capture.step.regions import RegionUse
+from planner._graph_capture.training_graph import SavingCosts, StepForm, TrainingGraph
 
 
 def compiled_form(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts | None, *,

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graph_capture.errors import CaptureError
-from graph_capture.inductor.generated_code import CodeTracker
-from graph_capture.inductor.shortened import LeftOut
-from graph_capture.memory.trace import Category, MemoryTrace
-from graph_capture.plain_step.loss import LossFn, objective
-from graph_capture.torch_compat import OpOverload, TorchDispatchMode, compile_settings
-from graph_capture.training_graph import BufferKind
-from graph_capture.twins.data_less import DataLessMode
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.inductor.generated_code import CodeTracker
+from planner._graph_capture.inductor.shortened import LeftOut
+from planner._graph_capture.memory.trace import Category, MemoryTrace
+from planner._graph_capture.plain_step.loss import LossFn, objective
+from planner._graph_capture.torch_compat import OpOverload, TorchDispatchMode, compile_settings
+from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.twins.data_less import DataLessMode
+from planner._graph_capture.twins.fake import FakeTwin
 
 if TYPE_CHECKING:
-    from graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
-    from graph_capture.op_costs.costs import OpCosts
+    from planner._graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
+    from planner._graph_capture.op_costs.costs import OpCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class CompiledTracer:
         compiled in an earlier trace is used again.  The step runs twice: what compiling allocates
         does not count.  Errors of the backends pass.
         """
-        from graph_capture.torch_compat.inductor import stub_code
+        from planner._graph_capture.torch_compat.inductor import stub_code
 
         twin = self.twin
         with (compile_settings(donated_buffers=True), stub_code(around=self._around),
@@ -94,7 +94,7 @@ class CompiledTracer:
     def seconds(self, code_of: Callable[[str], GraphCode]) -> float:
         """Duration of the step that is compiled so, by timing each kernel and each op that it runs
         alone; the code is not to be used again."""
-        from graph_capture.torch_compat.inductor import KernelCall, stub_code
+        from planner._graph_capture.torch_compat.inductor import KernelCall, stub_code
 
         kernels: list[KernelCall] = []
         ops = _OpLog()
@@ -220,7 +220,7 @@ def check_compiler(device: torch.device, here: torch.device | None = None) -> No
     `here`: the device on which the step is traced; another kind than `device` where that is not at
     hand.
     """
-    from graph_capture.torch_compat.inductor import missing_compiler
+    from planner._graph_capture.torch_compat.inductor import missing_compiler
 
     if here is not None and here.type != device.type:
         raise CaptureError(

@@ -23,13 +23,13 @@ from enum import Enum
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import is_view, tensors_of
-from graph_capture.joint_graph.lower import LoweredRegion
-from graph_capture.joint_graph.walks import readers
-from graph_capture.op_costs.costs import OpCost
-from graph_capture.op_costs.devices import DeviceModel
-from graph_capture.op_costs.flops import bytes_moved, op_flops, op_name
-from graph_capture.torch_compat import OpOverload
+from planner._graph_capture.joint_graph.joint import is_view, tensors_of
+from planner._graph_capture.joint_graph.lower import LoweredRegion
+from planner._graph_capture.joint_graph.walks import readers
+from planner._graph_capture.op_costs.costs import OpCost
+from planner._graph_capture.op_costs.devices import DeviceModel
+from planner._graph_capture.op_costs.flops import bytes_moved, op_flops, op_name
+from planner._graph_capture.torch_compat import OpOverload
 
 
 class Fusion(Enum):

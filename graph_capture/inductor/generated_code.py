@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from graph_capture.memory.tracker import MemoryTracker
-from graph_capture.torch_compat import FakeTensor
-from graph_capture.training_graph import CodeMemory
+from planner._graph_capture.memory.tracker import MemoryTracker
+from planner._graph_capture.torch_compat import FakeTensor
+from planner._graph_capture.training_graph import CodeMemory
 
 
 class CodeTracker(MemoryTracker):
@@ -32,7 +32,7 @@ class CodeTracker(MemoryTracker):
 
 def memory_of_code(compiled: Any, inputs: Sequence[Any]) -> CodeMemory:
     """Memory of a graph compiled by Inductor, run on new tensors like `inputs`, which are fake."""
-    from graph_capture.torch_compat.inductor import stub_of
+    from planner._graph_capture.torch_compat.inductor import stub_of
 
     tensors = [value for value in inputs if isinstance(value, FakeTensor)]
     if not tensors:

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import fx
 
-from graph_capture.joint_graph.joint import is_view, tensors_of
+from planner._graph_capture.joint_graph.joint import is_view, tensors_of
 
 _COPIES_KEPT = 2
 _NUMBERED = frozenset({"inductor_lookup_seed"})

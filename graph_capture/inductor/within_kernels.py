@@ -23,11 +23,11 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from graph_capture.inductor.fused_costs import Fusion, fused_storages, fusion_of
-from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
-from graph_capture.step.regions import RegionUse
-from graph_capture.torch_compat.layout import is_dense
-from graph_capture.training_graph import Phase, TrainingGraph, TrainingOp
+from planner._graph_capture.inductor.fused_costs import Fusion, fused_storages, fusion_of
+from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
+from planner._graph_capture.step.regions import RegionUse
+from planner._graph_capture.torch_compat.layout import is_dense
+from planner._graph_capture.training_graph import Phase, TrainingGraph, TrainingOp
 
 
 def within_kernels(graph: TrainingGraph, uses: Sequence[RegionUse]) -> TrainingGraph:

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import (
+from planner._graph_capture.joint_graph.joint import (
     JointGraph,
     eliminate_dead_code,
     is_tuple_element,
     tensors_of,
 )
-from graph_capture.joint_graph.lower import last_forward_node
-from graph_capture.joint_graph.replay import UNINITIALISED, is_random
-from graph_capture.torch_compat import OpOverload, schema_of
+from planner._graph_capture.joint_graph.lower import last_forward_node
+from planner._graph_capture.joint_graph.replay import UNINITIALISED, is_random
+from planner._graph_capture.torch_compat import OpOverload, schema_of
 
 _aten = torch.ops.aten
 _LIBRARY = torch.library.Library("checkpoint_planner", "FRAGMENT")

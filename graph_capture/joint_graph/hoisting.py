@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph, is_cotangent
-from graph_capture.joint_graph.lower import last_forward_node
-from graph_capture.joint_graph.walks import ancestors, descendants, sources
+from planner._graph_capture.joint_graph.joint import JointGraph, is_cotangent
+from planner._graph_capture.joint_graph.lower import last_forward_node
+from planner._graph_capture.joint_graph.walks import ancestors, descendants, sources
 
 
 def saved_by_default(joint: JointGraph) -> frozenset[str]:
     """Names of the nodes that Inductor's own partitioner saves for the backward."""
-    from graph_capture.torch_compat.inductor import chosen_by_default
+    from planner._graph_capture.torch_compat.inductor import chosen_by_default
 
     num_outputs = len(joint.forward_outputs)
     graph, chosen = chosen_by_default(joint.copy(), num_outputs)

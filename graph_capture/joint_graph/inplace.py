@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.torch_compat import OpOverload, schema_of
-from graph_capture.torch_compat.layout import is_dense
+from planner._graph_capture.torch_compat import OpOverload, schema_of
+from planner._graph_capture.torch_compat.layout import is_dense
 
 _aten = torch.ops.aten
 

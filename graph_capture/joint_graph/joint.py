@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graph_capture.errors import CaptureError
-from graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
-from graph_capture.joint_graph.inplace import can_write_inplace
-from graph_capture.joint_graph.replay import is_random
-from graph_capture.joint_graph.walks import descendants, operands, readers
-from graph_capture.torch_compat import (
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
+from planner._graph_capture.joint_graph.inplace import can_write_inplace
+from planner._graph_capture.joint_graph.replay import is_random
+from planner._graph_capture.joint_graph.walks import descendants, operands, readers
+from planner._graph_capture.torch_compat import (
     OpOverload,
     copied_module,
     cotangent_sources,

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
-from graph_capture.joint_graph.realized_copy import REALIZED_COPY
-from graph_capture.joint_graph.walks import descendants, readers
+from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
+from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
+from planner._graph_capture.joint_graph.walks import descendants, readers
 
 _LARGEST_SHARE = 0.5
 """The parts that are read late are copied if they are at most this part of the whole."""

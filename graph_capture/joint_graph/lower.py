@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graph_capture.errors import CaptureError
-from graph_capture.joint_graph.inplace import inplace_candidates
-from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, tensors_of
-from graph_capture.joint_graph.naming import (
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.joint_graph.inplace import inplace_candidates
+from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, tensors_of
+from planner._graph_capture.joint_graph.naming import (
     Namer,
     describe_call,
     describe_structure,
@@ -28,10 +28,10 @@ from graph_capture.joint_graph.naming import (
     target_name,
     within,
 )
-from graph_capture.joint_graph.replay import Replay, replay_of
-from graph_capture.joint_graph.walks import ancestors
-from graph_capture.torch_compat import OpOverload, schema_of, storage_key
-from graph_capture.training_graph import Phase
+from planner._graph_capture.joint_graph.replay import Replay, replay_of
+from planner._graph_capture.joint_graph.walks import ancestors
+from planner._graph_capture.torch_compat import OpOverload, schema_of, storage_key
+from planner._graph_capture.training_graph import Phase
 
 RESIDENT = -1
 """In place of a storage's index: it belongs to an input of the region and is always alive."""

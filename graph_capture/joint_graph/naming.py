@@ -20,9 +20,9 @@ from pathlib import PurePath
 import torch
 from torch import fx, nn
 
-from graph_capture.torch_compat import OpOverload, schema_of
-from graph_capture.training_graph import Phase
-from graph_capture.user_code import is_user_code
+from planner._graph_capture.torch_compat import OpOverload, schema_of
+from planner._graph_capture.training_graph import Phase
+from planner._graph_capture.user_code import is_user_code
 
 
 class Namer:

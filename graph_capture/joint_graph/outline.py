@@ -6,9 +6,9 @@ same storages; so a schedule of the one is a schedule of the other, with the sam
 
 from __future__ import annotations
 
-from graph_capture.joint_graph.lower import LoweredRegion
-from graph_capture.joint_graph.naming import describe_value, digest
-from graph_capture.training_graph import Outline
+from planner._graph_capture.joint_graph.lower import LoweredRegion
+from planner._graph_capture.joint_graph.naming import describe_value, digest
+from planner._graph_capture.training_graph import Outline
 
 
 def outline(region: LoweredRegion) -> Outline:

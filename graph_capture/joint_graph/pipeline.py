@@ -14,13 +14,18 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from graph_capture.joint_graph.fresh_results import make_results_fresh
-from graph_capture.joint_graph.hoisting import hoist, hoist_updates, ops_to_hoist, saved_by_default
-from graph_capture.joint_graph.joint import clean_joint_graph
-from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
-from graph_capture.joint_graph.lower import LoweredRegion, lower
-from graph_capture.joint_graph.pieces.in_pieces import InPieces, run_in_pieces
-from graph_capture.joint_graph.remade_dropout import remake_dropout
+from planner._graph_capture.joint_graph.fresh_results import make_results_fresh
+from planner._graph_capture.joint_graph.hoisting import (
+    hoist,
+    hoist_updates,
+    ops_to_hoist,
+    saved_by_default,
+)
+from planner._graph_capture.joint_graph.joint import clean_joint_graph
+from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
+from planner._graph_capture.joint_graph.lower import LoweredRegion, lower
+from planner._graph_capture.joint_graph.pieces.in_pieces import InPieces, run_in_pieces
+from planner._graph_capture.joint_graph.remade_dropout import remake_dropout
 
 
 @dataclass(frozen=True, slots=True)

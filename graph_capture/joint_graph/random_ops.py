@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from graph_capture.torch_compat import OpOverload, schema_of
+from planner._graph_capture.torch_compat import OpOverload, schema_of
 
 CPU_GENERATOR_STATE_BYTES = 5056
 """Size of `torch.get_rng_state()`."""

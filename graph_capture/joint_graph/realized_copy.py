@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from graph_capture.torch_compat import OpOverload
+from planner._graph_capture.torch_compat import OpOverload
 
 _NAME = "checkpoint_planner::realized_copy"
 

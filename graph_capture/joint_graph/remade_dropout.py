@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
-from graph_capture.joint_graph.lower import last_forward_node
+from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
+from planner._graph_capture.joint_graph.lower import last_forward_node
 
 _DROPOUT = torch.ops.aten.native_dropout.default
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.random_ops import state_bytes
-from graph_capture.torch_compat import HigherOrderOperator, OpOverload, schema_of
+from planner._graph_capture.joint_graph.random_ops import state_bytes
+from planner._graph_capture.torch_compat import HigherOrderOperator, OpOverload, schema_of
 
 _aten = torch.ops.aten
 

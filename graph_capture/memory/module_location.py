@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from graph_capture.torch_compat import next_node_number, running_node_number
+from planner._graph_capture.torch_compat import next_node_number, running_node_number
 
 
 class ModuleLocator:

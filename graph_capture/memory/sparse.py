@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from graph_capture.errors import CaptureError
-from graph_capture.torch_compat import (
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.torch_compat import (
     OpOverload,
     is_traceable_wrapper_subclass,
     no_active_modes,

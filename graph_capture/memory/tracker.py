@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from graph_capture.joint_graph.convolution_backward import halves
-from graph_capture.joint_graph.inplace import can_write_inplace
-from graph_capture.memory.allocator import allocated_bytes
-from graph_capture.memory.sparse import strided_tensors
-from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
-from graph_capture.torch_compat import (
+from planner._graph_capture.joint_graph.convolution_backward import halves
+from planner._graph_capture.joint_graph.inplace import can_write_inplace
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
+from planner._graph_capture.torch_compat import (
     GradientSums,
     OpOverload,
     TorchDispatchMode,

@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.fresh_results import written_in_place
-from graph_capture.joint_graph.joint import tensors_of
-from graph_capture.joint_graph.random_ops import original_call
-from graph_capture.joint_graph.replay import draws
-from graph_capture.op_costs.devices import Gpu, assumption, device_model
-from graph_capture.op_costs.flops import bytes_moved, op_flops
-from graph_capture.op_costs.probe import OpProbe
-from graph_capture.progress import Progress
-from graph_capture.torch_compat import OpOverload
+from planner._graph_capture.joint_graph.fresh_results import written_in_place
+from planner._graph_capture.joint_graph.joint import tensors_of
+from planner._graph_capture.joint_graph.random_ops import original_call
+from planner._graph_capture.joint_graph.replay import draws
+from planner._graph_capture.op_costs.devices import Gpu, assumption, device_model
+from planner._graph_capture.op_costs.flops import bytes_moved, op_flops
+from planner._graph_capture.op_costs.probe import OpProbe
+from planner._graph_capture.progress import Progress
+from planner._graph_capture.torch_compat import OpOverload
 
 if TYPE_CHECKING:
-    from graph_capture.torch_compat.inductor import KernelCall
+    from planner._graph_capture.torch_compat.inductor import KernelCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from graph_capture.op_costs.devices import Gpu
+from planner._graph_capture.op_costs.devices import Gpu
 
 _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072

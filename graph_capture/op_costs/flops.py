@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from graph_capture.torch_compat import OpOverload, pytree, schema_of, storage_key
+from planner._graph_capture.torch_compat import OpOverload, pytree, schema_of, storage_key
 
 
 def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:

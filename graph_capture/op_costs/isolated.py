@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from graph_capture.torch_compat import OpOverload, aten_name, pytree
+from planner._graph_capture.torch_compat import OpOverload, aten_name, pytree
 
-_CHILD = "graph_capture.op_costs.probe_child"
+_CHILD = "planner._graph_capture.op_costs.probe_child"
 _LONGEST_ANSWER_SECONDS = 60.0
 """Of the clock: a child that takes longer hangs.  Ops are run that are estimated to take two, some
 times over."""

@@ -29,16 +29,25 @@ from typing import Any
 
 import torch
 
-from graph_capture.memory.allocator import allocated_bytes, record_peak_of_op
-from graph_capture.memory.sparse import is_sparse, strided_tensors
-from graph_capture.op_costs.cache import OpCache, cache_directory
-from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes, product_workspace_bytes
-from graph_capture.op_costs.devices import Gpu, device_model
-from graph_capture.op_costs.flops import op_flops
-from graph_capture.op_costs.free_memory import free_bytes
-from graph_capture.op_costs.isolated import is_trusted, isolated_probe
-from graph_capture.op_costs.throw_away import Materializer, extent, ints, seeds_on_host, strides
-from graph_capture.torch_compat import (
+from planner._graph_capture.memory.allocator import allocated_bytes, record_peak_of_op
+from planner._graph_capture.memory.sparse import is_sparse, strided_tensors
+from planner._graph_capture.op_costs.cache import OpCache, cache_directory
+from planner._graph_capture.op_costs.cuda_workspace import (
+    cuda_workspace_bytes,
+    product_workspace_bytes,
+)
+from planner._graph_capture.op_costs.devices import Gpu, device_model
+from planner._graph_capture.op_costs.flops import op_flops
+from planner._graph_capture.op_costs.free_memory import free_bytes
+from planner._graph_capture.op_costs.isolated import is_trusted, isolated_probe
+from planner._graph_capture.op_costs.throw_away import (
+    Materializer,
+    extent,
+    ints,
+    seeds_on_host,
+    strides,
+)
+from planner._graph_capture.torch_compat import (
     OpOverload,
     aten_name,
     no_active_modes,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graph_capture.op_costs.probe import OpProbe
+from planner._graph_capture.op_costs.probe import OpProbe
 
 
 def answer_questions() -> None:

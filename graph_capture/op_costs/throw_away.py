@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from graph_capture.memory.sparse import is_sparse, strided_tensors
-from graph_capture.op_costs.isolated import Layout
-from graph_capture.torch_compat import OpOverload, pytree, schema_of
+from planner._graph_capture.memory.sparse import is_sparse, strided_tensors
+from planner._graph_capture.op_costs.isolated import Layout
+from planner._graph_capture.torch_compat import OpOverload, pytree, schema_of
 
 
 class Materializer:

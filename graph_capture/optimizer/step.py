@@ -28,21 +28,21 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from graph_capture.errors import CaptureError
-from graph_capture.memory.trace import Category, MemoryTrace
-from graph_capture.memory.tracker import MemoryTracker, Workspace
-from graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
-from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
-from graph_capture.torch_compat import (
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.trace import Category, MemoryTrace
+from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
+from planner._graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
+from planner._graph_capture.torch_compat import (
     UnsupportedOperatorException,
     aten_name,
     optimizers_as_on,
     pytree,
 )
-from graph_capture.training_graph import OptimizerMemory
-from graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
-from graph_capture.twins.failures import failure
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.training_graph import OptimizerMemory
+from planner._graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
+from planner._graph_capture.twins.failures import failure
+from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graph_capture.memory.trace import Category, MicroStep
-from graph_capture.memory.tracker import Workspace
-from graph_capture.plain_step.loss import LossFn, LossFootprint, trace_loss
-from graph_capture.plain_step.micro_step import trace_micro_step
-from graph_capture.rank import Wrapper
-from graph_capture.training_graph import BufferKind
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.memory.trace import Category, MicroStep
+from planner._graph_capture.memory.tracker import Workspace
+from planner._graph_capture.plain_step.loss import LossFn, LossFootprint, trace_loss
+from planner._graph_capture.plain_step.micro_step import trace_micro_step
+from planner._graph_capture.rank import Wrapper
+from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,23 +14,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graph_capture.errors import CaptureError
-from graph_capture.memory.module_location import ModuleLocator
-from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep
-from graph_capture.memory.tracker import MemoryTracker
-from graph_capture.op_costs.devices import Gpu, assumption, compute_capability
-from graph_capture.op_costs.probe import OpProbe
-from graph_capture.optimizer.step import (
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.module_location import ModuleLocator
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep
+from planner._graph_capture.memory.tracker import MemoryTracker
+from planner._graph_capture.op_costs.devices import Gpu, assumption, compute_capability
+from planner._graph_capture.op_costs.probe import OpProbe
+from planner._graph_capture.optimizer.step import (
     OptimizerSettings,
     OptimizerTrace,
     trace_optimizer_steps,
 )
-from graph_capture.plain_step.loss import LossFn
-from graph_capture.plain_step.micro_step import run_without_data, trace_micro_step
-from graph_capture.plain_step.resident import resident_blocks
-from graph_capture.rank import RankLayout
-from graph_capture.torch_compat import quiet_fake_tensors
-from graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
+from planner._graph_capture.plain_step.loss import LossFn
+from planner._graph_capture.plain_step.micro_step import run_without_data, trace_micro_step
+from planner._graph_capture.plain_step.resident import resident_blocks
+from planner._graph_capture.rank import RankLayout
+from planner._graph_capture.torch_compat import quiet_fake_tensors
+from planner._graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
 
 
 class PlainLoop:

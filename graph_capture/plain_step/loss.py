@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from graph_capture.errors import CaptureError
-from graph_capture.memory.allocator import allocated_bytes
-from graph_capture.memory.tracker import MemoryTracker, Workspace
-from graph_capture.output_tensors import output_tensors, with_changed_tensors
-from graph_capture.torch_compat import storage_key
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.output_tensors import output_tensors, with_changed_tensors
+from planner._graph_capture.torch_compat import storage_key
+from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,18 +21,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from graph_capture.errors import ValueAsked
-from graph_capture.memory.module_location import ModuleLocator
-from graph_capture.memory.sparse import is_sparse
-from graph_capture.memory.trace import COMMUNICATION, Category, MicroStep
-from graph_capture.memory.tracker import MemoryTracker, Workspace
-from graph_capture.plain_step.loss import LossFn, Objective, objective
-from graph_capture.rank import Wrapper
-from graph_capture.torch_compat import NoStaticShape
-from graph_capture.training_graph import BufferKind
-from graph_capture.twins.asked_values import value_asked
-from graph_capture.twins.data_less import data_less_twin
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.errors import ValueAsked
+from planner._graph_capture.memory.module_location import ModuleLocator
+from planner._graph_capture.memory.sparse import is_sparse
+from planner._graph_capture.memory.trace import COMMUNICATION, Category, MicroStep
+from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.plain_step.loss import LossFn, Objective, objective
+from planner._graph_capture.rank import Wrapper
+from planner._graph_capture.torch_compat import NoStaticShape
+from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.twins.asked_values import value_asked
+from planner._graph_capture.twins.data_less import data_less_twin
+from planner._graph_capture.twins.fake import FakeTwin
 
 _Made = TypeVar("_Made")
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 import torch
 
-from graph_capture.memory.allocator import allocated_bytes
-from graph_capture.memory.sparse import strided_tensors
-from graph_capture.memory.trace import Block, Category
-from graph_capture.torch_compat import pytree, storage_key
-from graph_capture.training_graph import ResidentMemory
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.memory.trace import Block, Category
+from planner._graph_capture.torch_compat import pytree, storage_key
+from planner._graph_capture.training_graph import ResidentMemory
+from planner._graph_capture.twins.fake import FakeTwin
 
 
 def resident_blocks(twin: FakeTwin, resident: ResidentMemory, *, is_sharded: bool = False

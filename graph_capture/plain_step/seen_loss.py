@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from graph_capture.memory.allocator import allocated_bytes
-from graph_capture.memory.tracker import MemoryTracker, Workspace
-from graph_capture.output_tensors import output_tensors
-from graph_capture.plain_step.loss import OutputGradient, Until
-from graph_capture.torch_compat import (
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.output_tensors import output_tensors
+from planner._graph_capture.plain_step.loss import OutputGradient, Until
+from planner._graph_capture.torch_compat import (
     OpOverload,
     active_modes,
     pytree,

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from graph_capture.dynamo.uncaptured import UncapturedCode
-from graph_capture.joint_graph.lower import LoweredOp, epilogue_name
-from graph_capture.joint_graph.outline import outline
-from graph_capture.memory.trace import COMMUNICATION
-from graph_capture.op_costs.costs import OpCost
-from graph_capture.plain_step.loss import LossFootprint
-from graph_capture.step.regions import RegionUse
-from graph_capture.torch_compat import AUTOGRAD_HOLDS_COTANGENTS
-from graph_capture.training_graph import (
+from planner._graph_capture.dynamo.uncaptured import UncapturedCode
+from planner._graph_capture.joint_graph.lower import LoweredOp, epilogue_name
+from planner._graph_capture.joint_graph.outline import outline
+from planner._graph_capture.memory.trace import COMMUNICATION
+from planner._graph_capture.op_costs.costs import OpCost
+from planner._graph_capture.plain_step.loss import LossFootprint
+from planner._graph_capture.step.regions import RegionUse
+from planner._graph_capture.torch_compat import AUTOGRAD_HOLDS_COTANGENTS
+from planner._graph_capture.training_graph import (
     KEPT_BY_USER,
     LOSS_BACKWARD,
     RUNS_SEVERAL_TIMES,

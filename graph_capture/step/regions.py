@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from graph_capture.dynamo.record import Recording, RegionCall
-from graph_capture.joint_graph.joint import count_cotangents
-from graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
-from graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
-from graph_capture.memory.sparse import tensors_inside
-from graph_capture.output_tensors import output_tensors
-from graph_capture.torch_compat import storage_key
-from graph_capture.twins.fake import FakeTwin
+from planner._graph_capture.dynamo.record import Recording, RegionCall
+from planner._graph_capture.joint_graph.joint import count_cotangents
+from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
+from planner._graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
+from planner._graph_capture.memory.sparse import tensors_inside
+from planner._graph_capture.output_tensors import output_tensors
+from planner._graph_capture.torch_compat import storage_key
+from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True)

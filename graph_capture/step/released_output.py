@@ -13,8 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graph_capture.plain_step.loss import Until
-from graph_capture.training_graph import LOSS_BACKWARD, Phase, Region, TrainingGraph, TrainingOp
+from planner._graph_capture.plain_step.loss import Until
+from planner._graph_capture.training_graph import (
+    LOSS_BACKWARD,
+    Phase,
+    Region,
+    TrainingGraph,
+    TrainingOp,
+)
 
 OUTPUT_RELEASED = "loss/output released#0"
 """Name of the pseudo-op before which the output is there, and after which it is not."""

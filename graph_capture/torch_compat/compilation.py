@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from graph_capture.module_forward import call_forward, own_forward
-from graph_capture.torch_compat.recurrent import recurrent_layers_trained
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.module_forward import call_forward, own_forward
+from planner._graph_capture.torch_compat.recurrent import recurrent_layers_trained
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
@@ -17,7 +17,7 @@ import torch
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_impls import op_implementations_dict
 
-from graph_capture.torch_compat.memory import no_active_modes
+from planner._graph_capture.torch_compat.memory import no_active_modes
 
 
 def _grouped_product(mode: Any, func: Any, mat_a: torch.Tensor, mat_b: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
@@ -15,7 +15,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import _has_any_global_hook
 
-from graph_capture.torch_compat.memory import no_saved_tensors_hooks
+from planner._graph_capture.torch_compat.memory import no_saved_tensors_hooks
 
 
 def is_under_transform() -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from graph_capture.torch_compat.recurrent import recurrent_layers_trained
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.recurrent import recurrent_layers_trained
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
@@ -24,9 +24,9 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
-from graph_capture.torch_compat.convolution_layouts import layouts_of_their_own
-from graph_capture.torch_compat.kernel_sketch import sketched_kernels
+from planner._graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
+from planner._graph_capture.torch_compat.convolution_layouts import layouts_of_their_own
+from planner._graph_capture.torch_compat.kernel_sketch import sketched_kernels
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
 """`compile(graph, example_inputs, is_backward)` gives a callable that takes a list of arguments."""

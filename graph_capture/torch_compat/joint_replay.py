@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
@@ -23,7 +23,7 @@ import torch._inductor.compile_fx as inductor
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
-from graph_capture.torch_compat.compilation import copied_module
+from planner._graph_capture.torch_compat.compilation import copied_module
 
 
 class JointReplay:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
 import torch
 
-from graph_capture.torch_compat.compilation import OpOverload
-from graph_capture.torch_compat.scheduler_pass import SchedulerPass
+from planner._graph_capture.torch_compat.compilation import OpOverload
+from planner._graph_capture.torch_compat.scheduler_pass import SchedulerPass
 
 
 class KernelOrder(SchedulerPass):

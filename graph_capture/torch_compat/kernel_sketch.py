@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 

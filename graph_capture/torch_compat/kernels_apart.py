@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
@@ -35,8 +35,8 @@ from torch._inductor.scheduler import FusedSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from graph_capture.torch_compat.kernel_memory import KernelMemory
-from graph_capture.torch_compat.scheduler_pass import SchedulerPass
+from planner._graph_capture.torch_compat.kernel_memory import KernelMemory
+from planner._graph_capture.torch_compat.scheduler_pass import SchedulerPass
 
 _TRIES = 8
 """Kernels that are tried for one peak, at most: the nearest."""

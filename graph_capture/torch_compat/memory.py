@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 
-from graph_capture.torch_compat.layout import is_dense
+from planner._graph_capture.torch_compat.layout import is_dense
 
 # What a fake tensor answers to an op whose result has a shape that depends on values.
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 

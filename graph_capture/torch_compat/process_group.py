@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 from unittest import mock
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 

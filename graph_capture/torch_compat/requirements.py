@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graph_capture.errors import UnsupportedTorch
+from planner._graph_capture.errors import UnsupportedTorch
 
 KNOWN_TO_WORK = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """The tests that were run with each are in docs/reference/torch_versions.md."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 

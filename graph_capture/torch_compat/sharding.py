@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from graph_capture.errors import ValueAsked
-from graph_capture.model_state import remembered_state
-from graph_capture.torch_compat import NoStaticShape, TorchDispatchMode, pytree
-from graph_capture.twins.data_less import VALUE_OPS, Answer, makes_size_by_values
-from graph_capture.user_code import place_of
+from planner._graph_capture.errors import ValueAsked
+from planner._graph_capture.model_state import remembered_state
+from planner._graph_capture.torch_compat import NoStaticShape, TorchDispatchMode, pytree
+from planner._graph_capture.twins.data_less import VALUE_OPS, Answer, makes_size_by_values
+from planner._graph_capture.user_code import place_of
 
 
 def value_asked(error: BaseException) -> ValueAsked:

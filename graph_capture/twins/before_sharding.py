@@ -31,7 +31,7 @@ class _View:
         self.parameters: dict[int, nn.Parameter] = {}
 
     def module(self, real: nn.Module) -> nn.Module:
-        from graph_capture.torch_compat.sharding import class_before, is_of_sharding
+        from planner._graph_capture.torch_compat.sharding import class_before, is_of_sharding
 
         if id(real) in self.modules:
             return self.modules[id(real)]
@@ -56,7 +56,7 @@ class _View:
 
     def parameter(self, real: nn.Parameter) -> nn.Parameter:
         """One view for each parameter, a tied one too."""
-        from graph_capture.torch_compat.sharding import is_shard
+        from planner._graph_capture.torch_compat.sharding import is_shard
 
         if id(real) not in self.parameters:
             floats = self.dtype if real.is_floating_point() else None

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from graph_capture.errors import CaptureError, ValueAsked
-from graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
-from graph_capture.torch_compat import (
+from planner._graph_capture.errors import CaptureError, ValueAsked
+from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
+from planner._graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     NoStaticShape,
@@ -41,7 +41,7 @@ from graph_capture.torch_compat import (
     storage_at,
     storage_key,
 )
-from graph_capture.twins.fake import FakeTwin, TwinCopier, twin_by
+from planner._graph_capture.twins.fake import FakeTwin, TwinCopier, twin_by
 
 _KNOWN_BYTES = 1 << 24
 """Known values are followed through tensors of at most this size."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_capture.torch_compat import UnsupportedOperatorException, schema_of
+from planner._graph_capture.torch_compat import UnsupportedOperatorException, schema_of
 
 
 def failure(error: BaseException) -> str:

@@ -24,12 +24,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graph_capture.device_kernels.replacement import DeviceKernels
-from graph_capture.errors import CaptureError
-from graph_capture.memory.allocator import allocated_bytes
-from graph_capture.memory.sparse import strided_tensors
-from graph_capture.module_forward import take_down
-from graph_capture.torch_compat import (
+from planner._graph_capture.device_kernels.replacement import DeviceKernels
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.module_forward import take_down
+from planner._graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -41,7 +41,7 @@ from graph_capture.torch_compat import (
     storage_key,
     tensor_clone,
 )
-from graph_capture.training_graph import ResidentMemory
+from planner._graph_capture.training_graph import ResidentMemory
 
 
 @dataclass(frozen=True, eq=False)

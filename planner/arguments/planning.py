@@ -23,7 +23,7 @@ from planner.arguments.parallel import DataParallel, check_parallel
 if TYPE_CHECKING:
     import torch
 
-    from graph_capture.op_costs.devices import Gpu
+    from planner._graph_capture.op_costs.devices import Gpu
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -136,7 +136,7 @@ class Planning:
         "What the budget limits: allocated, or reserved by torch on a GPU."))
 
     def __post_init__(self) -> None:
-        from solvers.solve import ALGORITHMS
+        from planner.solvers.solve import ALGORITHMS
 
         _check_known("solver", self.solver, tuple(ALGORITHMS))
         _check_known("backend", self.backend, BACKENDS)
@@ -167,7 +167,7 @@ class Planning:
         if "offload" in self.allow:
             self._check_offload()
         if self.gpu is not None:
-            from graph_capture.op_costs.devices import known_gpu
+            from planner._graph_capture.op_costs.devices import known_gpu
 
             known_gpu(self.gpu)
 

@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase
+from planner.solvers.problem import Schedule
+from planner.solvers.simulator import unroll
 from planner.step.form import Form
-from solvers.problem import Schedule
-from solvers.simulator import unroll
 
 if TYPE_CHECKING:
-    from graph_capture.capture import CapturedStep
+    from planner._graph_capture.capture import CapturedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,21 +35,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apply.blocks import run_step
-from apply.circumstances import Call, differences
-from apply.errors import PlanMismatch
-from apply.planned_forward import can_be_pickled
-from graph_capture.model_state import remembered_random_state
-from graph_capture.module_forward import Forward, in_place_of_forward
-from graph_capture.plain_step.loss import Until
-from graph_capture.plain_step.seen_loss import (
+from planner._apply.blocks import run_step
+from planner._apply.circumstances import Call, differences
+from planner._apply.errors import PlanMismatch
+from planner._apply.planned_forward import can_be_pickled
+from planner._graph_capture.model_state import remembered_random_state
+from planner._graph_capture.module_forward import Forward, in_place_of_forward
+from planner._graph_capture.plain_step.loss import Until
+from planner._graph_capture.plain_step.seen_loss import (
     LossWatch,
     SeenLoss,
     UnmeasuredLoss,
     end_watches,
     watch_output,
 )
-from graph_capture.torch_compat import no_saved_tensors_hooks, running_node_number
+from planner._graph_capture.torch_compat import no_saved_tensors_hooks, running_node_number
 from planner.attached.known import GraphPlanner
 from planner.attached.observing import (
     STEPS_LOOKED_AT,

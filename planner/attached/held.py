@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graph_capture.memory.allocator import allocated_bytes
-from graph_capture.torch_compat import pytree, storage_key
-from graph_capture.twins.data_less import is_data_less
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.torch_compat import pytree, storage_key
+from planner._graph_capture.twins.data_less import is_data_less
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

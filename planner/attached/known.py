@@ -28,22 +28,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apply.circumstances import circumstances_of, tensor_keys
-from graph_capture.capture import CapturedStep
-from graph_capture.completed import (
+from planner._apply.circumstances import circumstances_of, tensor_keys
+from planner._graph_capture.capture import CapturedStep
+from planner._graph_capture.completed import (
     with_earlier_gradients,
     with_held,
     with_optimizer,
     with_output_let_go,
     with_seen_loss,
 )
-from graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
-from graph_capture.errors import CaptureError, ValueAsked
-from graph_capture.op_costs.room import ProbeRoom
-from graph_capture.plain_step.loss import OpenLoss, Until
-from graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss, UnmeasuredLoss
-from graph_capture.torch_compat import pytree, wrapping_data_parallel
-from graph_capture.twins.asked_values import asked_values
+from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
+from planner._graph_capture.errors import CaptureError, ValueAsked
+from planner._graph_capture.op_costs.room import ProbeRoom
+from planner._graph_capture.plain_step.loss import OpenLoss, Until
+from planner._graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss, UnmeasuredLoss
+from planner._graph_capture.torch_compat import pytree, wrapping_data_parallel
+from planner._graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
@@ -58,10 +58,10 @@ from planner.progress import watched
 from planner.search.agreement import agreed, check_same_model
 from planner.search.eager import make_plan
 from planner.search.planning import Effort, leanest_plan, plan_within
+from planner.solvers.result import Result
 from planner.step.prepared import PreparedStep, prepare
 from planner.step.wrapped import group_of, with_wrappers
 from planner.units import format_bytes
-from solvers.result import Result
 
 log = logging.getLogger("planner")
 

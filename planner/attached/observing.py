@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apply.planned_forward import CountingForward
-from graph_capture.plain_step.seen_loss import LossWatch
-from graph_capture.torch_compat import pytree, running_node_number
+from planner._apply.planned_forward import CountingForward
+from planner._graph_capture.plain_step.seen_loss import LossWatch
+from planner._graph_capture.torch_compat import pytree, running_node_number
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
 from planner.attached.held import LoopMemory, device_of, tensors_of

@@ -8,10 +8,10 @@ from weakref import WeakSet, ref
 
 from torch import nn
 
-from apply.blocks import code_of
-from apply.circumstances import Call
-from graph_capture.plain_step.loss import Until
-from graph_capture.plain_step.seen_loss import SeenLoss, UnmeasuredLoss
+from planner._apply.blocks import code_of
+from planner._apply.circumstances import Call
+from planner._graph_capture.plain_step.loss import Until
+from planner._graph_capture.plain_step.seen_loss import SeenLoss, UnmeasuredLoss
 from planner.attached.beside import Beside, Moment, fullest
 from planner.attached.known import GraphPlanner
 from planner.attached.step_known import Known

@@ -7,8 +7,8 @@ from weakref import ref
 
 from torch.optim import Optimizer
 
-from graph_capture.plain_step.loss import Until
-from graph_capture.plain_step.seen_loss import SeenLoss
+from planner._graph_capture.plain_step.loss import Until
+from planner._graph_capture.plain_step.seen_loss import SeenLoss
 from planner.attached.beside import Beside
 
 

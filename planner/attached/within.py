@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Unpack
 
 from torch import nn
 
-from graph_capture.module_forward import own_forward, set_forward, standing_in, take_down
+from planner._graph_capture.module_forward import own_forward, set_forward, standing_in, take_down
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.attached.forward import PlanningForward

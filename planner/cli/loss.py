@@ -58,7 +58,7 @@ def _has_tokens(inputs: object) -> bool:
     """Whether sequences of whole numbers are among the inputs: `(batch, sequence)`."""
     import torch
 
-    from graph_capture.torch_compat import pytree
+    from planner._graph_capture.torch_compat import pytree
 
     return any(isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and leaf.dtype != torch.bool
                and not (leaf.is_floating_point() or leaf.is_complex())
@@ -75,7 +75,7 @@ class _FunctionalLoss:
         """The loss."""
         import torch
 
-        from graph_capture.output_tensors import output_tensors
+        from planner._graph_capture.output_tensors import output_tensors
 
         logits = getattr(output, "logits", None)
         tensors = [logits] if isinstance(logits, torch.Tensor) else output_tensors(output)

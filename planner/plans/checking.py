@@ -19,17 +19,17 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from apply.recipe import RegionRecipe
-from graph_capture.specification import MalformedGraph, check
-from graph_capture.training_graph import Phase, Region, TrainingGraph
+from planner._apply.recipe import RegionRecipe
+from planner._graph_capture.specification import MalformedGraph, check
+from planner._graph_capture.training_graph import Phase, Region, TrainingGraph
 from planner.errors import PlanMismatch
 from planner.plans.decisions import build_regions, decide, schedule_of
+from planner.solvers.simulator import Timeline, unroll
 from planner.step.accounting import account, memory_over
 from planner.step.budget import StepBudget
 from planner.step.course import StepCourse
 from planner.step.form import Form
 from planner.step.lowering import lower
-from solvers.simulator import Timeline, unroll
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan

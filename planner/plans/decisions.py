@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-from apply.recipe import (
+from planner._apply.recipe import (
     Fetch,
     InplaceReuse,
     InsertedAction,
@@ -24,16 +24,16 @@ from apply.recipe import (
     Store,
     Stored,
 )
-from graph_capture.training_graph import TrainingGraph
+from planner._graph_capture.training_graph import TrainingGraph
 from planner.errors import PlanMismatch
+from planner.solvers.actions import Action as ScheduledAction
+from planner.solvers.actions import Fetch as ScheduledFetch
+from planner.solvers.actions import Release as ScheduledRelease
+from planner.solvers.actions import Run, Schedule, as_order
+from planner.solvers.actions import Store as ScheduledStore
+from planner.solvers.simulator import Timeline
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
-from solvers.actions import Action as ScheduledAction
-from solvers.actions import Fetch as ScheduledFetch
-from solvers.actions import Release as ScheduledRelease
-from solvers.actions import Run, Schedule, as_order
-from solvers.actions import Store as ScheduledStore
-from solvers.simulator import Timeline
 
 Action = Literal["keep", "recompute", "offload"]
 """What happens to an op's results; an op that runs again counts as recomputed."""

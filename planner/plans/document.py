@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
-from graph_capture.training_graph import (
+from planner._apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
+from planner._graph_capture.training_graph import (
     Buffer,
     CodeMemory,
     KernelChoice,
@@ -29,9 +29,9 @@ from graph_capture.training_graph import (
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
+from planner.solvers.problem import Link
+from planner.solvers.result import Status
 from planner.step.course import StepCourse
-from solvers.problem import Link
-from solvers.result import Status
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan

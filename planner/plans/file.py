@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from apply.recipe import OpKey, Recipe, RegionRecipe
-from graph_capture.training_graph import Phase, TrainingOp
+from planner._apply.recipe import OpKey, Recipe, RegionRecipe
+from planner._graph_capture.training_graph import Phase, TrainingOp
 from planner.errors import PlanFileError
 from planner.plans.checking import contradiction
 from planner.plans.document import SCHEMA_VERSION, Document, ops_of, pick

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from apply.recipe import Recipe
-from graph_capture.training_graph import BufferKind
+from planner._apply.recipe import Recipe
+from planner._graph_capture.training_graph import BufferKind
 from planner.plans.decisions import decide, with_step
 from planner.plans.plan import Plan
+from planner.solvers.problem import Schedule
+from planner.solvers.result import Status
 from planner.step.budget import StepAccount
 from planner.step.course import StepCourse
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
-from solvers.problem import Schedule
-from solvers.result import Status
 
 
 def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, *,

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from apply.recipe import Recipe
-from graph_capture.training_graph import KernelChoice, OptimizerMemory, ResidentMemory
+from planner._apply.recipe import Recipe
+from planner._graph_capture.training_graph import KernelChoice, OptimizerMemory, ResidentMemory
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
+from planner.solvers.problem import Link
+from planner.solvers.result import Status
 from planner.step.course import StepCourse
-from solvers.problem import Link
-from solvers.result import Status
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,8 +17,8 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from apply.recipe import Recipe, RegionRecipe
-from graph_capture.training_graph import TrainingOp
+from planner._apply.recipe import Recipe, RegionRecipe
+from planner._graph_capture.training_graph import TrainingOp
 from planner.plans.document import Document, OpRow, RegionRow, SolverRow
 from planner.plans.plan import Plan
 

@@ -164,7 +164,7 @@ def _overload(kind: str) -> Any:
     """The op of torch that a name of the captured graph stands for, if any."""
     import torch
 
-    from graph_capture.torch_compat import OpOverload
+    from planner._graph_capture.torch_compat import OpOverload
 
     found: Any = torch.ops
     for part in kind.split("."):

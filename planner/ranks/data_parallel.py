@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from graph_capture.data_parallel.rank_step import ParallelStep
-    from graph_capture.op_costs.devices import Gpu
-    from graph_capture.training_graph import OptimizerMemory
-    from graph_capture.twins.fake import FakeTwin
+    from planner._graph_capture.data_parallel.rank_step import ParallelStep
+    from planner._graph_capture.op_costs.devices import Gpu
+    from planner._graph_capture.training_graph import OptimizerMemory
+    from planner._graph_capture.twins.fake import FakeTwin
     from planner.plans.plan import Plan
     from planner.step.rank_layout import FullyShardedLayout, Replicated
 
@@ -62,12 +62,12 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
            parallel: DataParallel, loss_fn: Callable[[Any], torch.Tensor] | None,
            optimizer: object, device: torch.device | str | None, gpu: str | Gpu | None,
            probe: bool) -> RankMemory:
-    from graph_capture.data_parallel.rank_step import trace_parallel_step
-    from graph_capture.op_costs.costs import OpCosts
-    from graph_capture.op_costs.devices import compute_capability
-    from graph_capture.optimizer.step import trace_optimizer
-    from graph_capture.torch_compat import quiet_fake_tensors
-    from graph_capture.twins.fake import device_planned_for, make_twin
+    from planner._graph_capture.data_parallel.rank_step import trace_parallel_step
+    from planner._graph_capture.op_costs.costs import OpCosts
+    from planner._graph_capture.op_costs.devices import compute_capability
+    from planner._graph_capture.optimizer.step import trace_optimizer
+    from planner._graph_capture.torch_compat import quiet_fake_tensors
+    from planner._graph_capture.twins.fake import device_planned_for, make_twin
     from planner.step.rank_layout import layout_of
     from planner.step.wrapped import beneath_wrappers
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from planner.plans.plan import Plan
+    from planner.solvers.simulator import Timeline
     from planner.step.form import Form
-    from solvers.simulator import Timeline
 
 
 def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
@@ -47,8 +47,8 @@ def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory
 
 def _of_wrapper(form: Form, timeline: Timeline) -> tuple[int, int]:
     """Bytes of gathered parameters, and of buffers of collectives, at the peak."""
-    from graph_capture.memory.trace import COMMUNICATION
-    from graph_capture.training_graph import BufferKind
+    from planner._graph_capture.memory.trace import COMMUNICATION
+    from planner._graph_capture.training_graph import BufferKind
 
     position, gathered, sent = timeline.peak_position, 0, 0
     for instance in timeline.instances:

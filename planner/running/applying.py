@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from apply.errors import PlanMismatch
-from apply.recipe import Recipe
-from apply.step_counts import StepCounts as StepCounts
+from planner._apply.errors import PlanMismatch
+from planner._apply.recipe import Recipe
+from planner._apply.step_counts import StepCounts as StepCounts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +57,7 @@ def apply(model: nn.Module, plan: Plan, *,
     if replan is not None and not callable(replan):
         raise TypeError("replan must be a function of a model and its inputs that returns a "
                         f"planner.Plan, got {type(replan).__name__}")
-    from apply.runtime import apply_recipe
+    from planner._apply.runtime import apply_recipe
     from planner.step.wrapped import other_ranks, unwrapped
 
     if unwrapped(model) is not model:
@@ -82,8 +82,8 @@ def steps_of(model: nn.Module) -> StepCounts:
 
     Raises `ValueError` where no plan was applied to any module of `model`.
     """
-    from apply.planned_forward import CountingForward
-    from graph_capture.module_forward import standing_in
+    from planner._apply.planned_forward import CountingForward
+    from planner._graph_capture.module_forward import standing_in
 
     for module in model.modules():
         found = standing_in(module)
@@ -133,8 +133,8 @@ def _check_resident(model: nn.Module, plan: Plan) -> None:
 
 def _state_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, each storage once, as far as they fill it."""
-    from graph_capture.memory.sparse import strided_tensors
-    from graph_capture.torch_compat import storage_key
+    from planner._graph_capture.memory.sparse import strided_tensors
+    from planner._graph_capture.torch_compat import storage_key
 
     storages: dict[int, list[int]] = {}
     for tensor in strided_tensors([*model.parameters(), *model.buffers()]):

@@ -36,8 +36,8 @@ def steps_on_this_rank(model: nn.Module, found: DataParallel | None, plan: Plan)
     Raises `ValueError` where one of model and plan is for one device, and `PlanMismatch` where the
     plan is for another run.
     """
-    from apply.blocks import code_of, run_step
-    from graph_capture.module_forward import (
+    from planner._apply.blocks import code_of, run_step
+    from planner._graph_capture.module_forward import (
         StandIn,
         in_place_of_forward,
         own_forward,

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from graph_capture.torch_compat import pytree
+from planner._graph_capture.torch_compat import pytree
 from planner.arguments.inputs import split_inputs
 from planner.errors import PlanMismatch
 from planner.running.applying import apply, steps_of
@@ -155,9 +155,9 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     where nothing can be differentiated, and `ValueError` for a model without values (on `meta`) and
     where one of model and plan is of one device and the other of many ranks.
     """
-    from apply.circumstances import autocast_as_planned
-    from graph_capture.memory.allocator import record_peak
-    from graph_capture.plain_step.loss import objective
+    from planner._apply.circumstances import autocast_as_planned
+    from planner._graph_capture.memory.allocator import record_peak
+    from planner._graph_capture.plain_step.loss import objective
     from planner.step.wrapped import parallel_of
 
     args, kwargs = split_inputs(model, inputs)

@@ -48,7 +48,7 @@ def agreed(make: Callable[[], Plan], prepared: PreparedStep, limit_bytes: int | 
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return make()
-    from graph_capture.torch_compat.process_group import default_store
+    from planner._graph_capture.torch_compat.process_group import default_store
 
     store, rank = default_store(), dist.get_rank()
     key = f"{_PREFIX}/{_question(prepared, limit_bytes, effort, purpose)}"
@@ -80,7 +80,7 @@ def check_same_model(model: nn.Module, tensors: Sequence[object], ranks: Sequenc
 
     if len(ranks) < 2 or model in _met:
         return
-    from graph_capture.torch_compat.process_group import default_store
+    from planner._graph_capture.torch_compat.process_group import default_store
 
     store, key = default_store(), f"{_PREFIX}/models/{_hash(list(ranks))}/{next(_numbers)}"
     mine = json.dumps([str(each) for each in tensors])

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from apply.recipe import Recipe
-from graph_capture.training_graph import BufferKind, Phase
+from planner._apply.recipe import Recipe
+from planner._graph_capture.training_graph import BufferKind, Phase
 from planner.plans.decisions import build_recipe
+from planner.solvers.problem import Schedule
+from planner.solvers.simulator import unroll
 from planner.step.accounting import memory_over
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
-from solvers.problem import Schedule
-from solvers.simulator import unroll
 
 if TYPE_CHECKING:
-    from graph_capture.inductor.compiled_step import CompiledStep
+    from planner._graph_capture.inductor.compiled_step import CompiledStep
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def recipe_for_inductor(prepared: PreparedStep, form: Form, schedule: Schedule) 
 def foreseen_step(form: Form, schedule: Schedule, off_bytes: int) -> CompiledStep:
     """The step as the problem accounts for it, and `off_bytes` beside that: for a search that is
     out of time."""
-    from graph_capture.inductor.compiled_step import CompiledStep
+    from planner._graph_capture.inductor.compiled_step import CompiledStep
 
     timeline = unroll(form.problem, schedule)
     course = memory_over(form.graph, timeline)

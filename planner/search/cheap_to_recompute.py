@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Set
 
-from graph_capture.training_graph import Phase, SavingCosts, TrainingGraph
+from planner._graph_capture.training_graph import Phase, SavingCosts, TrainingGraph
 from planner.search.saving import saved_buffers, schedule_saving
+from planner.solvers.actions import as_order
+from planner.solvers.problem import Schedule
 from planner.step.form import Form
-from solvers.actions import as_order
-from solvers.problem import Schedule
 
 
 def free_ops(form: Form, saved: Set[int]) -> frozenset[int]:

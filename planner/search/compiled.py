@@ -22,13 +22,13 @@ from planner.search.compiled_search import CompiledSearch
 from planner.search.effort import Effort
 from planner.search.forms import choose
 from planner.search.proposals import NO_LESS
+from planner.solvers.incumbent import PROOF_TOLERANCE
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from planner.units import format_bytes
-from solvers.incumbent import PROOF_TOLERANCE
 
 if TYPE_CHECKING:
-    from graph_capture.inductor.compiled_step import CompiledStep
+    from planner._graph_capture.inductor.compiled_step import CompiledStep
 
 _WORTH_GENERATING = 1.3
 """The code of what Inductor does by itself is not generated where that takes more than this times

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from apply.recipe import Recipe
+from planner._apply.recipe import Recipe
 from planner.search.beside import MARGIN, CodeBeside, at_most
 from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of, recipe_for_inductor
 from planner.search.effort import Effort
@@ -29,10 +29,10 @@ from planner.search.forms import without_workspace
 from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.time_left import TimeLeft
+from planner.solvers.errors import InfeasibleBudget as Refusal
+from planner.solvers.problem import Schedule
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
-from solvers.errors import InfeasibleBudget as Refusal
-from solvers.problem import Schedule
 
 _ROUNDS = 4
 """Budgets that are tried on the solver for one plan, for each order of kernels, at most."""

@@ -6,20 +6,20 @@ schedule changes, resident memory and the optimizer's step, sets a floor.
 
 from __future__ import annotations
 
-from graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_recipe
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
 from planner.search.effort import Effort
 from planner.search.forms import cheapest, smallest, solve_form
+from planner.solvers.errors import InfeasibleBudget as Refusal
+from planner.solvers.problem import Schedule
+from planner.solvers.result import Result
+from planner.solvers.simulator import unroll
 from planner.step.accounting import account, describe_bottleneck, memory_over
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
-from solvers.errors import InfeasibleBudget as Refusal
-from solvers.problem import Schedule
-from solvers.result import Result
-from solvers.simulator import unroll
 
 OFFLOAD_IS_EXPERIMENTAL = (
     "storing results on the host is experimental: no GPU has run it, and the extra time counts on "

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from planner.search.effort import Effort
+from planner.solvers.actions import as_order
+from planner.solvers.errors import InfeasibleBudget as Refusal
+from planner.solvers.incumbent import PROOF_TOLERANCE
+from planner.solvers.minimum import minimum_peak
+from planner.solvers.problem import Schedule
+from planner.solvers.result import Result
+from planner.solvers.solve import solve
 from planner.step.form import Form
-from solvers.actions import as_order
-from solvers.errors import InfeasibleBudget as Refusal
-from solvers.incumbent import PROOF_TOLERANCE
-from solvers.minimum import minimum_peak
-from solvers.problem import Schedule
-from solvers.result import Result
-from solvers.solve import solve
 
 _LEAST_FIRST_SHARE, _FIRST_SHARE = 0.2, 0.5
 """Part of the time for the base form, where there are others: less, the nearer the budget is to

@@ -17,14 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase
 from planner.search.saving import schedule_saving
+from planner.solvers.actions import as_order
+from planner.solvers.cut_model import CutModel
+from planner.solvers.repetition import runs_of
+from planner.solvers.simulator import unroll
+from planner.solvers.violations import Inner, next_cuts
 from planner.step.form import Form
-from solvers.actions import as_order
-from solvers.cut_model import CutModel
-from solvers.repetition import runs_of
-from solvers.simulator import unroll
-from solvers.violations import Inner, next_cuts
 
 _NODES = 50
 """Nodes of the search for one model; where they do not suffice, the bound is a smaller one."""

@@ -6,15 +6,15 @@ wanted.
 
 from __future__ import annotations
 
-from graph_capture.garbage import fewer_collections
+from planner._graph_capture.garbage import fewer_collections
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.compiled import plan_compiled
 from planner.search.eager import infeasible, make_plan, schedule_within
 from planner.search.effort import Effort
 from planner.search.reserved import reserved_refusal, schedule_reserving
+from planner.solvers.problem import Schedule
 from planner.step.prepared import PreparedStep
-from solvers.problem import Schedule
 
 __all__ = ["Effort", "leanest_plan", "plan_within", "refusal"]
 

@@ -18,10 +18,10 @@ from planner.search.forms import solve_form
 from planner.search.fused_bound import least_cost
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.time_left import TimeLeft
+from planner.solvers.errors import InfeasibleBudget as Refusal
+from planner.solvers.problem import Schedule
+from planner.solvers.result import Result
 from planner.step.form import Form
-from solvers.errors import InfeasibleBudget as Refusal
-from solvers.problem import Schedule
-from solvers.result import Result
 
 NO_LESS = 0.95
 """Schedules whose peaks, by the problem's account, are nearer than this are not told apart by

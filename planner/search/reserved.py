@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 from planner.errors import InfeasibleBudget
 from planner.search.eager import schedule_within, smallest_result
 from planner.search.effort import Effort
+from planner.solvers.actions import as_order
+from planner.solvers.incumbent import PROOF_TOLERANCE
+from planner.solvers.problem import Schedule
+from planner.solvers.result import Result
+from planner.solvers.simulator import unroll
 from planner.step.accounting import describe_bottleneck
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from planner.units import format_bytes
-from solvers.actions import as_order
-from solvers.incumbent import PROOF_TOLERANCE
-from solvers.problem import Schedule
-from solvers.result import Result
-from solvers.simulator import unroll
 
 _SOLVES = 7
 """So many limits on what is allocated are tried."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase
+from planner.solvers.problem import Schedule
 from planner.step.form import Form
-from solvers.problem import Schedule
 
 
 def schedule_saving(form: Form, saved: Set[int]) -> Schedule:

@@ -237,7 +237,7 @@ class _Counsel:
         return self.effective_batch // micro_batch
 
     def _seconds_per_sample(self, micro_batch: int, step: PreparedStep, overhead: float) -> float:
-        from graph_capture.op_costs.devices import device_model
+        from planner._graph_capture.op_costs.devices import device_model
 
         count, graph = self._accumulation(micro_batch), step.base.graph
         # A sum reads both gradients and writes one.

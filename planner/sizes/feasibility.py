@@ -17,15 +17,15 @@ from planner.search.forms import cheapest
 from planner.search.reserved import schedule_reserving
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.sized_steps import SizedSteps
+from planner.solvers.actions import as_order
+from planner.solvers.errors import InfeasibleBudget as Refusal
+from planner.solvers.minimum import minimum_peak
+from planner.solvers.problem import Problem, Schedule
+from planner.solvers.result import Result
+from planner.solvers.simulator import IllegalSchedule, simulate
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
 from planner.units import format_fraction
-from solvers.actions import as_order
-from solvers.errors import InfeasibleBudget as Refusal
-from solvers.minimum import minimum_peak
-from solvers.problem import Problem, Schedule
-from solvers.result import Result
-from solvers.simulator import IllegalSchedule, simulate
 
 _BRIEF = 0.25
 """Part of the time limit for one size while the interval is wide."""

@@ -21,12 +21,12 @@ from planner.search.compiled import smallest_plan
 from planner.search.eager import make_plan, schedule_within, smallest_result
 from planner.search.forms import choose, over_all_forms, solve_form
 from planner.search.planning import Effort, plan_within
+from planner.solvers.curve import solve_all
+from planner.solvers.errors import InfeasibleBudget
+from planner.solvers.problem import Schedule
+from planner.solvers.result import Result
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
-from solvers.curve import solve_all
-from solvers.errors import InfeasibleBudget
-from solvers.problem import Schedule
-from solvers.result import Result
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from graph_capture.training_graph import BufferKind, TrainingGraph, TrainingOp
+from planner._graph_capture.training_graph import BufferKind, TrainingGraph, TrainingOp
+from planner.solvers.simulator import Timeline
 from planner.step.budget import StepAccount
 from planner.step.form import Form
 from planner.units import format_bytes
-from solvers.simulator import Timeline
 
 
 class Holder(NamedTuple):

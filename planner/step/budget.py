@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from graph_capture.training_graph import OptimizerMemory, TrainingGraph
+from planner._graph_capture.training_graph import OptimizerMemory, TrainingGraph
 from planner.step.categories import MemoryByCategory
 
 

@@ -10,15 +10,15 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from apply.recipe import Recipe
-from solvers.repetition import find_runs
+from planner._apply.recipe import Recipe
+from planner.solvers.repetition import find_runs
 
 if TYPE_CHECKING:
-    from apply.blocks import SharedCode
-    from apply.inductor import InductorBackend
-    from graph_capture.dynamo.captured_graphs import GraphCode
-    from graph_capture.inductor.compiled_step import CompiledStep, CompiledTracer
-    from graph_capture.training_graph import SavingCosts
+    from planner._apply.blocks import SharedCode
+    from planner._apply.inductor import InductorBackend
+    from planner._graph_capture.dynamo.captured_graphs import GraphCode
+    from planner._graph_capture.inductor.compiled_step import CompiledStep, CompiledTracer
+    from planner._graph_capture.training_graph import SavingCosts
 
 
 _TO_CAPTURE = 1.3
@@ -134,8 +134,8 @@ class CompiledAccount:
         return replace(recipe, regions=tuple(regions))
 
     def _new_code(self, recipe: Recipe, shared: SharedCode) -> _Generated:
-        from apply.inductor import InductorBackend
-        from graph_capture.dynamo.captured_graphs import GraphCode
+        from planner._apply.inductor import InductorBackend
+        from planner._graph_capture.dynamo.captured_graphs import GraphCode
 
         if self._backend is None:
             self._backend = InductorBackend(self.tracer.twin.model, recipe)
@@ -148,6 +148,6 @@ def _decided(shared: SharedCode, recipe: Recipe) -> _Decided:
 
 
 def _shared_code(recipe: Recipe) -> tuple[SharedCode, ...]:
-    from apply.blocks import shared_code
+    from planner._apply.blocks import shared_code
 
     return shared_code(recipe)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import BufferKind
 from planner.step.categories import MemoryByCategory
 
 

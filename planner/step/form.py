@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graph_capture.training_graph import Phase, TrainingGraph
+from planner._graph_capture.training_graph import Phase, TrainingGraph
+from planner.solvers.actions import Fetch, Store, as_order
+from planner.solvers.minimum import working_set_floor
+from planner.solvers.offload import relaxed
+from planner.solvers.problem import Problem, Schedule
+from planner.solvers.simulator import Instance, simulate, unroll
 from planner.step.budget import StepBudget
-from solvers.actions import Fetch, Store, as_order
-from solvers.minimum import working_set_floor
-from solvers.offload import relaxed
-from solvers.problem import Problem, Schedule
-from solvers.simulator import Instance, simulate, unroll
 
 if TYPE_CHECKING:
     from planner.step.compiled_account import CompiledAccount

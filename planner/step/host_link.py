@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from graph_capture.op_costs.devices import device_model
+from planner._graph_capture.op_costs.devices import device_model
 from planner.arguments.planning import Planning
-from solvers.problem import Link
+from planner.solvers.problem import Link
 
 
 def host_link(planning: Planning, device: str) -> Link | None:

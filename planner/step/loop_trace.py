@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep, OpRun
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep, OpRun
 
 if TYPE_CHECKING:
-    from graph_capture.optimizer.step import OptimizerTrace
+    from planner._graph_capture.optimizer.step import OptimizerTrace
 
 MicroSteps = Callable[[frozenset[str]], MicroStep]
 """The micro-step before which the parameters of these names have a gradient."""

@@ -13,7 +13,7 @@ Resident memory is not part of the problem; `planner.step.accounting` adds it.
 
 from __future__ import annotations
 
-from graph_capture.training_graph import (
+from planner._graph_capture.training_graph import (
     KEPT_BY_USER,
     RUNS_SEVERAL_TIMES,
     BufferKind,
@@ -21,7 +21,7 @@ from graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
-from solvers.problem import Link, Op, Problem, Segment, Storage
+from planner.solvers.problem import Link, Op, Problem, Segment, Storage
 
 
 def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-from graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep, OpRun
-from graph_capture.training_graph import (
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep, OpRun
+from planner._graph_capture.training_graph import (
     LOSS_BACKWARD,
     Buffer,
     BufferKind,
@@ -21,7 +21,7 @@ from graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
-from solvers.simulator import Timeline
+from planner.solvers.simulator import Timeline
 
 
 def planned_micro_step(graph: TrainingGraph, timeline: Timeline, parameters: Collection[str],

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from graph_capture.training_graph import StepForm, TrainingGraph
+from planner._graph_capture.training_graph import StepForm, TrainingGraph
 from planner.arguments.parallel import DataParallel
+from planner.solvers.problem import Link, Schedule
+from planner.solvers.simulator import Timeline, unroll
 from planner.step.budget import StepBudget
 from planner.step.course import PlainCourse
 from planner.step.form import Form
 from planner.step.lowering import lower
 from planner.step.reserved import StepSurroundings
 from planner.units import format_fraction
-from solvers.problem import Link, Schedule
-from solvers.simulator import Timeline, unroll
 
 if TYPE_CHECKING:
-    from apply.recipe import Circumstances, ParameterKey, Recipe
-    from graph_capture.capture import CapturedStep
+    from planner._apply.recipe import Circumstances, ParameterKey, Recipe
+    from planner._graph_capture.capture import CapturedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,19 +18,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graph_capture.data_parallel.fully_sharded import Precision, make_units, padded_shard_bytes
-from graph_capture.data_parallel.wrappers import IntoBuckets, Sharded
-from graph_capture.dynamo.blocks import (
+from planner._graph_capture.data_parallel.fully_sharded import (
+    Precision,
+    make_units,
+    padded_shard_bytes,
+)
+from planner._graph_capture.data_parallel.wrappers import IntoBuckets, Sharded
+from planner._graph_capture.dynamo.blocks import (
     REPEATED_BLOCKS,
     WHOLE_MODEL,
     find_blocks,
     has_repeated_blocks,
 )
-from graph_capture.memory.allocator import allocated_bytes
-from graph_capture.optimizer.named import instances
-from graph_capture.rank import Wrapper
-from graph_capture.training_graph import ResidentMemory
-from graph_capture.twins.fake import FakeTwin, make_twin
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.optimizer.named import instances
+from planner._graph_capture.rank import Wrapper
+from planner._graph_capture.training_graph import ResidentMemory
+from planner._graph_capture.twins.fake import FakeTwin, make_twin
 
 if TYPE_CHECKING:
     from planner.arguments.parallel import DataParallel

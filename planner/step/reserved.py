@@ -21,21 +21,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graph_capture.memory.caching_allocator import (
+from planner._graph_capture.memory.caching_allocator import (
     CachingAllocator,
     Handle,
     replay,
     takes_first_made,
 )
-from graph_capture.memory.trace import Block, MicroStep
-from graph_capture.training_graph import TrainingGraph
+from planner._graph_capture.memory.trace import Block, MicroStep
+from planner._graph_capture.training_graph import TrainingGraph
+from planner.solvers.simulator import Timeline
 from planner.step.loop_trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
 from planner.step.planned_micro_step import planned_micro_step
-from solvers.simulator import Timeline
 
 if TYPE_CHECKING:
-    from graph_capture.capture import CapturedStep
-    from graph_capture.optimizer.step import OptimizerTrace
+    from planner._graph_capture.capture import CapturedStep
+    from planner._graph_capture.optimizer.step import OptimizerTrace
 
 _MOST_STEPS = 4
 """So many steps are replayed at most."""

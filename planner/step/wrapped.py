@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from graph_capture.errors import CaptureError
-from graph_capture.torch_compat import sharded_module, wrapping_data_parallel
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.torch_compat import sharded_module, wrapping_data_parallel
 from planner.arguments.parallel import DTYPES, DataParallel
 from planner.arguments.planning import Planning
 
@@ -54,7 +54,7 @@ def other_ranks(planned: DataParallel | None, model: nn.Module) -> str:
 def group_of(model: nn.Module) -> list[int]:
     """The ranks, in the whole run, that train this model together, as far as its wrappers tell."""
     if sharded_module(model) is not None:
-        from graph_capture.torch_compat.sharding import sharded_modules
+        from planner._graph_capture.torch_compat.sharding import sharded_modules
 
         return dist.get_process_group_ranks(next(sharded_modules(model)).group)
     running = model if isinstance(model, DistributedDataParallel) else wrapping_data_parallel()
@@ -66,7 +66,7 @@ def defers_reduction(model: nn.Module) -> bool:
     """Whether `fully_shard` leaves the gradients of this step whole, for a later one to reduce."""
     if sharded_module(model) is None:
         return False
-    from graph_capture.torch_compat.sharding import sharded_modules
+    from planner._graph_capture.torch_compat.sharding import sharded_modules
 
     return not all(each.reduces for each in sharded_modules(model))
 
@@ -116,13 +116,13 @@ def beneath_wrappers(model: nn.Module, parallel: DataParallel | None) -> nn.Modu
     dtype = None if parallel is None else parallel.dtype_of(parallel.param_dtype)
     if not is_sharded and dtype is None:
         return model
-    from graph_capture.twins.before_sharding import before_sharding
+    from planner._graph_capture.twins.before_sharding import before_sharding
 
     return before_sharding(model, dtype)
 
 
 def _of_shards(model: nn.Module) -> DataParallel:
-    from graph_capture.torch_compat.sharding import sharded_modules
+    from planner._graph_capture.torch_compat.sharding import sharded_modules
 
     found = list(sharded_modules(model))
     inner = [each for each in found if each.name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from graph_capture.memory.trace import Block, Category, MemoryTrace
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace
 from planner.step.categories import MemoryByCategory
 from planner.step.loop_trace import LoopTrace, Span, StepPhase
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from graph_capture.op_costs.devices import Gpu
-    from graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
-    from graph_capture.plain_step.loop import PlainLoop
+    from planner._graph_capture.op_costs.devices import Gpu
+    from planner._graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
+    from planner._graph_capture.plain_step.loop import PlainLoop
     from planner.plans.plan import Plan
 
 _ZERO_GRAD = ("after_step", "before_backward")
@@ -80,10 +80,10 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         raise ValueError(f"accumulation={accumulation}: gradients of shards that add up are not "
                          "followed through the loop; planner.plan(accumulation=…, parallel=…) "
                          "counts them")
-    from graph_capture.optimizer.named import optimizer_name
-    from graph_capture.optimizer.step import OptimizerSettings
-    from graph_capture.plain_step.loop import PlainLoop
-    from graph_capture.twins.fake import device_planned_for
+    from planner._graph_capture.optimizer.named import optimizer_name
+    from planner._graph_capture.optimizer.step import OptimizerSettings
+    from planner._graph_capture.plain_step.loop import PlainLoop
+    from planner._graph_capture.twins.fake import device_planned_for
     from planner.step.rank_layout import layout_of
     from planner.step.wrapped import beneath_wrappers
 
@@ -143,8 +143,8 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
 def _reserved(trace: LoopTrace, device: torch.device, gpu: str | Gpu | None) -> int | None:
     if device.type != "cuda":
         return None
-    from graph_capture.op_costs.cuda_workspace import held_workspace_bytes
-    from graph_capture.op_costs.devices import device_model
+    from planner._graph_capture.op_costs.cuda_workspace import held_workspace_bytes
+    from planner._graph_capture.op_costs.devices import device_model
     from planner.step.reserved import expandable_segments, replay_loop
 
     return replay_loop(trace, held_workspace_bytes(device_model(device, gpu=gpu).gpu),

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from graph_capture.memory.trace import Block, Category
+from planner._graph_capture.memory.trace import Block, Category
 from planner.step.loop_trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
 from planner.training_loop.account import Floor, account_of
 from planner.training_loop.report import Proposal
 
 if TYPE_CHECKING:
-    from graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
-    from graph_capture.plain_step.loop import PlainLoop
+    from planner._graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
+    from planner._graph_capture.plain_step.loop import PlainLoop
 
 _WORTH = 0.99
 """A remedy is proposed if it brings the peak below this part of what it is."""

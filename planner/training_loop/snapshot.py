@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from os import PathLike
 from typing import Any
 
-from graph_capture.memory.trace import Block
+from planner._graph_capture.memory.trace import Block
 from planner.step.loop_trace import LoopTrace
 from planner.whole_file import write_whole
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import planner
-from apply.runtime import attach, detach
-from graph_capture.module_forward import StandIn
+from planner._apply.runtime import attach, detach
+from planner._graph_capture.module_forward import StandIn
 from tests.support.models import Case, language_model
 from tests.support.training import measured_peak, reference, train
 

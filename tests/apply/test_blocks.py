@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import planner
-from apply.plan_backend import PlanBackend
-from graph_capture.dynamo.blocks import find_blocks
+from planner._apply.plan_backend import PlanBackend
+from planner._graph_capture.dynamo.blocks import find_blocks
 from planner.api import capture
 from planner.search.planning import plan_within
 from planner.step.prepared import PreparedStep

@@ -13,15 +13,15 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_peak
-from graph_capture.training_graph import Phase
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.cheap_to_recompute import without_free
 from planner.search.compiled import smallest_plan
 from planner.search.planning import plan_within
 from planner.search.saving import saved_buffers, schedule_saving
-from solvers.simulator import unroll
+from planner.solvers.simulator import unroll
 from tests.support import training
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import (
@@ -269,7 +269,7 @@ def test_another_model_is_refused_before_anything_is_compiled(tight):
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
-    from graph_capture.torch_compat import inductor
+    from planner._graph_capture.torch_compat import inductor
 
     monkeypatch.setattr(inductor, "missing_compiler", lambda device: "no g++ here")
     with pytest.raises(planner.CaptureError, match="apt-get install g"):
@@ -277,8 +277,8 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
 
 
 def test_caches_tell_plans_apart_and_know_them_again(default, tight):
-    from apply.inductor import uuid_of
-    from graph_capture.torch_compat.inductor import JointPartitioner
+    from planner._apply.inductor import uuid_of
+    from planner._graph_capture.torch_compat.inductor import JointPartitioner
 
     assert uuid_of(default.recipe) != uuid_of(tight.recipe)
     assert uuid_of(loads(dumps(tight)).recipe) == uuid_of(tight.recipe)

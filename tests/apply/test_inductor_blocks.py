@@ -9,8 +9,8 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import planner
-from apply.blocks import shared_code
-from apply.plan_backend import PlanBackend
+from planner._apply.blocks import shared_code
+from planner._apply.plan_backend import PlanBackend
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled import smallest_plan

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled_search import CompiledSearch

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from apply.layouts import lay_out_weights
-from apply.realized import realize_across_library_calls
-from apply.recipe import Insertion, RunAgain
-from apply.rewrite import rewrite
-from graph_capture.inductor.fused_costs import Fusion, fusion_of
-from graph_capture.joint_graph.realized_copy import REALIZED_COPY
-from graph_capture.torch_compat.inductor import is_stored
+from planner._apply.layouts import lay_out_weights
+from planner._apply.realized import realize_across_library_calls
+from planner._apply.recipe import Insertion, RunAgain
+from planner._apply.rewrite import rewrite
+from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
+from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
+from planner._graph_capture.torch_compat.inductor import is_stored
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled import smallest_plan

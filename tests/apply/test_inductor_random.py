@@ -11,7 +11,7 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
 
-from apply.runtime import apply_recipe
+from planner._apply.runtime import apply_recipe
 from planner.api import capture
 from planner.search.candidate import recipe_for_inductor
 from planner.search.saving import saved_buffers, schedule_saving

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.training_graph import CodeMemory
+from planner._graph_capture.training_graph import CodeMemory
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.planning import Effort, plan_within

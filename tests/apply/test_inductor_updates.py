@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.search.saving import schedule_saving
 from tests.support.compiler import needs_compiler

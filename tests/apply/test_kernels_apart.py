@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._inductor import config
 
-from graph_capture.torch_compat.kernels_apart import KernelsApart
+from planner._graph_capture.torch_compat.kernels_apart import KernelsApart
 from tests.support.compiler import needs_compiler
 from tests.support.generated_code import WEIGHT, WIDE, outputs_peak_and_code
 

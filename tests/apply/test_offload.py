@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from apply import host_store
-from apply.host_store import StandIn
+from planner._apply import host_store
+from planner._apply.host_store import StandIn
 from planner.plans.decisions import schedule_of
 from planner.search.planning import plan_within
-from solvers import Fetch, Store
-from solvers.simulator import simulate
+from planner.solvers import Fetch, Store
+from planner.solvers.simulator import simulate
 from tests.support.offloading import random_transfers, with_link
 from tests.support.training import (
     EFFORT,

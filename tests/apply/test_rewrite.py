@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from apply.recipe import Insertion, RunAgain
-from apply.rewrite import rewrite
+from planner._apply.recipe import Insertion, RunAgain
+from planner._apply.rewrite import rewrite
 from tests.support.regions import lowered
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.solvers import main, read_problem, save_problem
-from solvers.problem import Problem
+from planner.solvers.problem import Problem
 from tests.support.problems import training_chain
 from tests.support.strategies_small import problems
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import planner
-from apply import host_store
+from planner._apply import host_store
 from tests.support.models import BUILDERS
 
 pytestmark = [pytest.mark.cuda,

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import planner
-from graph_capture.device_kernels.attention import AttentionCall, choose_attention
-from graph_capture.memory.allocator import record_peak, record_peak_of_op
-from graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
-from graph_capture.op_costs.devices import device_model
-from graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
+from planner._graph_capture.device_kernels.attention import AttentionCall, choose_attention
+from planner._graph_capture.memory.allocator import record_peak, record_peak_of_op
+from planner._graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
+from planner._graph_capture.op_costs.devices import device_model
+from planner._graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
 from tests.support.models import BUILDERS
 
 pytestmark = [pytest.mark.cuda,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graph_capture.memory.allocator import (
+from planner._graph_capture.memory.allocator import (
     AllocationRecord,
     allocated_bytes,
     record_peak,
@@ -70,7 +70,7 @@ def test_repeated_measurements_agree():
 
 def test_quiet():
     """In a process of its own: the profiler's library takes its log level at its first use."""
-    code = ("import torch; from graph_capture.memory.allocator import record_peak;"
+    code = ("import torch; from planner._graph_capture.memory.allocator import record_peak;"
             "print(record_peak(lambda: torch.ones(3), 'cpu').peak_bytes)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           timeout=120)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_capture.memory.caching_allocator import (
+from planner._graph_capture.memory.caching_allocator import (
     CachingAllocator,
     replay,
     rounded_bytes,

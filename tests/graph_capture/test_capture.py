@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from graph_capture.capture import CapturedStep, capture_step
-from graph_capture.errors import CaptureError
-from graph_capture.training_graph import BufferKind, Phase
+from planner._graph_capture.capture import CapturedStep, capture_step
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.training_graph import BufferKind, Phase
 from tests.support import models
 from tests.support.models import Case
 from tests.support.training import (

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_stages
-from graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
+from planner._graph_capture.memory.allocator import record_stages
+from planner._graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
 from tests.support.loops import IDS, Network, check, loss_fn
 
 STEPS = 4

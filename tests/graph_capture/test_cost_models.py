@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import planner
-from graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from tests.support import models
 

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graph_capture.torch_compat import storage_key
-from graph_capture.twins.data_less import (
+from planner._graph_capture.torch_compat import storage_key
+from planner._graph_capture.twins.data_less import (
     DataLessMode,
     UnknownValue,
     data_less_storage,
     data_less_tensor,
     data_less_twin,
 )
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.twins.fake import make_twin
 
 
 class Inspecting(nn.Module):

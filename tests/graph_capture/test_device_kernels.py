@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graph_capture.capture import capture_step
-from graph_capture.device_kernels import autocast
-from graph_capture.device_kernels.attention import AttentionCall, choose_attention
-from graph_capture.device_kernels.replacement import DeviceKernels
-from graph_capture.errors import CaptureError
-from graph_capture.op_costs import cuda_workspace
-from graph_capture.op_costs.cuda_workspace import (
+from planner._graph_capture.capture import capture_step
+from planner._graph_capture.device_kernels import autocast
+from planner._graph_capture.device_kernels.attention import AttentionCall, choose_attention
+from planner._graph_capture.device_kernels.replacement import DeviceKernels
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.op_costs import cuda_workspace
+from planner._graph_capture.op_costs.cuda_workspace import (
     cublas_workspace_bytes,
     cuda_workspace_bytes,
     held_workspace_bytes,
     product_workspace_bytes,
 )
-from graph_capture.op_costs.devices import known_gpu
-from graph_capture.plain_step.micro_step import trace_micro_step
-from graph_capture.torch_compat.dispatch import has_kernel
+from planner._graph_capture.op_costs.devices import known_gpu
+from planner._graph_capture.plain_step.micro_step import trace_micro_step
+from planner._graph_capture.torch_compat.dispatch import has_kernel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch chooses by the GPU here")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graph_capture.errors import CaptureError
-from graph_capture.memory.allocator import AllocationRecord, record_peak
-from graph_capture.op_costs.probe import OpProbe
-from graph_capture.plain_step import micro_step
-from graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
-from graph_capture.plain_step.loss import objective
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.allocator import AllocationRecord, record_peak
+from planner._graph_capture.op_costs.probe import OpProbe
+from planner._graph_capture.plain_step import micro_step
+from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
+from planner._graph_capture.plain_step.loss import objective
+from planner._graph_capture.twins.fake import make_twin
 from tests.support import models
 from tests.support.models import BUILDERS, Case
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-import graph_capture.torch_compat  # noqa: F401  puts them right
+import planner._graph_capture.torch_compat  # noqa: F401  puts them right
 
 pytestmark = pytest.mark.compat
 aten = torch.ops.aten

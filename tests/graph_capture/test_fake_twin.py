@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
 
-from graph_capture.errors import CaptureError
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.twins.fake import make_twin
 
 pytestmark = pytest.mark.compat
 

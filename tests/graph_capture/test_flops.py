@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import planner
-from graph_capture.op_costs import devices
-from graph_capture.op_costs.costs import OpCosts
-from graph_capture.op_costs.devices import assumption, device_model
-from graph_capture.op_costs.flops import bytes_moved, op_flops
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.op_costs import devices
+from planner._graph_capture.op_costs.costs import OpCosts
+from planner._graph_capture.op_costs.devices import assumption, device_model
+from planner._graph_capture.op_costs.flops import bytes_moved, op_flops
+from planner._graph_capture.twins.fake import make_twin
 from planner.api import capture
 from tests.support.models import BUILDERS
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 import planner
-from graph_capture.garbage import fewer_collections
+from planner._graph_capture.garbage import fewer_collections
 from tests.support.models import BUILDERS
 
 

@@ -10,8 +10,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graph_capture.joint_graph.inplace import inplace_candidates, overwrite, write_inplace
-from graph_capture.joint_graph.joint import tensors_of
+from planner._graph_capture.joint_graph.inplace import inplace_candidates, overwrite, write_inplace
+from planner._graph_capture.joint_graph.joint import tensors_of
 from tests.support.models import Case
 from tests.support.training import apply_schedule, captured, reference, train
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from graph_capture.errors import CaptureError
-from graph_capture.joint_graph.joint import clean_joint_graph, count_cotangents
-from solvers import simulate
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.joint_graph.joint import clean_joint_graph, count_cotangents
+from planner.solvers import simulate
 from tests.support import models
 from tests.support.models import Case
 from tests.support.regions import joint_graph, recorded
@@ -166,6 +166,7 @@ def test_early_gradients_lower_the_peak_and_change_no_value(monkeypatch):
     early, _ = simulate(step.base.problem, step.base.problem.keep_all_schedule)
     planned, _ = apply_schedule(case, step, random_schedule(step.base.problem, 0, 0.7))
     assert train(planned, case).differences(reference(case)) == []
-    monkeypatch.setattr("graph_capture.joint_graph.joint._hasten_gradients", lambda *_: None)
+    monkeypatch.setattr("planner._graph_capture.joint_graph.joint._hasten_gradients",
+                        lambda *_: None)
     late = captured(case)
     assert early < simulate(late.base.problem, late.base.problem.keep_all_schedule).peak_bytes

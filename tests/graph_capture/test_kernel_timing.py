@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_capture.torch_compat.inductor import Kernel
+from planner._graph_capture.torch_compat.inductor import Kernel
 from planner.api import capture
 from planner.search.planning import plan_within
 from tests.support.compiler import needs_compiler

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graph_capture.errors import CaptureError
-from graph_capture.output_tensors import output_tensors
-from graph_capture.plain_step.loss import objective, trace_loss
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.output_tensors import output_tensors
+from planner._graph_capture.plain_step.loss import objective, trace_loss
+from planner._graph_capture.twins.fake import make_twin
 
 pytestmark = pytest.mark.compat
 

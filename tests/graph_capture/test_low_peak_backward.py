@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
+from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner.search.eager import make_plan, schedule_within
 from planner.search.forms import cheapest
 from planner.search.planning import Effort, plan_within
-from solvers.errors import InfeasibleBudget
-from solvers.minimum import minimum_peak, working_set_floor
-from solvers.simulator import simulate
-from solvers.solve import solve
+from planner.solvers.errors import InfeasibleBudget
+from planner.solvers.minimum import minimum_peak, working_set_floor
+from planner.solvers.simulator import simulate
+from planner.solvers.solve import solve
 from tests.support.models import Case, gpt2, unet
 from tests.support.regions import joint_graph
 from tests.support.training import (

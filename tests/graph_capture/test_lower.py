@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from graph_capture.joint_graph.joint import tensors_of
-from graph_capture.joint_graph.lower import RESIDENT, epilogue_name
-from graph_capture.training_graph import Phase
+from planner._graph_capture.joint_graph.joint import tensors_of
+from planner._graph_capture.joint_graph.lower import RESIDENT, epilogue_name
+from planner._graph_capture.training_graph import Phase
 from tests.support import models
 from tests.support.models import BUILDERS
 from tests.support.regions import lowered

@@ -2,7 +2,7 @@
 
 import torch
 
-from graph_capture.memory.tracker import MemoryTracker
+from planner._graph_capture.memory.tracker import MemoryTracker
 
 CPU = torch.device("cpu")
 

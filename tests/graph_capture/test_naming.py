@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from graph_capture.joint_graph.naming import (
+from planner._graph_capture.joint_graph.naming import (
     Namer,
     describe_call,
     describe_value,
@@ -21,7 +21,7 @@ from graph_capture.joint_graph.naming import (
     source_of,
     target_name,
 )
-from graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase
 from tests.support.regions import lowered
 
 PRINT_NAMES = """

@@ -11,11 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from graph_capture.memory.allocator import record_peak, record_peak_of_op
-from graph_capture.op_costs import probe as op_probe
-from graph_capture.op_costs.cache import ENVIRONMENT_VARIABLE, OpCache, cache_directory
-from graph_capture.op_costs.probe import OpProbe, signature
-from graph_capture.op_costs.room import ProbeRoom
+from planner._graph_capture.memory.allocator import record_peak, record_peak_of_op
+from planner._graph_capture.op_costs import probe as op_probe
+from planner._graph_capture.op_costs.cache import ENVIRONMENT_VARIABLE, OpCache, cache_directory
+from planner._graph_capture.op_costs.probe import OpProbe, signature
+from planner._graph_capture.op_costs.room import ProbeRoom
 
 pytestmark = pytest.mark.compat
 
@@ -271,7 +271,7 @@ def test_an_op_that_ends_its_process_is_assumed_and_others_are_still_measured(pr
 
 
 def test_what_runs_in_a_child_is_what_runs_here():
-    from graph_capture.op_costs.isolated import IsolatedProbe
+    from planner._graph_capture.op_costs.isolated import IsolatedProbe
 
     child, here = IsolatedProbe(torch.device("cpu")), OpProbe("cpu", directory=None)
     x, weight = torch.randn(4, 8, 12, 12), torch.randn(16, 8, 3, 3)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from graph_capture.errors import CaptureError
-from graph_capture.memory.allocator import AllocationRecord, record_peak_of_op
-from graph_capture.optimizer.named import OPTIMIZERS
-from graph_capture.optimizer.step import trace_optimizer
-from graph_capture.torch_compat import optimizers_as_on
-from graph_capture.training_graph import OptimizerMemory
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.allocator import AllocationRecord, record_peak_of_op
+from planner._graph_capture.optimizer.named import OPTIMIZERS
+from planner._graph_capture.optimizer.step import trace_optimizer
+from planner._graph_capture.torch_compat import optimizers_as_on
+from planner._graph_capture.training_graph import OptimizerMemory
+from planner._graph_capture.twins.fake import make_twin
 
 pytestmark = pytest.mark.compat
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from apply import plan_backend
-from graph_capture.joint_graph import pipeline
-from graph_capture.step import regions
+from planner._apply import plan_backend
+from planner._graph_capture.joint_graph import pipeline
+from planner._graph_capture.step import regions
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case
 from tests.support.training import train
@@ -26,11 +26,11 @@ def test_the_steps_of_the_rewriting_are_imported_by_the_pipeline_alone():
         for path in (ROOT / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if (isinstance(node, ast.ImportFrom) and node.module
-                        and node.module.startswith("graph_capture.joint_graph")
+                        and node.module.startswith("planner._graph_capture.joint_graph")
                         and node.module.rpartition(".")[2] in HOMES):
                     for alias in node.names:
                         importers.setdefault(alias.name, set()).add(path)
-    here = {Path(pipeline.__file__)}
+    here = {Path(pipeline.__file__).resolve()}
     assert {name: importers.get(name) for name in STEPS} == dict.fromkeys(STEPS, here)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import planner
-from graph_capture.dynamo.record import Recording
+from planner._graph_capture.dynamo.record import Recording
 from tests.support.models import BUILDERS
 
 

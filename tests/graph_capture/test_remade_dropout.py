@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from graph_capture.joint_graph.lower import last_forward_node, lower
-from graph_capture.joint_graph.remade_dropout import remake_dropout
+from planner._graph_capture.joint_graph.lower import last_forward_node, lower
+from planner._graph_capture.joint_graph.remade_dropout import remake_dropout
 from tests.support.regions import joint_graph
 
 pytestmark = pytest.mark.compat

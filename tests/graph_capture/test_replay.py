@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from graph_capture.joint_graph.random_ops import (
+from planner._graph_capture.joint_graph.random_ops import (
     CPU_GENERATOR_STATE_BYTES,
     draw,
     new_state,
     original_call,
     replay,
 )
-from graph_capture.joint_graph.replay import (
+from planner._graph_capture.joint_graph.replay import (
     COPY_LIMIT_BYTES,
     is_random,
     replay_of,
 )
-from graph_capture.torch_compat import FakeTensorMode
+from planner._graph_capture.torch_compat import FakeTensorMode
 from tests.support.models import Case
 from tests.support.regions import lowered
 from tests.support.training import apply_schedule, captured, random_schedule, reference, train

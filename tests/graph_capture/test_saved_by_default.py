@@ -5,8 +5,8 @@ import pytest
 import torch._functorch.config as functorch_config
 from torch import fx
 
-from graph_capture.joint_graph import hoisting
-from graph_capture.joint_graph.pipeline import saved_by_default
+from planner._graph_capture.joint_graph import hoisting
+from planner._graph_capture.joint_graph.pipeline import saved_by_default
 from planner.api import capture
 from tests.support.compiler import needs_compiler
 from tests.support.models import BUILDERS
@@ -33,7 +33,7 @@ def test_it_is_what_crosses_between_its_graphs(name, monkeypatch):
         assert found == {node.name for node in returned[num_outputs:] if isinstance(node, fx.Node)}
         return found
 
-    monkeypatch.setattr("graph_capture.joint_graph.pipeline.saved_by_default", compared)
+    monkeypatch.setattr("planner._graph_capture.joint_graph.pipeline.saved_by_default", compared)
     case = BUILDERS[name]()
     capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor")
     assert checked and all(checked)

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import planner
-from graph_capture.memory.allocator import record_peak
-from graph_capture.memory.sparse import strided_tensors
-from graph_capture.op_costs.isolated import is_trusted
-from graph_capture.optimizer.step import trace_optimizer
-from graph_capture.plain_step.resident import resident_blocks
-from graph_capture.twins.data_less import data_less_twin
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.op_costs.isolated import is_trusted
+from planner._graph_capture.optimizer.step import trace_optimizer
+from planner._graph_capture.plain_step.resident import resident_blocks
+from planner._graph_capture.twins.data_less import data_less_twin
+from planner._graph_capture.twins.fake import make_twin
 from planner.errors import CaptureError
 
 aten = torch.ops.aten

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch._functorch.partitioners as partitioners
 
-import graph_capture.torch_compat
-from graph_capture.errors import UnsupportedTorch
-from graph_capture.torch_compat import compilation, requirements
+import planner._graph_capture.torch_compat
+from planner._graph_capture.errors import UnsupportedTorch
+from planner._graph_capture.torch_compat import compilation, requirements
 
 pytestmark = pytest.mark.compat
 
-FOLDER = Path(graph_capture.torch_compat.__file__).parent
+FOLDER = Path(planner._graph_capture.torch_compat.__file__).parent
 
 
 def test_a_missing_name_is_named(monkeypatch):

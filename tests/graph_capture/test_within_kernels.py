@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.search.compiled_search import CompiledSearch
 from planner.search.effort import Effort

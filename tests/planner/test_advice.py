@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 from tests.support.sized_models import Net, make_inputs, mean_square
 
 BUDGET = 220_000

@@ -18,18 +18,18 @@ import torch
 from torch import nn
 
 import planner
-from apply.plan_backend import _first_difference
-from apply.recipe import InplaceReuse
-from apply.same_step import difference_from_step, outputs_let_go
-from graph_capture.joint_graph.lower import LoweredRegion
+from planner._apply.plan_backend import _first_difference
+from planner._apply.recipe import InplaceReuse
+from planner._apply.same_step import difference_from_step, outputs_let_go
+from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner.errors import InfeasibleBudget
 from planner.plans.checking import stated_form
 from planner.plans.decisions import schedule_of
 from planner.plans.file import from_dict
 from planner.plans.plan import Plan
 from planner.search.planning import plan_within
+from planner.solvers.simulator import Timeline, unroll
 from planner.step.form import Form
-from solvers.simulator import Timeline, unroll
 from tests.support.altered_plans import altered, forged, signed
 from tests.support.compiler import needs_compiler
 from tests.support.loss_head import Head, batch
@@ -153,7 +153,7 @@ def original(kind: str) -> Original:
     def meet(recipe: object, index: int, lowered: LoweredRegion) -> None:
         met[index] = lowered
 
-    with mock.patch("apply.plan_backend.difference_from_step", side_effect=meet):
+    with mock.patch("planner._apply.plan_backend.difference_from_step", side_effect=meet):
         train(plan.apply(case.model), case, steps=1)
     return Original(case, plan, stated_form(plan), met, reference(case))
 

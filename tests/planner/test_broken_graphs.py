@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 from tests.support import one_line_backend
 from tests.support.compiler import needs_compiler
 from tests.support.one_line_backend import QUICKLY, BreakingLayer, compiled

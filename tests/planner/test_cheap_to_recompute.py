@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graph_capture.training_graph import Phase, SavingCosts
+from planner._graph_capture.training_graph import Phase, SavingCosts
 from planner.api import capture
 from planner.search.cheap_to_recompute import saving_seconds, without_cheap
 from planner.search.saving import saved_buffers, schedule_saving

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graph_capture.torch_compat import kernel_sketch
-from graph_capture.training_graph import Phase
+from planner._graph_capture.torch_compat import kernel_sketch
+from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.search.candidate import foreseen_step, recipe_for_inductor
 from planner.search.cheap_to_recompute import saving_seconds

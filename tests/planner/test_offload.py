@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from apply.recipe import Fetch, Release, Store
+from planner._apply.recipe import Fetch, Release, Store
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from tests.support.offloading import with_link

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_peak
-from graph_capture.plain_step.loss import objective
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.plain_step.loss import objective
 from tests.support.command_line import TINY_GPT2, run
 from tests.support.models import BUILDERS, Case
 from tests.support.training import buffers_restored

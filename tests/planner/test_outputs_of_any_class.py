@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
 import planner
-from graph_capture.errors import CaptureError
-from graph_capture.memory.allocator import record_stages
-from graph_capture.output_tensors import output_tensors, with_changed_tensors
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.allocator import record_stages
+from planner._graph_capture.output_tensors import output_tensors, with_changed_tensors
 
 X = torch.randn(128, 16, generator=torch.Generator().manual_seed(3))
 

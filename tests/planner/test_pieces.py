@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from apply.errors import PlanMismatch
-from apply.unmade_output import OutputNotMade
+from planner._apply.errors import PlanMismatch
+from planner._apply.unmade_output import OutputNotMade
 from planner.api import capture
 from planner.arguments.planning import Planning
 from planner.plans.file import load

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from graph_capture.training_graph import OptimizerMemory
+from planner._graph_capture.training_graph import OptimizerMemory
 from planner.api import resolve
 from planner.arguments.budget import parse_budget
 from planner.search.planning import Effort, plan_within
@@ -105,8 +105,8 @@ def test_errors_share_one_base():
 
 
 def test_what_lower_rooms_raise_is_what_users_catch():
-    from apply.errors import PlanMismatch
-    from graph_capture.errors import CaptureError
+    from planner._apply.errors import PlanMismatch
+    from planner._graph_capture.errors import CaptureError
 
     assert planner.CaptureError is CaptureError and planner.PlanMismatch is PlanMismatch
     for error in (CaptureError("why"), PlanMismatch("why")):

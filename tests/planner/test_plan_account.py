@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apply.recipe import Insertion
-from graph_capture.training_graph import OptimizerMemory, Phase
+from planner._apply.recipe import Insertion
+from planner._graph_capture.training_graph import OptimizerMemory, Phase
 from planner.plans.decisions import build_recipe, schedule_of
 from planner.search.planning import Effort, plan_within
+from planner.solvers.simulator import simulate, unroll
 from planner.step.accounting import account, holders_at, memory_at
 from planner.step.categories import CATEGORIES, MemoryByCategory
 from planner.step.lowering import lower
-from solvers.simulator import simulate, unroll
 from tests.support.graphs import HandMadeStep, chain, legal_schedule, prepared, steps
 
 

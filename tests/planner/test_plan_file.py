@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from graph_capture.training_graph import OptimizerMemory
+from planner._graph_capture.training_graph import OptimizerMemory
 from planner.plans.document import SCHEMA_VERSION
 from planner.plans.file import dumps, from_dict, loads
 from planner.plans.schema import schema

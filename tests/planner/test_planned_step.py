@@ -3,12 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_capture.memory.trace import Category
-from graph_capture.training_graph import BufferKind
+from planner._graph_capture.memory.trace import Category
+from planner._graph_capture.training_graph import BufferKind
+from planner.solvers.simulator import unroll
 from planner.step.accounting import memory_at
 from planner.step.lowering import lower
 from planner.step.planned_micro_step import planned_micro_step
-from solvers.simulator import unroll
 from tests.support.graphs import legal_schedule, steps
 
 

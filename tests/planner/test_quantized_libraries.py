@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_peak
-from graph_capture.memory.sparse import strided_tensors
-from graph_capture.op_costs.costs import OpCosts
-from graph_capture.optimizer.step import trace_optimizer
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.op_costs.costs import OpCosts
+from planner._graph_capture.optimizer.step import trace_optimizer
+from planner._graph_capture.twins.fake import make_twin
 
 pytestmark = pytest.mark.filterwarnings("default")  # which both libraries raise
 
@@ -81,7 +81,7 @@ def held_bytes(optimizer):
                                   "adamwfp8"])
 def test_state_and_step_of_small_optimizers(name):
     pytest.importorskip("torchao.optim" if "4bit" in name or "fp8" in name else "bitsandbytes")
-    from graph_capture.optimizer.named import make_optimizers
+    from planner._graph_capture.optimizer.named import make_optimizers
 
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 96))
     (optimizer,) = make_optimizers(name, list(model.parameters()), ())

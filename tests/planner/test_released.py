@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.dynamo.record import Recording
+from planner._graph_capture.dynamo.record import Recording
 
 
 def train(net: nn.Module, sizes: list[int]) -> None:

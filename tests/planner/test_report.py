@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_capture.training_graph import OptimizerMemory
+from planner._graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision
 from planner.reporters.layers import Totals, layer_rows
 from planner.search.planning import Effort, plan_within

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.caching_allocator import CachingAllocator, replay
-from graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
+from planner._graph_capture.memory.caching_allocator import CachingAllocator, replay
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.step.loop_trace import LoopTrace, Span, StepPhase

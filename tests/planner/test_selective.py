@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 from tests.support.models import LanguageModel, gpt2
 
 IDS = torch.arange(4 * 32).view(4, 32) % 256

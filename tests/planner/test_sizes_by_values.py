@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 
 
 class Sized(nn.Module):

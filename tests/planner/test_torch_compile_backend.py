@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 from planner.torch_compile_backend import checkpoint_planner, read_options
 from tests.support import one_line_backend
 from tests.support.one_line_backend import BreakingLayer, compiled

@@ -184,7 +184,7 @@ def test_loading_from_a_state_dict_on_the_device_takes_the_parameters_twice():
 
 
 def test_inference_is_the_forward_without_what_the_backward_needs():
-    from graph_capture.memory.allocator import record_peak
+    from planner._graph_capture.memory.allocator import record_peak
 
     model = Network()
     report = planner.memory(model, (IDS,), loss_fn=loss_fn)

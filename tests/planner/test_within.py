@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 from planner.attached.forward import PlanningForward
 from tests.support.models import LanguageModel, gpt2
 

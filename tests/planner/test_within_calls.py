@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 
 STEPS = 4
 Loop = Callable[[nn.Module], Callable[[], torch.Tensor]]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 from tests.support.measured_loops import MeasuredLoop, Trial
 from tests.support.models import LanguageModel
 

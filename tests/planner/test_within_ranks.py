@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from benchmarks.settled_collectives import settle_collectives
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 from tests.support.models import LanguageModel, gpt2
 from tests.support.ranks import on_ranks
 

@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from solvers import IllegalSchedule, Proposal, Run, Task, simulate, solve
-from solvers.actions import as_order, as_schedule
+from planner.solvers import IllegalSchedule, Proposal, Run, Task, simulate, solve
+from planner.solvers.actions import as_order, as_schedule
 from tests.support.problems import training_chain
 
 

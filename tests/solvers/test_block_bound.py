@@ -7,10 +7,10 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Problem, simulate, unroll
-from solvers.block_bound import BlockBound, layers_of
-from solvers.repetition import runs_of
-from solvers.task import Task
+from planner.solvers import Problem, simulate, unroll
+from planner.solvers.block_bound import BlockBound, layers_of
+from planner.solvers.repetition import runs_of
+from planner.solvers.task import Task
 from tests.support.oracle_small import cheapest
 from tests.support.problems import all_runs, repeated
 from tests.support.strategies_small import schedules

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from solvers import simulate, solve
-from solvers.curve import solve_all
+from planner.solvers import simulate, solve
+from planner.solvers.curve import solve_all
 from tests.support.synthetic_gpt import gpt
 
 

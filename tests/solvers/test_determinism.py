@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from solvers import Problem, simulate, solve
-from solvers.incumbent import Incumbent
-from solvers.result import Result
-from solvers.task import Task
+from planner.solvers import Problem, simulate, solve
+from planner.solvers.incumbent import Incumbent
+from planner.solvers.result import Result
+from planner.solvers.task import Task
 from tests.support.oracles import training_chain
 from tests.support.synthetic_gpt import gpt
 
@@ -91,7 +91,7 @@ def test_counted_work_that_goes_on_from_a_schedule_leaves_out_the_simple_stages(
     budget = int(0.2 * plain)
     before = solve(problem, int(0.198 * plain), time_limit=1e4, work_limit=0.5)
     asked: list[float | None] = []
-    monkeypatch.setattr("solvers.auto._offer_simple_stages",
+    monkeypatch.setattr("planner.solvers.auto._offer_simple_stages",
                         lambda task, incumbent: asked.append(task.work_limit))
     after = solve(problem, budget, time_limit=1e4, work_limit=0.5, warm_start=before.schedule)
     assert not asked

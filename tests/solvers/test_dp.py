@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from solvers import InfeasibleBudget, simulate, solve
+from planner.solvers import InfeasibleBudget, simulate, solve
 from tests.support.oracles import training_chain
 
 

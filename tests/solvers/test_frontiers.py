@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Problem, unroll
-from solvers.frontiers import Frontier, frontiers, narrow_frontiers, region_after, waists
+from planner.solvers import Problem, unroll
+from planner.solvers.frontiers import Frontier, frontiers, narrow_frontiers, region_after, waists
 from tests.support.strategies_small import problems
 from tests.support.synthetic_gpt import gpt
 

@@ -7,13 +7,13 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import simulate, unroll
-from solvers.cut_model import CutModel
-from solvers.frontiers import narrow_frontiers, region_after
-from solvers.polish import drop_recomputes
-from solvers.realise import realise
-from solvers.slot_model import best_of_slots
-from solvers.slots import block_offers, offers_of, template
+from planner.solvers import simulate, unroll
+from planner.solvers.cut_model import CutModel
+from planner.solvers.frontiers import narrow_frontiers, region_after
+from planner.solvers.polish import drop_recomputes
+from planner.solvers.realise import realise
+from planner.solvers.slot_model import best_of_slots
+from planner.solvers.slots import block_offers, offers_of, template
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers.incremental import EditableTimeline
-from solvers.problem import Op, Problem, Storage
-from solvers.simulator import unroll
+from planner.solvers.incremental import EditableTimeline
+from planner.solvers.problem import Op, Problem, Storage
+from planner.solvers.simulator import unroll
 from tests.support.strategies_small import problems, schedules
 
 

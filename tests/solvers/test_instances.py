@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from solvers import Link, load_problem, simulate
-from solvers.instances import problem_from_node_link
+from planner.solvers import Link, load_problem, simulate
+from planner.solvers.instances import problem_from_node_link
 
 
 def _data() -> dict[str, Any]:

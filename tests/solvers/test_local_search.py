@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from solvers.local_search import improve, repair
-from solvers.problem import Problem
-from solvers.simulator import simulate
+from planner.solvers.local_search import improve, repair
+from planner.solvers.problem import Problem
+from planner.solvers.simulator import simulate
 from tests.support.oracle_small import cheapest
 from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems, schedules

@@ -8,10 +8,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers.lazy import EvictionTaste, lazy_schedule
-from solvers.minimum import minimum_peak, working_set_floor
-from solvers.problem import Op, Problem, Segment, Storage
-from solvers.simulator import simulate
+from planner.solvers.lazy import EvictionTaste, lazy_schedule
+from planner.solvers.minimum import minimum_peak, working_set_floor
+from planner.solvers.problem import Op, Problem, Segment, Storage
+from planner.solvers.simulator import simulate
 from tests.support.oracle_small import cheapest, smallest_peak
 from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems, schedules

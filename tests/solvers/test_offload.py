@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import (
+from planner.solvers import (
     Action,
     Fetch,
     IllegalSchedule,
@@ -24,8 +24,8 @@ from solvers import (
     solve,
     unroll,
 )
-from solvers.offload import relaxed
-from solvers.placement import with_transfers
+from planner.solvers.offload import relaxed
+from planner.solvers.placement import with_transfers
 from tests.support.offloading import random_transfers
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from solvers import Op, Problem, Segment, Storage
+from planner.solvers import Op, Problem, Segment, Storage
 
 
 def _chain() -> tuple[list[Op], list[Storage]]:

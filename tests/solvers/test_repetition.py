@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Op, Problem, Storage, simulate, unroll
-from solvers.cut_model import CutModel, _Program
-from solvers.repetition import LEAST_SPARED, runs_of
+from planner.solvers import Op, Problem, Storage, simulate, unroll
+from planner.solvers.cut_model import CutModel, _Program
+from planner.solvers.repetition import LEAST_SPARED, runs_of
 from tests.support.oracle_small import cheapest
 from tests.support.problems import all_runs, repeated
 from tests.support.strategies_small import schedules

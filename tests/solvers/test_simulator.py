@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import IllegalSchedule, Op, Problem, Segment, Storage, simulate, unroll
+from planner.solvers import IllegalSchedule, Op, Problem, Segment, Storage, simulate, unroll
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
-from solvers.problem import Op, Segment, Storage
+from planner.solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
+from planner.solvers.problem import Op, Segment, Storage
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import judge, training_chain
 from tests.support.strategies_small import problems, schedules

@@ -22,9 +22,9 @@ from planner.plans.file import _plan_of
 from planner.plans.plan import Plan
 from planner.plans.reader import read
 from planner.plans.writing import fingerprint
+from planner.solvers.simulator import unroll
 from planner.step.accounting import account, memory_over
 from planner.step.course import StepCourse
-from solvers.simulator import unroll
 
 Place = tuple[str | int, ...]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graph_capture.errors import CaptureError
-from graph_capture.inductor.compiled_step import check_compiler
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.inductor.compiled_step import check_compiler
 
 
 def _missing() -> str:

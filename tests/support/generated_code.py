@@ -7,7 +7,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from graph_capture.torch_compat import cpu_allocations
+from planner._graph_capture.torch_compat import cpu_allocations
 
 WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 8
 WIDE = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))

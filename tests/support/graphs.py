@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from apply.recipe import ParameterKey
-from graph_capture.training_graph import (
+from planner._apply.recipe import ParameterKey
+from planner._graph_capture.training_graph import (
     Buffer,
     BufferKind,
     OptimizerMemory,

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 from planner.search.planning import Effort
 
 EFFORT = Effort(time_limit=4.0)

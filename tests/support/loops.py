@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_stages
-from graph_capture.plain_step.loss import objective
+from planner._graph_capture.memory.allocator import record_stages
+from planner._graph_capture.plain_step.loss import objective
 from planner.step.loop_trace import StepPhase
 from planner.training_loop.account import LoopAccount
 

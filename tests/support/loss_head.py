@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from graph_capture.memory.allocator import record_peak
+from planner._graph_capture.memory.allocator import record_peak
 
 ALLOW = ("recompute", "chunk")
 VOCAB, WIDTH, BATCH, LENGTH = 700, 24, 3, 11

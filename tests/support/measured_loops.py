@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import begin_stage, record_stages
+from planner._graph_capture.memory.allocator import begin_stage, record_stages
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+from planner.solvers import Fetch, Link, Problem, Release, Schedule, Store
+from planner.solvers.actions import as_order
+from planner.solvers.placement import longest_gaps
+from planner.solvers.simulator import unroll
 from planner.step.prepared import PreparedStep
-from solvers import Fetch, Link, Problem, Release, Schedule, Store
-from solvers.actions import as_order
-from solvers.placement import longest_gaps
-from solvers.simulator import unroll
 
 
 def with_link(step: PreparedStep, bytes_per_second: float) -> PreparedStep:

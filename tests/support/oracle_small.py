@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator
 from itertools import chain, combinations
 
-from solvers.problem import Problem
+from planner.solvers.problem import Problem
 
 _State = tuple[int, frozenset[tuple[int, int]]]
 

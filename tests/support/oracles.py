@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from solvers import Op, Problem, Segment, Storage
+from planner.solvers import Op, Problem, Segment, Storage
 
 
 def judge(problem: Problem, schedule: Sequence[int]) -> tuple[int, float] | None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import strategies as st
 
-from solvers.problem import Op, Problem, Segment, Storage
-from solvers.repetition import Run, runs_of
+from planner.solvers.problem import Op, Problem, Segment, Storage
+from planner.solvers.repetition import Run, runs_of
 
 
 def training_chain(layers: int, size: int = 10) -> Problem:
@@ -58,5 +58,5 @@ def repeated(draw: st.DrawFn, times: int = 3) -> Problem:
 def all_runs(problem: Problem) -> tuple[Run, ...]:
     """Runs however short: any will do for a bound that holds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("solvers.repetition.LEAST_SPARED", 1)
+        patch.setattr("planner.solvers.repetition.LEAST_SPARED", 1)
         return runs_of(problem)

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from graph_capture.dynamo.record import Recording, record_step
-from graph_capture.joint_graph.joint import JointGraph, clean_joint_graph
-from graph_capture.joint_graph.lower import LoweredRegion, lower
-from graph_capture.plain_step.loss import objective
-from graph_capture.twins.fake import make_twin
+from planner._graph_capture.dynamo.record import Recording, record_step
+from planner._graph_capture.joint_graph.joint import JointGraph, clean_joint_graph
+from planner._graph_capture.joint_graph.lower import LoweredRegion, lower
+from planner._graph_capture.plain_step.loss import objective
+from planner._graph_capture.twins.fake import make_twin
 
 
 def recorded(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from solvers.problem import Op, Problem, Schedule, Segment, Storage
+from planner.solvers.problem import Op, Problem, Schedule, Segment, Storage
 
 
 @st.composite

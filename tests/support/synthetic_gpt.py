@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from solvers import Op, Problem, Segment, Storage
+from planner.solvers import Op, Problem, Segment, Storage
 
 FLOPS_PER_SECOND = 1e13
 BYTES_PER_SECOND = 1e12

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from apply.runtime import apply_recipe
-from graph_capture.memory.allocator import record_peak
-from graph_capture.plain_step.loss import objective
-from graph_capture.torch_compat import compile_settings
+from planner._apply.runtime import apply_recipe
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.plain_step.loss import objective
+from planner._graph_capture.torch_compat import compile_settings
 from planner.api import capture
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_recipe
 from planner.plans.plan import Plan
 from planner.search.planning import Effort, plan_within
+from planner.solvers.problem import Problem, Schedule
+from planner.solvers.simulator import Timeline, unroll
 from planner.step.form import Form
 from planner.step.prepared import PreparedStep
-from solvers.problem import Problem, Schedule
-from solvers.simulator import Timeline, unroll
 from tests.support.models import BUILDERS, HF, Case
 
 SEED = 5

@@ -29,20 +29,24 @@ from functools import partial
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph, eliminate_dead_code, is_tuple_element
-from graph_capture.joint_graph.pieces.emit import Emitter
-from graph_capture.joint_graph.pieces.inner_parts import find_inner_parts
-from graph_capture.joint_graph.pieces.means import means_to_sums
-from graph_capture.joint_graph.pieces.part import Part, find_part, unviewed
-from graph_capture.joint_graph.pieces.rows import ADDING, Kind, Rows
-from graph_capture.joint_graph.pieces.totals import (
+from planner._graph_capture.joint_graph.joint import (
+    JointGraph,
+    eliminate_dead_code,
+    is_tuple_element,
+)
+from planner._graph_capture.joint_graph.pieces.emit import Emitter
+from planner._graph_capture.joint_graph.pieces.inner_parts import find_inner_parts
+from planner._graph_capture.joint_graph.pieces.means import means_to_sums
+from planner._graph_capture.joint_graph.pieces.part import Part, find_part, unviewed
+from planner._graph_capture.joint_graph.pieces.rows import ADDING, Kind, Rows
+from planner._graph_capture.joint_graph.pieces.totals import (
     added,
     added_product,
     ops_behind_sum,
     whole_of,
 )
-from graph_capture.joint_graph.replay import RUNS_ONCE
-from graph_capture.joint_graph.walks import ancestors, descendants
+from planner._graph_capture.joint_graph.replay import RUNS_ONCE
+from planner._graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
 

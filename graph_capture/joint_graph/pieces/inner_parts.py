@@ -24,10 +24,16 @@ from collections.abc import Iterator, Set
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph
-from graph_capture.joint_graph.pieces.part import Part, followed, is_possible, reads, unviewed
-from graph_capture.joint_graph.pieces.rows import ADDING, Layout, Rows, factors
-from graph_capture.joint_graph.walks import ancestors, descendants
+from planner._graph_capture.joint_graph.joint import JointGraph
+from planner._graph_capture.joint_graph.pieces.part import (
+    Part,
+    followed,
+    is_possible,
+    reads,
+    unviewed,
+)
+from planner._graph_capture.joint_graph.pieces.rows import ADDING, Layout, Rows, factors
+from planner._graph_capture.joint_graph.walks import ancestors, descendants
 
 _WIDENS = 2
 """How many times as wide as its operand's the rows of a product must be."""

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph
-from graph_capture.joint_graph.pieces.emit import Emitter
-from graph_capture.joint_graph.pieces.rows import Reduction
+from planner._graph_capture.joint_graph.joint import JointGraph
+from planner._graph_capture.joint_graph.pieces.emit import Emitter
+from planner._graph_capture.joint_graph.pieces.rows import Reduction
 
 _aten = torch.ops.aten
 

@@ -16,9 +16,16 @@ from functools import partial
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
-from graph_capture.joint_graph.pieces.rows import Action, Kind, Layout, Rows, action_of, by_rows
-from graph_capture.joint_graph.walks import ancestors, descendants
+from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
+from planner._graph_capture.joint_graph.pieces.rows import (
+    Action,
+    Kind,
+    Layout,
+    Rows,
+    action_of,
+    by_rows,
+)
+from planner._graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
 _AS_WIDE = 0.5

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.replay import is_random
-from graph_capture.torch_compat import OpOverload
+from planner._graph_capture.joint_graph.replay import is_random
+from planner._graph_capture.torch_compat import OpOverload
 
 _aten = torch.ops.aten
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graph_capture.joint_graph.joint import is_view
-from graph_capture.joint_graph.pieces.emit import Emitter
-from graph_capture.joint_graph.pieces.rows import ADDING
+from planner._graph_capture.joint_graph.joint import is_view
+from planner._graph_capture.joint_graph.pieces.emit import Emitter
+from planner._graph_capture.joint_graph.pieces.rows import ADDING
 
 _aten = torch.ops.aten
 

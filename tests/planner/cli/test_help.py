@@ -15,7 +15,7 @@ def test_the_help_needs_neither_torch_nor_a_solver(arguments):
 import sys
 from planner.cli.process import run
 code = run({arguments!r})
-for heavy in ("torch", "ortools", "numpy", "planner.public", "solvers.solve"):
+for heavy in ("torch", "ortools", "numpy", "planner.public", "planner.solvers.solve"):
     assert heavy not in sys.modules, heavy
 sys.exit(code)
 """

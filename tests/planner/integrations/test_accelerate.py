@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import planner
 from benchmarks.settled_collectives import settle_collectives
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 from tests.support.measured_loops import MeasuredLoop, Trial
 from tests.support.models import gpt2
 from tests.support.ranks import on_ranks

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import planner
-from graph_capture.memory.allocator import record_stages
+from planner._graph_capture.memory.allocator import record_stages
 from tests.support.models import gpt2
 from tests.support.ranks import on_ranks
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import planner
 from benchmarks.settled_collectives import settle_collectives
-from graph_capture.memory.allocator import begin_stage, record_stages
+from planner._graph_capture.memory.allocator import begin_stage, record_stages
 from tests.support.ranks import on_ranks
 
 accelerate = pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
