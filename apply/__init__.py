@@ -1,1 +1,1 @@
-"""Recipes into running models; use it through `planner`."""
+"""Rewrite specs into running models; use it through `planner`."""

@@ -23,7 +23,7 @@ from torch import nn
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback
 from planner._apply.planned_code import DID_MORE_OUTSIDE, PlannedCode
-from planner._apply.recipe import OpKey, Recipe, RegionRecipe
+from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.model_state import remembered_state
 from planner._graph_capture.module_forward import (
@@ -35,9 +35,10 @@ from planner._graph_capture.module_forward import (
 
 
 class PlannedBlocks:
-    """Code of the blocks of a model under one recipe; see `PlannedCode`, which it stands beside."""
+    """Code of the blocks of a model under one rewrite spec; see `PlannedCode`, which it stands
+    beside."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, spec: RewriteSpec) -> None:
         self._model = model
         self.has_begun = False
         """Whether the model's forward has begun: what stands before the first block runs as it is
@@ -47,9 +48,9 @@ class PlannedBlocks:
         self._falls_back = False
         self._runs = 0
         self._did_more_outside = False
-        check_blocks(model, recipe)
-        self._code_of = {name: code for shared in shared_code(recipe)
-                         for code in [_code_of_blocks(model, recipe, shared)]
+        check_blocks(model, spec)
+        self._code_of = {name: code for shared in shared_code(spec)
+                         for code in [_code_of_blocks(model, spec, shared)]
                          for name in shared.blocks}
         self._codes = list(dict.fromkeys(self._code_of.values()))
 
@@ -112,12 +113,12 @@ class PlannedBlocks:
 Code = PlannedCode | PlannedBlocks
 
 
-def code_of(model: nn.Module, recipe: Recipe) -> Code:
-    """The code of a model under a recipe, compiled when it is first called; raises `PlanMismatch`
-    where the model lacks blocks of the recipe."""
-    if recipe.blocks:
-        return PlannedBlocks(model, recipe)
-    return PlannedCode(type(model).__name__, model, recipe)
+def code_of(model: nn.Module, spec: RewriteSpec) -> Code:
+    """The code of a model under a rewrite spec, compiled when it is first called; raises
+    `PlanMismatch` where the model lacks blocks of the rewrite spec."""
+    if spec.blocks:
+        return PlannedBlocks(model, spec)
+    return PlannedCode(type(model).__name__, model, spec)
 
 
 def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
@@ -135,27 +136,27 @@ def attempt(code: Code, module: nn.Module, own: Forward | None, /, *args: Any, *
         code.is_trial = False
 
 
-def run_step(code: Code, recipe: Recipe, module: nn.Module, own: Forward | None,
+def run_step(code: Code, spec: RewriteSpec, module: nn.Module, own: Forward | None,
              args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
-    """The call `code(module, own, ...)` with the arguments as the recipe takes them; `is_trial`: as
-    `attempt` makes it."""
+    """The call `code(module, own, ...)` with the arguments as the rewrite spec takes them;
+    `is_trial`: as `attempt` makes it."""
     run = partial(attempt, code) if is_trial else code
-    args, kwargs = with_distinct_tensors(args, {**dict(recipe.overrides), **kwargs})
+    args, kwargs = with_distinct_tensors(args, {**dict(spec.overrides), **kwargs})
     return run(module, own, *args, **kwargs)
 
 
-def check_blocks(model: nn.Module, recipe: Recipe) -> None:
-    """Raises `PlanMismatch` where the model lacks a block of the recipe."""
+def check_blocks(model: nn.Module, spec: RewriteSpec) -> None:
+    """Raises `PlanMismatch` where the model lacks a block of the rewrite spec."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    for name in recipe.blocks:
+    for name in spec.blocks:
         if name not in names:
             raise PlanMismatch(f"the plan has a block {name}, this model has none; make a plan "
                                "for this model")
 
 
-def _code_of_blocks(model: nn.Module, recipe: Recipe, shared: SharedCode) -> PlannedCode:
+def _code_of_blocks(model: nn.Module, spec: RewriteSpec, shared: SharedCode) -> PlannedCode:
     first = model.get_submodule(shared.blocks[0])
-    return PlannedCode(type(first).__name__, model, recipe, shared.regions)
+    return PlannedCode(type(first).__name__, model, spec, shared.regions)
 
 
 _NO_BLOCK = ("no block of the plan ran in this step, which ran as it is written: something else "
@@ -173,26 +174,26 @@ class SharedCode:
     """Those of the first block, then those of the next."""
 
 
-def shared_code(recipe: Recipe) -> tuple[SharedCode, ...]:
-    """The blocks of a recipe (the whole model is one, called "") by their decisions."""
+def shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
+    """The blocks of a rewrite spec (the whole model is one, called "") by their decisions."""
     regions: dict[str, list[int]] = {}
-    for index, region in enumerate(recipe.regions):
+    for index, region in enumerate(spec.regions):
         regions.setdefault(region.block, []).append(index)
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, indices in regions.items():
-        alike.setdefault(tuple(_decisions(recipe.regions[index], index) for index in indices),
+        alike.setdefault(tuple(_decisions(spec.regions[index], index) for index in indices),
                          []).append(name)
     return tuple(SharedCode(decisions, tuple(blocks),
                             tuple(index for name in blocks for index in regions[name]))
                  for decisions, blocks in alike.items())
 
 
-def count_decisions(recipe: Recipe) -> int:
-    """How many different pieces of code the regions of a recipe need."""
-    return len({_decisions(region, index) for index, region in enumerate(recipe.regions)})
+def count_decisions(spec: RewriteSpec) -> int:
+    """How many different chunks of code the regions of a rewrite spec need."""
+    return len({_decisions(region, index) for index, region in enumerate(spec.regions)})
 
 
-def _decisions(region: RegionRecipe, index: int) -> object:
+def _decisions(region: RegionSpec, index: int) -> object:
     """What a block's code depends on beside its graph: equal for blocks that may share code."""
 
     def local(name: str) -> str:
@@ -204,7 +205,10 @@ def _decisions(region: RegionRecipe, index: int) -> object:
     def ops(keys: tuple[OpKey, ...]) -> tuple[tuple[str, str], ...]:
         return tuple((local(key.name), key.result) for key in keys)
 
-    sizes = region.outline and (region.outline.storage_bytes, region.outline.input_bytes)
+    sizes = region.region_signature and (
+        region.region_signature.storage_bytes,
+        region.region_signature.input_bytes,
+    )
     return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.hoisted,
             tuple((local(group.before), tuple(
                 msgspec.structs.replace(action, op=local(action.op)) for action in group.actions))

@@ -79,7 +79,7 @@ def finish(copy: Copy) -> Tensor:
     return copy.finish()
 
 
-class StandIn:
+class SharedHost:
     """The host of a device that shares its memory: for tests, of no use to training."""
 
     def empty(self, size_bytes: int) -> Tensor:
@@ -118,7 +118,7 @@ _stores: dict[torch.device, HostStore] = {}
 
 def _store_of(device: torch.device) -> HostStore:
     if device not in _stores:
-        _stores[device] = PinnedHost(device) if device.type == "cuda" else StandIn()
+        _stores[device] = PinnedHost(device) if device.type == "cuda" else SharedHost()
     return _stores[device]
 
 

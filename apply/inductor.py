@@ -22,8 +22,8 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.layouts import lay_out_weights
 from planner._apply.plan_backend import Match, PlanBackend, checked_backward
 from planner._apply.realized import realize_across_library_calls
-from planner._apply.recipe import Recipe
 from planner._apply.rewrite import RewrittenRegion
+from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.inductor.generated_code import memory_of_code
 from planner._graph_capture.inductor.shortened import FindRuns, LeftOut, shorten
 from planner._graph_capture.joint_graph.random_ops import is_companion
@@ -31,18 +31,18 @@ from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from planner._graph_capture.torch_compat import PartitionFunction
 from planner._graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
 from planner._graph_capture.torch_compat.kernel_order import KernelOrder
-from planner._graph_capture.torch_compat.kernels_apart import KernelsApart
 from planner._graph_capture.torch_compat.scheduler_pass import SchedulerPass
+from planner._graph_capture.torch_compat.unfused_kernels import UnfusedKernels
 from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
 """A graph of which more ops would be left than this part is compiled whole."""
 _FORMAT = "checkpoint-planner 11"
-"""To be changed whenever one recipe makes other graphs than before."""
+"""To be changed whenever one rewrite spec makes other graphs than before."""
 
 
 class InductorBackend(PlanBackend):
-    """The Dynamo backend that lets Inductor compile a recipe's graphs."""
+    """The Dynamo backend that lets Inductor compile a rewrite spec's graphs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,7 +69,7 @@ class InductorBackend(PlanBackend):
         region that was not met, or without one of the two."""
         generated = self._generated or {}
         both = [[generated.get((index, is_backward)) for is_backward in (False, True)]
-                for index in range(len(self._recipe.regions))]
+                for index in range(len(self._spec.regions))]
         return tuple(tuple(follow() for follow in pair if follow) if all(pair) else ()
                      for pair in both)
 
@@ -88,16 +88,16 @@ class InductorBackend(PlanBackend):
             planned = inputs[len(inputs) - len(cotangents):]
             return checked_backward(run, planned, cotangents)
 
-        passes: list[SchedulerPass] = [KernelOrder(self._recipe.strict_order)]
+        passes: list[SchedulerPass] = [KernelOrder(self._spec.kernel_order)]
         settings: dict[str, Any] = {}
-        if self._recipe.lean_code:
-            passes.append(KernelsApart())
+        if self._spec.low_memory_codegen:
+            passes.append(UnfusedKernels())
             # Inductor reuses a buffer where its own estimate of the peak allows that, and the
             # estimate is above the peak.
             settings["allow_buffer_reuse"] = False
         return inductor_backend(
-            partition, uuid_of(self._recipe), finish=finish,
-            own_layouts=self._recipe.lean_code,
+            partition, uuid_of(self._spec), finish=finish,
+            own_layouts=self._spec.low_memory_codegen,
             settings=settings | {each.setting: each for each in passes},
         )(module, inputs)
 
@@ -106,7 +106,7 @@ class InductorBackend(PlanBackend):
         for node in (*graphs.forward.graph.nodes, *graphs.backward.graph.nodes):
             if node.target is REALIZED_COPY or is_companion(node.target):
                 declare_fallback(node.target)
-        if self._recipe.strict_order:
+        if self._spec.kernel_order:
             lay_out_weights(graphs.backward)
             realize_across_library_calls(graphs.backward.graph)
         if self._find_runs is None:
@@ -140,8 +140,8 @@ class InductorBackend(PlanBackend):
                 "for these inputs")
 
 
-def uuid_of(recipe: Recipe) -> str:
-    """What tells recipes apart in the keys of Inductor's caches: equal for equal recipes, in every
-    process."""
-    graphs = replace(recipe, circumstances=None, ops=(), buffers=())
+def uuid_of(spec: RewriteSpec) -> str:
+    """What tells rewrite specs apart in the keys of Inductor's caches: equal for equal rewrite
+    specs, in every process."""
+    graphs = replace(spec, signature=None, ops=(), buffers=())
     return hashlib.sha256(f"{_FORMAT}\0{graphs!r}".encode()).hexdigest()

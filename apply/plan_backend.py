@@ -17,18 +17,18 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
+from planner._apply.elided_output import without_elided
 from planner._apply.errors import PlanMismatch
 from planner._apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
-from planner._apply.recipe import OpKey, Recipe, RegionRecipe
 from planner._apply.rewrite import RewrittenRegion, rewrite
+from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._apply.same_step import difference_from_step, outputs_let_go
-from planner._apply.unmade_output import without_unmade
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.joint_graph.naming import name_modules
-from planner._graph_capture.joint_graph.outline import outline
-from planner._graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
+from planner._graph_capture.joint_graph.outline import region_signature
+from planner._graph_capture.joint_graph.pipeline import JointVariant, lower_joint_graph
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.torch_compat import (
     BoxedCodeGen,
@@ -42,7 +42,7 @@ from planner._graph_capture.torch_compat import (
     primal_sources,
     schema_of,
 )
-from planner._graph_capture.training_graph import Outline
+from planner._graph_capture.training_graph import RegionSignature
 
 Fallback = Callable[[fx.GraphModule], Callable[..., Any]]
 """Makes of a captured graph a function of its inputs that trains it."""
@@ -50,27 +50,27 @@ Fallback = Callable[[fx.GraphModule], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A captured graph and the region of the recipe that it is."""
+    """A captured graph and the region of the rewrite spec that it is."""
 
     index: int
     """The region's number."""
-    region: RegionRecipe
+    region: RegionSpec
     lowered: LoweredRegion
     is_resized: bool
     """Whether it is the region with smaller tensors."""
 
 
 class PlanBackend:
-    """The Dynamo backend that puts a recipe's graphs in the place of what was captured."""
+    """The Dynamo backend that puts a rewrite spec's graphs in the place of what was captured."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, regions: Sequence[int] | None = None
+    def __init__(self, model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None = None
                  ) -> None:
-        """`regions`: those of the recipe that may be met, by default all."""
+        """`regions`: those of the rewrite spec that may be met, by default all."""
         # What was compiled refers to this, and torch's cache, in which the garbage collector does
         # not see, to that: a model that the caller deletes would stay.
         self._model = weakref.ref(model)
-        self._recipe = recipe
-        self._regions = tuple(range(len(recipe.regions)) if regions is None else regions)
+        self._spec = spec
+        self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
         self._compiled_regions = 0
         self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
         self.running: nn.Module | None = None
@@ -93,13 +93,13 @@ class PlanBackend:
         """Regions of the plan that have run in this call."""
         self._warned_of_output = False
 
-    def with_recipe(self, recipe: Recipe, regions: Sequence[int]) -> Self:
-        """The backend of these regions of another recipe for the same captured graphs, the very
-        modules: what this one has lowered is not lowered again."""
+    def with_spec(self, spec: RewriteSpec, regions: Sequence[int]) -> Self:
+        """The backend of these regions of another rewrite spec for the same captured graphs, the
+        very modules: what this one has lowered is not lowered again."""
         if self._lowered is None:
             self._lowered = {}
         other = copy.copy(self)
-        other._recipe, other._regions = recipe, tuple(regions)
+        other._spec, other._regions = spec, tuple(regions)
         return other
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class PlanBackend:
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses,
                                 region.released)
             watched.extend(places_to_watch(
-                outputs_let_go(self._recipe, match.index, match.lowered), match.lowered, rewritten))
+                outputs_let_go(self._spec, match.index, match.lowered), match.lowered, rewritten))
             rewritten = self._prepared(match, rewritten, num_fwd_outputs)
             return rewritten.forward, rewritten.backward
 
@@ -151,7 +151,7 @@ class PlanBackend:
             pass_absent_gradients(outputs)
             before_double_backward(outputs, _refuse_double_backward)
             watch(outputs, watched, self._output_is_held)
-            return outputs if match is None else without_unmade(outputs, match.region.unmade)
+            return outputs if match is None else without_elided(outputs, match.region.elided)
 
         return torch.compiler.disable(call)
 
@@ -191,15 +191,15 @@ class PlanBackend:
         self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
         given: Sequence[str | None],
     ) -> Match:
-        """The recipe's region that this graph is, whose inputs have these names, if any; raises
-        `PlanMismatch`."""
+        """The rewrite spec's region that this graph is, whose inputs have these names, if any;
+        raises `PlanMismatch`."""
         names = [source.name(given) for source in primal_sources(primals_of(joint))]
-        form = JointForm(self._recipe.backend == "inductor", self._recipe.low_peak,
-                         self._recipe.pieces, self._recipe.inner_pieces)
+        variant = JointVariant(self._spec.backend == "inductor", self._spec.low_peak,
+                         self._spec.chunks, self._spec.inner_chunks)
         first_difference = ""
         start = self._compiled_regions % max(len(self._regions), 1)
         for index in (*self._regions[start:], *self._regions[:start]):
-            region = self._recipe.regions[index]
+            region = self._spec.regions[index]
             if len(region.cotangents) != count_cotangents(joint):
                 first_difference = first_difference or (
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
@@ -208,18 +208,20 @@ class PlanBackend:
             lowered = None if self._lowered is None else self._lowered.get((module, index))
             if lowered is None:
                 lowered = lower_joint_graph(
-                    joint, num_forward_outputs, form, cotangents=region.cotangents,
+                    joint, num_forward_outputs, variant, cotangents=region.cotangents,
                     input_names=names, hoisted=region.hoisted, region=index, block=region.block,
-                    unmade=region.unmade)
+                    elided=region.elided)
             if self._lowered is not None:
                 self._lowered[module, index] = lowered
             difference = _first_difference(region, lowered)
             is_resized = difference is not None
-            if difference is not None and region.outline is not None:
+            if difference is not None and region.region_signature is not None:
                 # In a step that may fall back, code may size tensors by values, with equal inputs.
-                difference = self._why_not_served(region.outline, outline(lowered), difference)
+                difference = self._why_not_served(
+                    region.region_signature, region_signature(lowered), difference
+                )
             if difference is None:
-                difference = difference_from_step(self._recipe, index, lowered)
+                difference = difference_from_step(self._spec, index, lowered)
             if difference is None:
                 self._compiled_regions += 1
                 return Match(index, region, lowered, is_resized)
@@ -228,12 +230,14 @@ class PlanBackend:
             f"the plan does not fit this model and these inputs; the first difference: "
             f"{first_difference}. Make a plan for them")
 
-    def _why_not_served(self, planned: Outline, found: Outline, difference: str) -> str | None:
+    def _why_not_served(
+        self, planned: RegionSignature, found: RegionSignature, difference: str
+    ) -> str | None:
         """Why a region that differs from the planned one cannot run its schedule within its memory;
         `None` if it can, being the same ops on smaller tensors."""
         # In a step that may fall back, values may decide sizes, so that equal inputs prove nothing.
-        steered = self.fallback is not None and planned.is_like(found)
-        if not (planned.serves(found) or steered):
+        has_control_flow = self.fallback is not None and planned.is_like(found)
+        if not (planned.serves(found) or has_control_flow):
             return difference
         larger = planned.first_larger(found)
         if larger is None:
@@ -259,7 +263,7 @@ def _leaves_no_trace(graph: fx.Graph) -> bool:
         if node.op == "call_function" and node.target is not operator.getitem)
 
 
-def _first_difference(region: RegionRecipe, lowered: LoweredRegion) -> str | None:
+def _first_difference(region: RegionSpec, lowered: LoweredRegion) -> str | None:
     expected = (*region.forward, *region.backward)
     for want, have in zip(expected, lowered.ops, strict=False):
         if want.name != have.name or want.digest != have.digest:

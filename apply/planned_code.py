@@ -1,4 +1,4 @@
-"""Code that `torch.compile` makes of a module's forward under a recipe."""
+"""Code that `torch.compile` makes of a module's forward under a rewrite spec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback, PlanBackend
-from planner._apply.recipe import Recipe
+from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.torch_compat import (
@@ -28,17 +28,17 @@ DID_MORE_OUTSIDE = (
 
 
 class PlannedCode:
-    """Compiled code of the model, or of blocks that share it, under one recipe; raises
-    `PlanMismatch` where the recipe is for another graph."""
+    """Compiled code of the model, or of blocks that share it, under one rewrite spec; raises
+    `PlanMismatch` where the rewrite spec is for another graph."""
 
-    def __init__(self, name: str, model: nn.Module, recipe: Recipe,
+    def __init__(self, name: str, model: nn.Module, spec: RewriteSpec,
                  regions: Sequence[int] | None = None) -> None:
-        """`regions`: those of the recipe that may be met here, by default all."""
-        self._name, self._backend = name, _backend_of(model, recipe, regions)
+        """`regions`: those of the rewrite spec that may be met here, by default all."""
+        self._name, self._backend = name, _backend_of(model, spec, regions)
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which parameters are trained: torch 2.11 does not look again where that changes."""
-        self._donated_buffers = recipe.backend == "inductor"
-        self._has_several_regions = len(recipe.regions if regions is None else regions) > 1
+        self._donated_buffers = spec.backend == "inductor"
+        self._has_several_regions = len(spec.regions if regions is None else regions) > 1
         self._operations_outside: int | None = None
         """What autograd recorded outside of all regions in the first call; `None`: there was none.
         """
@@ -47,7 +47,8 @@ class PlannedCode:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the last call has got so far that it cannot begin anew under another recipe."""
+        """Whether the last call has got so far that it cannot begin anew under another rewrite
+        spec."""
         return self._backend.has_begun
 
     def fall_back(self, fallback: Fallback) -> None:
@@ -121,10 +122,10 @@ class PlannedCode:
         return None
 
 
-def _backend_of(model: nn.Module, recipe: Recipe, regions: Sequence[int] | None) -> PlanBackend:
-    """The Dynamo backend that runs a recipe's graphs, by default those of all regions."""
-    if recipe.backend == "inductor":
+def _backend_of(model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None) -> PlanBackend:
+    """The Dynamo backend that runs a rewrite spec's graphs, by default those of all regions."""
+    if spec.backend == "inductor":
         from planner._apply.inductor import InductorBackend
 
-        return InductorBackend(model, recipe, regions)
-    return PlanBackend(model, recipe, regions)
+        return InductorBackend(model, spec, regions)
+    return PlanBackend(model, spec, regions)

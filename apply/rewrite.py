@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from planner._apply.host_store import begin_fetch, begin_store, finish
-from planner._apply.recipe import (
+from planner._apply.rewrite_spec import (
     Fetch,
     InplaceReuse,
     InsertedAction,

@@ -14,57 +14,58 @@ from collections.abc import Sequence
 from torch import nn
 
 from planner._apply.blocks import check_blocks
-from planner._apply.circumstances import tensor_keys
+from planner._apply.call_signature import tensor_keys
 from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import PlannedForward, Replan
-from planner._apply.recipe import ParameterKey, Recipe
+from planner._apply.rewrite_spec import ParameterKey, RewriteSpec
 from planner._graph_capture.module_forward import (
-    StandIn,
+    ForwardOverride,
     own_forward,
     rebound,
     set_forward,
     take_down,
 )
 
-__all__ = ["Replan", "apply_recipe", "attach", "detach"]
+__all__ = ["Replan", "apply_spec", "attach", "detach"]
 
 
-def apply_recipe(
-    model: nn.Module, recipe: Recipe, *, replan: Replan | None = None,
+def apply_spec(
+    model: nn.Module, spec: RewriteSpec, *, replan: Replan | None = None,
 ) -> nn.Module:
-    """A module that trains as `model` does, with the recipe's recomputations; see `attach`.
+    """A module that trains as `model` does, with the rewrite spec's recomputations; see `attach`.
 
     Raises `PlanMismatch`, here if parameters or buffers differ from those of the plan, and in the
     first training step if the captured graph does (and there is no `replan`).
     """
-    _check_tensors(model, recipe.tensors)
-    return attach(model, (recipe,), replan=replan, in_place=False)
+    _check_tensors(model, spec.tensors)
+    return attach(model, (spec,), replan=replan, in_place=False)
 
 
-def attach(model: nn.Module, recipes: Sequence[Recipe] = (), *, replan: Replan | None = None,
+def attach(model: nn.Module, specs: Sequence[RewriteSpec] = (), *, replan: Replan | None = None,
            in_place: bool) -> nn.Module:
-    """A module that trains as `model` does, each step under one of the recipes.
+    """A module that trains as `model` does, each step under one of the rewrite specs.
 
     In place, it is `model` itself, until `detach`.  Otherwise it is another module of the same
     class, which shares every submodule, parameter and buffer with `model` (which itself stays as it
     was); blocks that are compiled one by one have their planned forwards while the model runs.
     Both have the `state_dict` keys of `model`.  Without gradients it runs the plain forward,
-    and, without `replan`, also in the other of train and eval mode than the recipes were made for.
+    and, without `replan`, also in the other of train and eval mode than the rewrite specs were made
+    for.
 
-    A step with inputs of another size runs a recipe where its graph is the same but for sizes and
-    no tensor is larger than planned.  For a step that no recipe serves `replan` is asked for one,
-    with the model and the arguments; from then on that is tried as the others are.  Recipes that
-    were attached before are dropped.
+    A step with inputs of another size runs a rewrite spec where its graph is the same but for sizes
+    and no tensor is larger than planned.  For a step that no rewrite spec serves `replan` is asked
+    for one, with the model and the arguments; from then on that is tried as the others are.
+    Rewrite specs that were attached before are dropped.
 
-    Raises `PlanMismatch` where the model lacks the blocks of a recipe; a step raises it where no
-    recipe serves it (and there is no `replan`).
+    Raises `PlanMismatch` where the model lacks the blocks of a rewrite spec; a step raises it where
+    no rewrite spec serves it (and there is no `replan`).
     """
-    for recipe in recipes:
-        check_blocks(model, recipe)
+    for spec in specs:
+        check_blocks(model, spec)
     if in_place:
         take_down(model)
     attached = model if in_place else _copy(model)
-    set_forward(attached, PlannedForward(attached, own_forward(attached), recipes, replan))
+    set_forward(attached, PlannedForward(attached, own_forward(attached), specs, replan))
     return attached
 
 
@@ -87,7 +88,7 @@ def _copy(model: nn.Module) -> nn.Module:
         return copies[path]
 
     for path, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), StandIn):
+        if isinstance(vars(module).get("forward"), ForwardOverride):
             copy_of(path)
     return copies[""]
 

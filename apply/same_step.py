@@ -1,7 +1,7 @@
-"""Whether a captured region is what a recipe states of it.
+"""Whether a captured region is what a rewrite spec states of it.
 
-A recipe holds the whole step that its schedule was simulated on.  Here the region that is met is
-held against that: what each op reads and makes, how large that is, what it may be written over,
+A rewrite spec holds the whole step that its schedule was simulated on.  Here the region that is met
+is held against that: what each op reads and makes, how large that is, what it may be written over,
 whether it may run again and what that needs.  Where nothing is understated, the schedule is legal
 for the region and takes no more memory than the simulator found.
 
@@ -13,42 +13,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from planner._apply.recipe import Recipe, RunAgain
+from planner._apply.rewrite_spec import RewriteSpec, RunAgain
 from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.joint_graph.lower import LoweredOp, LoweredRegion
 from planner._graph_capture.training_graph import Phase, TrainingOp
 
 
-def difference_from_step(recipe: Recipe, index: int, lowered: LoweredRegion) -> str | None:
-    """The first op, in words, of which the recipe states something else than the region, its
-    `index`-th, has; `None` where there is none, and for a recipe without a step.
+def difference_from_step(spec: RewriteSpec, index: int, lowered: LoweredRegion) -> str | None:
+    """The first op, in words, of which the rewrite spec states something else than the region, its
+    `index`-th, has; `None` where there is none, and for a rewrite spec without a step.
 
     Sizes may be smaller than stated.
     """
-    if not recipe.ops:
+    if not spec.ops:
         return None
-    planned = [op for op in recipe.ops if op.region == index and op.digest]
+    planned = [op for op in spec.ops if op.region == index and op.digest]
     if [op.name for op in planned] != [op.name for op in lowered.ops]:
         return f"the plan has other ops than region {index} of the model"
-    if recipe.regions[index].unmade != lowered.unmade:
-        return (f"the plan makes no outputs {list(recipe.regions[index].unmade)} of region "
-                f"{index}, the model's code can do without {list(lowered.unmade)}")
-    return _Comparison(recipe, index, lowered, planned).first_difference()
+    if spec.regions[index].elided != lowered.elided:
+        return (f"the plan makes no outputs {list(spec.regions[index].elided)} of region "
+                f"{index}, the model's code can do without {list(lowered.elided)}")
+    return _Comparison(spec, index, lowered, planned).first_difference()
 
 
-def outputs_let_go(recipe: Recipe, index: int, lowered: LoweredRegion) -> tuple[int, ...]:
-    """Places of the outputs of a region's forward, mutated inputs not counted, that the recipe
-    counts on being let go before the backward."""
-    released = set(recipe.regions[index].released)
-    if recipe.ops and len(recipe.regions) == 1:  # else code between regions holds them for a while
-        planned = {op.name: op for op in recipe.ops}
-        held = {buffer for op in recipe.ops if not op.digest for buffer in op.inputs}
-        held |= {place for place, buffer in enumerate(recipe.buffers) if buffer.kept_to_end}
+def outputs_let_go(spec: RewriteSpec, index: int, lowered: LoweredRegion) -> tuple[int, ...]:
+    """Places of the outputs of a region's forward, mutated inputs not counted, that the rewrite
+    spec counts on being let go before the backward."""
+    released = set(spec.regions[index].released)
+    if spec.ops and len(spec.regions) == 1:  # else code between regions holds them for a while
+        planned = {op.name: op for op in spec.ops}
+        held = {buffer for op in spec.ops if not op.digest for buffer in op.inputs}
+        held |= {place for place, buffer in enumerate(spec.buffers) if buffer.kept_to_end}
         # What the plan itself saves for the backward is there whoever holds it.
-        again = {action.op for group in recipe.regions[index].insertions
+        again = {action.op for group in spec.regions[index].insertions
                  for action in group.actions if isinstance(action, RunAgain)}
-        held |= {buffer for op in recipe.ops if op.phase is Phase.BACKWARD for buffer in op.inputs
-                 if recipe.ops[recipe.buffers[buffer].producer].name not in again}
+        held |= {buffer for op in spec.ops if op.phase is Phase.BACKWARD for buffer in op.inputs
+                 if spec.ops[spec.buffers[buffer].producer].name not in again}
         made = {storage for op in lowered.ops for storage, buffer in zip(
             op.outputs, planned[op.name].outputs, strict=True) if buffer not in held}
         released |= {place for place, node in enumerate(lowered.returned)
@@ -57,10 +57,10 @@ def outputs_let_go(recipe: Recipe, index: int, lowered: LoweredRegion) -> tuple[
 
 
 class _Comparison:
-    def __init__(self, recipe: Recipe, index: int, lowered: LoweredRegion,
+    def __init__(self, spec: RewriteSpec, index: int, lowered: LoweredRegion,
                  planned: Sequence[TrainingOp]) -> None:
-        self._recipe, self._region, self._lowered = recipe, recipe.regions[index], lowered
-        self._is_eager = recipe.backend == "eager"
+        self._spec, self._region, self._lowered = spec, spec.regions[index], lowered
+        self._is_eager = spec.backend == "eager"
         self._pairs = list(zip(lowered.ops, planned, strict=True))
         self._made: dict[int, int] = {}
         """Storage that an op of the region makes -> its buffer."""
@@ -99,7 +99,7 @@ class _Comparison:
         if not self._is_eager:
             return None
         for storage, buffer in zip(op.outputs, planned.outputs, strict=True):
-            stated, found = (self._recipe.buffers[buffer].size_bytes,
+            stated, found = (self._spec.buffers[buffer].size_bytes,
                              self._lowered.storages[storage].size_bytes)
             if found > stated:
                 return f"makes {stated:,} bytes, it makes {found:,}"
@@ -134,8 +134,8 @@ class _Comparison:
         """Others hold what leaves the region, to the end or for a while: gradients, and what is
         copied into inputs.  An output that nobody is stated to hold is not written over."""
         ours = {id(planned) for _, planned in self._pairs}
-        held = {buffer for op in self._recipe.ops if id(op) not in ours for buffer in op.inputs}
-        held |= {place for place, buffer in enumerate(self._recipe.buffers) if buffer.kept_to_end}
+        held = {buffer for op in self._spec.ops if id(op) not in ours for buffer in op.inputs}
+        held |= {place for place, buffer in enumerate(self._spec.buffers) if buffer.kept_to_end}
         region = self._lowered
         for storage in (*(storage for storage, _ in region.gradient_storages),
                         *region.mutation_sources):

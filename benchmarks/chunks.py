@@ -96,7 +96,7 @@ def steps(workload: Workload, time_limit: float) -> Iterator[tuple[str, nn.Modul
 
 def _words(plan: planner.Plan) -> str:
     above = (plan.peak_bytes - plan.resident_bytes) / MEGABYTE
-    return (f"{plan.recipe.pieces} chunks, predicted {above:.2f} MB, "
+    return (f"{plan.spec.chunks} chunks, predicted {above:.2f} MB, "
             f"{plan.overhead:.1%} >= {plan.overhead_bound:.1%}")
 
 

@@ -64,7 +64,7 @@ def with_gradient_checkpointing(workload: Workload) -> nn.Module | None:
 
 
 def held_by_loss(workload: Workload) -> list[object]:
-    """What the loss holds, its labels among it; the account counts these among the buffers."""
+    """What the loss holds, its labels among it; the breakdown counts these among the buffers."""
     closure = getattr(workload.loss_fn, "__closure__", None) or ()
     return [cell.cell_contents for cell in closure]
 

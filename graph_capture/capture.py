@@ -1,6 +1,6 @@
 """From a model and one batch to the annotated training step.
 
-Everything happens on a fake twin: the model is neither executed nor changed.
+Everything happens on a fake copy: the model is neither executed nor changed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.record import Recording
 from planner._graph_capture.dynamo.training_step import record_training_step
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.failures import failure
+from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
+from planner._graph_capture.fake_copies.storage_less import storage_less_copy
 from planner._graph_capture.garbage import fewer_collections
-from planner._graph_capture.inductor.compiled_form import compiled_form
 from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
+from planner._graph_capture.inductor.compiled_variant import compiled_variant
 from planner._graph_capture.inductor.fused_costs import FusedCosts
-from planner._graph_capture.joint_graph.pipeline import JointForm, has_low_peak_form
+from planner._graph_capture.joint_graph.pipeline import JointVariant, has_low_peak_variant
 from planner._graph_capture.memory.trace import Block
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.op_costs.cuda_workspace import held_workspace_bytes
 from planner._graph_capture.op_costs.devices import Gpu, compute_capability
-from planner._graph_capture.op_costs.room import ProbeRoom
+from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
 from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
@@ -49,20 +52,17 @@ from planner._graph_capture.step.kept import Keeper
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
 from planner._graph_capture.step.released_output import with_output_released
 from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
-from planner._graph_capture.training_graph import OptimizerMemory, StepForm, TrainingGraph
-from planner._graph_capture.twins.data_less import data_less_twin
-from planner._graph_capture.twins.failures import failure
-from planner._graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
+from planner._graph_capture.training_graph import OptimizerMemory, StepVariant, TrainingGraph
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
     """What traces a step that was captured before; no tensor of it has memory."""
 
-    twin: FakeTwin
+    fake_copy: FakeCopy
     """As the user calls it, without the arguments that capture forced."""
     loss_fn: LossFn | None
-    """That of the twin; `None`: the step was captured without one."""
+    """That of the fake copy; `None`: the step was captured without one."""
     workspace: Workspace
     holds_output: bool = True
     """Whether the caller holds the output until the backward ends."""
@@ -79,16 +79,16 @@ class Tracing:
             return None
         if self.layout is not None:
             found = replace(trace_optimizer_steps(*self.layout.share_of(optimizer)),
-                            parameters=frozenset(self.twin.parameters))
+                            parameters=frozenset(self.fake_copy.parameters))
             return found if self.layout.holds_optimizer else found.without_memory()
-        return trace_optimizer_steps(optimizer, self.twin, with_gradient=with_gradient,
+        return trace_optimizer_steps(optimizer, self.fake_copy, with_gradient=with_gradient,
                                      workspace=self.workspace)
 
     def plain_step(self, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
                    ) -> EagerStep:
         """The step as plain PyTorch runs it."""
         return trace_eager_step(
-            self.twin, loss_fn, workspace=self.workspace, with_gradient=with_gradient,
+            self.fake_copy, loss_fn, workspace=self.workspace, with_gradient=with_gradient,
             holds_output=self.holds_output,
             wrapper=None if self.layout is None else self.layout.wrapper())
 
@@ -97,13 +97,13 @@ class Tracing:
 class CapturedStep:
     """A training step, ready to be planned."""
 
-    forms: tuple[StepForm, ...]
-    """The base form, as the step was captured, the low-peak form where there is one, and those in
-    pieces."""
+    variants: tuple[StepVariant, ...]
+    """The base variant, as the step was captured, the low-peak variant where there is one, and
+    those in chunks."""
     baseline: EagerStep
     """The step as plain PyTorch runs it."""
     later: EagerStep | None
-    """A later micro-step of accumulated gradients as plain PyTorch runs it, above what is resident
+    """A later micro-batch of accumulated gradients as plain PyTorch runs it, above what is resident
     and the gradients from before; `None` without accumulation."""
     optimizer_steps: OptimizerTrace | None
     """`None`: no optimizer was named, and none is counted."""
@@ -123,7 +123,7 @@ class CapturedStep:
     @property
     def graph(self) -> TrainingGraph:
         """The graph of the step as it was captured."""
-        return self.forms[0].graph
+        return self.variants[0].graph
 
     @property
     def holds_output(self) -> bool:
@@ -137,7 +137,7 @@ class CapturedStep:
 
     def resident_blocks(self) -> tuple[Block, ...]:
         """What is held before the step, storage by storage."""
-        return resident_blocks(self.tracing.twin, self.graph.resident,
+        return resident_blocks(self.tracing.fake_copy, self.graph.resident,
                                is_sharded=self.tracing.layout is not None)
 
 
@@ -152,9 +152,9 @@ def capture_step(
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None, holds_output: bool = True,
-    answers: tuple[Any, ...] | None = None, probe_room: ProbeRoom | None = None,
-    progress: Progress | None = None, pieces: Sequence[tuple[int, int]] = (),
-    make_layout: Callable[[FakeTwin], RankLayout] | None = None,
+    answers: tuple[Any, ...] | None = None, probe_headroom: ProbeHeadroom | None = None,
+    progress: Progress | None = None, chunks: Sequence[tuple[int, int]] = (),
+    make_layout: Callable[[FakeCopy], RankLayout] | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -163,15 +163,15 @@ def capture_step(
     `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
     `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
     that Inductor partitions: after its decompositions and its passes over the joint graph.
-    `regions`: what is captured as one piece, see `graph_capture.dynamo.blocks.find_blocks`; `None`:
+    `regions`: what is captured as one chunk, see `graph_capture.dynamo.blocks.find_blocks`; `None`:
     the whole model, or its repeated blocks where a graph break would make one code run for several
     of them, of which nothing could be recomputed, or where nothing is captured.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
-    captured in pieces.  `holds_output`: the caller holds the model's output until the backward
+    captured in chunks.  `holds_output`: the caller holds the model's output until the backward
     ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
-    data-parallel run, which holds the model so.  `probe_room`: what running single ops may take
-    where a loop has begun to train.  `pieces`: the numbers of pieces in which the
+    data-parallel run, which holds the model so.  `probe_headroom`: what running single ops may take
+    where a loop has begun to train.  `chunks`: the numbers of chunks in which the
     widest part of the step and the insides of layers may run.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
@@ -181,30 +181,30 @@ def capture_step(
     args, kwargs = with_distinct_tensors(tuple(args), kwargs or {})
     forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
-    twin = make_twin(model, args, {**kwargs, **dict(forced)}, device=device,
+    fake_copy = make_fake_copy(model, args, {**kwargs, **dict(forced)}, device=device,
                      extra=() if loss_fn is None else (loss_fn,),
                      capability=compute_capability(device_planned_for(model, device), gpu))
-    twin_loss = None if loss_fn is None else twin.extra[0]
-    twin = replace(twin, answers=answers, autocast=autocast)
-    room = None if not probe or probe_room is None else probe_room.left(
-        lambda: _least_plain_peak(twin, twin_loss))
-    costs = OpCosts(twin.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say,
-                    room=room)
+    fake_loss = None if loss_fn is None else fake_copy.extra[0]
+    fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
+    headroom = None if not probe or probe_headroom is None else probe_headroom.left(
+        lambda: _least_plain_peak(fake_copy, fake_loss))
+    costs = OpCosts(fake_copy.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say,
+                    headroom=headroom)
     inductor = backend == "inductor"
     if inductor:
-        check_compiler(twin.device, twin.trace_device)
+        check_compiler(fake_copy.device, fake_copy.trace_device)
 
     say("capturing the forward and the backward")
     begun = time.monotonic()
-    layout = None if make_layout is None else make_layout(twin)
+    layout = None if make_layout is None else make_layout(fake_copy)
 
-    def record(blocks: Sequence[str]) -> tuple[FakeTwin, LossFn | None, Recording, object]:
+    def record(blocks: Sequence[str]) -> tuple[FakeCopy, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
-        traced, traced_loss = twin, twin_loss
-        if (blocks or answers is not None or twin.has_subclasses) and (
-                twin.trace_device.type == "cpu"):
-            traced = data_less_twin(twin, extra=(twin_loss,))
+        traced, traced_loss = fake_copy, fake_loss
+        if (blocks or answers is not None or fake_copy.has_subclasses) and (
+                fake_copy.trace_device.type == "cpu"):
+            traced = storage_less_copy(fake_copy, extra=(fake_loss,))
             traced_loss = traced.extra[-1]
         return traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
@@ -219,19 +219,19 @@ def capture_step(
             by_blocks[2].check_any()
             if not _sharing_code(by_blocks[2]):
                 traced, traced_loss, recording, output = by_blocks
-    uses = region_uses(traced, recording, output, JointForm(compiled=inductor))
+    uses = region_uses(traced, recording, output, JointVariant(compiled=inductor))
     capture_seconds = time.monotonic() - begun
-    rules = _rules_since(twin)
+    rules = _rules_since(fake_copy)
 
     say("tracing the plain step")
     try:
-        unforced = _without(twin, {name for name, _ in forced} - kwargs.keys())
-        tracing = Tracing(unforced, twin_loss, costs.workspace_bytes, holds_output, layout)
-        baseline = tracing.plain_step(twin_loss)
-        plain_rules = _rules_since(twin)
+        unforced = _without(fake_copy, {name for name, _ in forced} - kwargs.keys())
+        tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout)
+        baseline = tracing.plain_step(fake_loss)
+        plain_rules = _rules_since(fake_copy)
         outputs = trace_loss(traced_loss, output, traced, costs.workspace_bytes).outputs
         later = (None if not accumulated
-                 else tracing.plain_step(twin_loss, baseline.with_gradient))
+                 else tracing.plain_step(fake_loss, baseline.with_gradient))
     except CaptureError:
         raise
     except Exception as error:
@@ -241,48 +241,48 @@ def capture_step(
     say("measuring and estimating ops")
     keeper = Keeper(keep)
     fused = None if not inductor or cost_model == "flops" else FusedCosts(
-        twin.device, costs, costs.device_model)
+        fake_copy.device, costs, costs.device_model)
 
-    def form(uses: Sequence[RegionUse], low_peak: bool = False,
-             pieces: tuple[int, int] = (1, 1)) -> StepForm:
+    def variant(uses: Sequence[RegionUse], low_peak: bool = False,
+             chunks: tuple[int, int] = (1, 1)) -> StepVariant:
         graph = assemble(
             uses, cost_of=fused or costs, pinned_by_user=keeper,
-            resident=twin.resident if layout is None else layout.resident,
+            resident=fake_copy.resident if layout is None else layout.resident,
             loss=(LossMemory(cotangents_held=True)
                   if loss_fn is None or isinstance(loss_fn, OpenLoss)
                   else LossMemory.of(baseline.loss)),
-            device=twin.device, uncaptured=recording.uncaptured)
+            device=fake_copy.device, uncaptured=recording.uncaptured)
         if not holds_output:
             graph = with_output_released(graph, [each.until for each in outputs])
         check(graph)
         graph = replace(graph, notes=_notes(forced, recording, costs, rules, plain_rules),
                         kernels=kernels_of(graph.ops, rules))
-        return (compiled_form(graph, uses, fused, low_peak=low_peak) if inductor
-                else StepForm(graph, low_peak, *pieces))
+        return (compiled_variant(graph, uses, fused, low_peak=low_peak) if inductor
+                else StepVariant(graph, low_peak, *chunks))
 
-    forms = [form(uses)]
+    variants = [variant(uses)]
     keeper.check_all_used()
-    if any(has_low_peak_form(use.lowered) for use in uses):
-        uses = region_uses(traced, recording, output, JointForm(inductor, low_peak=True))
-        forms.append(form(uses, low_peak=True))
-    for widest, inner in pieces:
+    if any(has_low_peak_variant(use.lowered) for use in uses):
+        uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))
+        variants.append(variant(uses, low_peak=True))
+    for widest, inner in chunks:
         cut = region_uses(
-            traced, recording, output, JointForm(inductor, pieces=widest, inner_pieces=inner),
+            traced, recording, output, JointVariant(inductor, chunks=widest, inner_chunks=inner),
             # Code between regions, or a loss of the caller's, might read them.
-            leaves_unmade=(not holds_output and loss_fn is None and len(recording.calls) == 1
+            elides_output=(not holds_output and loss_fn is None and len(recording.calls) == 1
                            and recording.uncaptured is None))
-        has_inner = any(use.lowered.inner_pieces > 1 for use in cut)
-        has_widest = any(use.lowered.pieces > 1 for use in cut)
+        has_inner = any(use.lowered.inner_chunks > 1 for use in cut)
+        has_widest = any(use.lowered.chunks > 1 for use in cut)
         if has_inner or (has_widest and inner == 1):
-            forms.append(form(cut, pieces=(widest, inner)))
+            variants.append(variant(cut, chunks=(widest, inner)))
         if not has_widest:
             break
     return CapturedStep(
-        forms=tuple(forms), baseline=baseline, later=later,
+        variants=tuple(variants), baseline=baseline, later=later,
         optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
-            traced, traced_loss, costs, recording.graphs, twin, holds_output, capture_seconds),
+            traced, traced_loss, costs, recording.graphs, fake_copy, holds_output, capture_seconds),
         outputs=outputs,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu))
 
@@ -292,19 +292,19 @@ def _sharing_code(recording: Recording) -> int:
     return sum(count for count in count_runs(recording).values() if count > 1)
 
 
-def _least_plain_peak(twin: FakeTwin, loss_fn: LossFn | None) -> int:
+def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
     """The peak of the plain step above what is resident, but for the workspace of its ops; 0 where
     it cannot be traced, which is an error later."""
     try:
-        return trace_eager_step(twin, loss_fn, workspace=lambda *call: 0).peak_bytes
+        return trace_eager_step(fake_copy, loss_fn, workspace=lambda *call: 0).peak_bytes
     except Exception:  # whatever the user's code raises
         return 0
 
 
-def _without(twin: FakeTwin, names: Set[str]) -> FakeTwin:
-    """The twin as the user calls it: without the arguments that capture forced."""
-    return replace(twin, kwargs={name: value for name, value in twin.kwargs.items()
-                                 if name not in names}) if names else twin
+def _without(fake_copy: FakeCopy, names: Set[str]) -> FakeCopy:
+    """The fake copy as the user calls it: without the arguments that capture forced."""
+    return replace(fake_copy, kwargs={name: value for name, value in fake_copy.kwargs.items()
+                                 if name not in names}) if names else fake_copy
 
 
 def _forced_arguments(
@@ -319,12 +319,12 @@ def _forced_arguments(
     return (("use_cache", False),) if "use_cache" in accepted else ()
 
 
-def _rules_since(twin: FakeTwin) -> dict[str, tuple[str, ...]]:
-    """Why kernels were chosen for the twin since this was last asked."""
-    if twin.kernels is None:
+def _rules_since(fake_copy: FakeCopy) -> dict[str, tuple[str, ...]]:
+    """Why kernels were chosen for the fake copy since this was last asked."""
+    if fake_copy.kernels is None:
         return {}
-    rules = {kernel: tuple(found) for kernel, found in twin.kernels.rules.items()}
-    twin.kernels.rules.clear()
+    rules = {kernel: tuple(found) for kernel, found in fake_copy.kernels.rules.items()}
+    fake_copy.kernels.rules.clear()
     return rules
 
 
@@ -350,7 +350,7 @@ def _notes(
                      "kept as they are: a graph break in a loop does that; where the loop runs "
                      "modules, regions=(...) with their names plans each by itself")
     if recording.inference_graphs:
-        notes.append(f"{recording.inference_graphs} captured pieces need no gradient "
+        notes.append(f"{recording.inference_graphs} captured chunks need no gradient "
                      "and are not planned")
     if costs.assumed:
         notes.append("workspace is a stated margin, not a measurement, for: "

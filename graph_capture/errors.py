@@ -12,7 +12,7 @@ class CaptureError(PlannerError):
     """
 
 
-class ValueAsked(CaptureError):
+class DataDependentValue(CaptureError):
     """The model's code asks for what depends on the values of tensors: for one of them, or for a
     result whose size they decide.  A step that is captured without being run has none."""
 

@@ -36,7 +36,7 @@ def call_forward(module: nn.Module, own: Forward | None, /, *args: Any, **kwargs
     return own(*args, **kwargs)
 
 
-class StandIn:
+class ForwardOverride:
     """A function that stands in for the forward of one module; copies and pickles refer to the copy
     of the module.
 
@@ -48,7 +48,7 @@ class StandIn:
         """`inner`: what the instance had before; `None`: the method of its class."""
         self.__self__ = module
         self.inner = inner
-        _STANDING[id(module)] = self
+        _OVERRIDES[id(module)] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward as the module itself has it; subclasses run something else."""
@@ -67,10 +67,10 @@ class StandIn:
         """A function of a module, this or a copy of it, and its arguments."""
 
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            mine = self if module is self.__self__ else standing_in(module)
+            mine = self if module is self.__self__ else forward_override(module)
             if mine is None:  # Whoever wrapped this method was copied.
                 mine = copy.deepcopy(self, {id(self.__self__): module})
-                vars(module)["_stand_in"] = mine  # which keeps it alive
+                vars(module)["_placeholder"] = mine  # which keeps it alive
             return mine(*args, **kwargs)
 
         forward.__signature__ = inspect.signature(  # type: ignore[attr-defined]
@@ -100,23 +100,23 @@ class StandIn:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        _STANDING[id(self.__self__)] = self
+        _OVERRIDES[id(self.__self__)] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = memo[id(self)] = copy.copy(self)
         new.__self__ = copy.deepcopy(self.__self__, memo)
         new.inner = copy.deepcopy(self.inner, memo)
-        _STANDING[id(new.__self__)] = new
+        _OVERRIDES[id(new.__self__)] = new
         return new
 
 
-_STANDING: WeakValueDictionary[int, StandIn] = WeakValueDictionary()
+_OVERRIDES: WeakValueDictionary[int, ForwardOverride] = WeakValueDictionary()
 """By identity of the module: what was put into it, wherever it is wrapped now."""
 
 
-def standing_in(module: nn.Module) -> StandIn | None:
+def forward_override(module: nn.Module) -> ForwardOverride | None:
     """What was put in the place of a module's forward, though others may have wrapped it since."""
-    found = _STANDING.get(id(module))
+    found = _OVERRIDES.get(id(module))
     return found if found is not None and found.__self__ is module else None
 
 
@@ -124,7 +124,7 @@ def own_forward(module: nn.Module) -> Forward | None:
     """The forward that the instance itself has, beneath what stands in for it; `None`: it has that
     of its class."""
     found = vars(module).get("forward")
-    while isinstance(found, StandIn):
+    while isinstance(found, ForwardOverride):
         found = found.inner
     return found
 
@@ -140,9 +140,9 @@ def set_forward(module: nn.Module, forward: Forward | None) -> None:
 def take_down(model: nn.Module) -> None:
     """Remove every stand-in from a model and its submodules."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), StandIn):
+        if isinstance(vars(module).get("forward"), ForwardOverride):
             set_forward(module, own_forward(module))
-            _STANDING.pop(id(module), None)
+            _OVERRIDES.pop(id(module), None)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch import nn
 from planner._graph_capture.training_graph import BufferKind, ResidentMemory
 
 if TYPE_CHECKING:
-    from planner._graph_capture.twins.fake import FakeTwin
+    from planner._graph_capture.fake_copies.fake import FakeCopy
 
 MakeBuffer = Callable[[int, BufferKind], torch.Tensor]
 """Makes a buffer of so many bytes, and is told what it is; those of collectives are temporaries."""
@@ -55,5 +55,6 @@ class RankLayout(Protocol):
     def holds_optimizer(self) -> bool:
         """Whether the optimizer's state is in the memory of the device."""
 
-    def share_of(self, optimizer: object) -> tuple[object, FakeTwin]:
-        """The optimizer of the rank that holds most of its state, and a twin of what it updates."""
+    def share_of(self, optimizer: object) -> tuple[object, FakeCopy]:
+        """The optimizer of the rank that holds most of its state, and a fake copy of what it
+        updates."""

@@ -5,7 +5,7 @@ backward - that exchange *buffers*.  A buffer is a storage that an op allocates;
 tuple elements of it are the same buffer and are not ops.  Parameters, model buffers and inputs are
 *resident*: alive the whole step, whatever the schedule, and so not buffers of the graph.
 
-A step captured in several pieces (graph breaks) is a chain of *regions*, each with a forward and a
+A step captured in several chunks (graph breaks) is a chain of *regions*, each with a forward and a
 backward of its own: forwards in order, the loss, backwards in reverse.
 
 Blind spots: control flow that depends on data is not in a graph; what the user's own code
@@ -107,7 +107,7 @@ class TrainingOp:
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class RegionSignature:
     """What a region is apart from its sizes, and its sizes.
 
     A plan made for one size of inputs serves another where the structure is the same, and fits the
@@ -126,17 +126,17 @@ class Outline:
     """Hash of the inputs' shapes and strides.  Where it is equal, the sizes must be, too: nothing
     but another model can make them differ."""
 
-    def serves(self, other: Outline) -> bool:
+    def serves(self, other: RegionSignature) -> bool:
         """Whether a plan made for this region is one for `other`, whatever its sizes."""
         return self.is_like(other) and self.input_layout != other.input_layout
 
-    def is_like(self, other: Outline) -> bool:
+    def is_like(self, other: RegionSignature) -> bool:
         """Whether nothing but sizes is another than in `other`."""
         return (self.structure == other.structure
                 and len(self.input_bytes) == len(other.input_bytes)
                 and len(self.storage_bytes) == len(other.storage_bytes))
 
-    def first_larger(self, other: Outline) -> tuple[int, int] | None:
+    def first_larger(self, other: RegionSignature) -> tuple[int, int] | None:
         """Bytes planned for and bytes needed where `other` first takes more memory than this."""
         mine = (*self.input_bytes, *self.storage_bytes)
         theirs = (*other.input_bytes, *other.storage_bytes)
@@ -167,7 +167,7 @@ class Region:
     """Indices of its backward ops."""
     cotangents: tuple[bool, ...]
     """For each differentiable output of the joint graph, whether a gradient flows into it."""
-    outline: Outline | None = None
+    region_signature: RegionSignature | None = None
     """`None`: a plan of this region serves these sizes alone."""
     block: str = ""
     """The submodule that was captured by itself; empty where the whole model was."""
@@ -176,8 +176,8 @@ class Region:
     released: tuple[int, ...] = ()
     """Which outputs of its forward the caller lets go before the backward, mutated inputs not
     counted."""
-    unmade: tuple[int, ...] = ()
-    """Which outputs of its forward are not made, since the part that makes them runs in pieces and
+    elided: tuple[int, ...] = ()
+    """Which outputs of its forward are not made, since the part that makes them runs in chunks and
     nobody reads them."""
 
 
@@ -202,7 +202,7 @@ class ResidentMemory:
     buffers_bytes: int
     inputs_bytes: int
     gradients_bytes: int = 0
-    """Of earlier micro-steps, to which this one adds its own."""
+    """Of earlier micro-batches, to which this one adds its own."""
     pending_bytes: int = 0
     """Saved by other calls of the step whose backward is yet to come."""
 
@@ -291,7 +291,7 @@ class SavingCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class StepForm:
+class StepVariant:
     """A training step as one graph, and what Inductor makes of its buffers."""
 
     graph: TrainingGraph
@@ -299,11 +299,11 @@ class StepForm:
     (`graph_capture.inductor.within_kernels`)."""
     low_peak: bool = False
     """Whether the backward holds less at the price of copies
-    (`graph_capture.joint_graph.low_peak_backward`); otherwise it is the base form."""
-    pieces: int = 1
-    """In how many pieces its widest part runs (`graph_capture.joint_graph.pieces`)."""
-    inner_pieces: int = 1
-    """In how many pieces the insides of its layers run."""
+    (`graph_capture.joint_graph.low_peak_backward`); otherwise it is the base variant."""
+    chunks: int = 1
+    """In how many chunks its widest part runs (`graph_capture.joint_graph.chunks`)."""
+    inner_chunks: int = 1
+    """In how many chunks the insides of its layers run."""
     saved_by_default: frozenset[int] = frozenset()
     """Buffers that Inductor's own partitioner saves for the backward."""
     saving_costs: SavingCosts = field(default_factory=SavingCosts)

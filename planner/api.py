@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from planner._graph_capture.capture import CapturedStep
     from planner._graph_capture.op_costs.devices import Gpu
-    from planner._graph_capture.op_costs.room import ProbeRoom
+    from planner._graph_capture.op_costs.headroom import ProbeHeadroom
     from planner._graph_capture.plain_step.loss import LossFn
     from planner.solvers.simulator import Timeline
-    from planner.step.form import Form
+    from planner.step.variant import Variant
 
 
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
@@ -66,7 +66,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact;
             `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.
         cost_model: what recomputation costs. `"roofline"`: seconds, from FLOPs, bytes and the
-            device's figures; `"measured"`: seconds of each op, run alone on throw-away tensors on
+            device's figures; `"measured"`: seconds of each op, run alone on dummy inputs on
             the device (cached on disk; estimated where the op cannot be run), and for Inductor
             `overhead` from the seconds of each generated kernel, which is compiled for that;
             `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
@@ -81,9 +81,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             capture has used is taken off the solver's share, down to half of the limit.  For
             Inductor work is counted and the limit only cuts off, which the plan then says.
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
-        accumulation: micro-steps to each step of the optimizer, `inputs` being those of one: from
+        accumulation: micro-batches to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
-        regions: what is compiled as one piece. `"model"`: all of it, the default for one device;
+        regions: what is compiled as one chunk. `"model"`: all of it, the default for one device;
             `"blocks"`, the default with `parallel` where there are any, and where
             `torch.compile` breaks the model's graph in a loop: each of its
             repeated blocks by itself, with one budget over all of them, while the rest runs as it
@@ -101,7 +101,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             collectives as temporaries.  The plan is applied before the model is wrapped.  In a
             process group one rank makes the plan, and all that ask for the same take it.
         allow: the choices that the plan may make. `"chunk"`: the widest part of the step whose ops
-            act on rows of batch and sequence - a language model's loss head - may run a piece at
+            act on rows of batch and sequence - a language model's loss head - may run a chunk at
             a time, forward and backward together where the loss allows; sums over rows are then
             sums of sums, which rounds otherwise.  `"offload"` (experimental, for one GPU and the
             eager backend): what the forward saves may be stored in pinned memory of the host and
@@ -163,24 +163,24 @@ def capture(model: nn.Module, inputs: object = None, *, progress: Progress | Non
 
 
 def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
-                ) -> tuple[Form, Timeline]:
+                ) -> tuple[Variant, Timeline]:
     """The form of a step that `plan` is for, captured again, and the plan's course through it.
 
     `arguments`: those of `capture` that the plan does not tell.  Raises `PlanMismatch` where the
     plan was made for another step.
     """
-    from planner.plans.decisions import build_recipe, schedule_of
+    from planner.plans.decisions import build_spec, schedule_of
     from planner.solvers.simulator import unroll
 
-    recipe = plan.recipe
-    prepared = capture(model, inputs, cost_model=plan.cost_model, regions=recipe.blocks or "model",
-                       output="held" if recipe.holds_output else "dropped", **arguments)
-    form = prepared.form_of(recipe)
-    timeline = unroll(form.problem, schedule_of(form, recipe))
-    if build_recipe(prepared, form, timeline).regions != recipe.regions:
+    spec = plan.spec
+    prepared = capture(model, inputs, cost_model=plan.cost_model, regions=spec.blocks or "model",
+                       output="held" if spec.holds_output else "dropped", **arguments)
+    variant = prepared.variant_of(spec)
+    timeline = unroll(variant.problem, schedule_of(variant, spec))
+    if build_spec(prepared, variant, timeline).regions != spec.regions:
         raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode, "
                            "autocast or blocks; plan this model with these inputs anew")
-    return form, timeline
+    return variant, timeline
 
 
 def prepare_step(model: nn.Module, inputs: object, planning: Planning,
@@ -193,20 +193,20 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
-    from planner._apply.circumstances import autocast_words, circumstances_of, tensor_keys
+    from planner._apply.call_signature import autocast_words, signature_of, tensor_keys
     from planner.step.host_link import host_link
     from planner.step.wrapped import unwrapped, with_wrappers
 
     planning = with_wrappers(model, planning)
     model = unwrapped(model)
     step = capture_call(model, args, kwargs, planning, progress)
-    circumstances = circumstances_of(model, args, kwargs)
+    signature = signature_of(model, args, kwargs)
     if planning.autocast_dtype is not None:
-        circumstances = replace(circumstances, autocast=autocast_words(
+        signature = replace(signature, autocast=autocast_words(
             {torch.device(step.graph.device).type: planning.autocast_dtype}))
     prepared = prepare(
         step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
-        circumstances=circumstances, backend=planning.backend, cost_model=planning.cost_model,
+        signature=signature, backend=planning.backend, cost_model=planning.cost_model,
         accumulation=planning.accumulation, parallel=planning.parallel,
         budget_of=planning.budget_of)
     link = host_link(planning, step.graph.device)
@@ -216,12 +216,12 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, progress: Progress | None, *,
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
-                 probe_room: ProbeRoom | None = None) -> CapturedStep:
+                 probe_headroom: ProbeHeadroom | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
-    code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_room`: what
+    code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what
     running single ops may take, where the model is being trained."""
     from planner._graph_capture.capture import capture_step
-    from planner._graph_capture.twins.fake import device_planned_for
+    from planner._graph_capture.fake_copies.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank
     from planner.step.wrapped import beneath_wrappers
 
@@ -234,14 +234,29 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                          "nothing beyond what is allocated; plan for device=\"cuda\", or leave "
                          "budget_of out")
     return capture_step(
-        beneath_wrappers(model, parallel), args, kwargs, loss_fn=planning.loss_fn or unknown_loss,
+        beneath_wrappers(model, parallel),
+        args,
+        kwargs,
+        loss_fn=planning.loss_fn or unknown_loss,
         device=device,
-        gpu=planning.gpu, keep=tuple(planning.keep), backend=planning.backend,
-        cost_model=planning.cost_model, probe=planning.probe, optimizer=planning.optimizer,
-        accumulated=planning.accumulation > 1, regions=regions, answers=answers,
-        autocast=planning.autocast_dtype, holds_output=planning.output == "held",
-        make_layout=None if parallel is None else lambda twin: layout_of(model, twin, parallel),
-        probe_room=probe_room, progress=progress, pieces=planning.pieces)
+        gpu=planning.gpu,
+        keep=tuple(planning.keep),
+        backend=planning.backend,
+        cost_model=planning.cost_model,
+        probe=planning.probe,
+        optimizer=planning.optimizer,
+        accumulated=planning.accumulation > 1,
+        regions=regions,
+        answers=answers,
+        autocast=planning.autocast_dtype,
+        holds_output=planning.output == "held",
+        make_layout=None
+        if parallel is None
+        else lambda fake_copy: layout_of(model, fake_copy, parallel),
+        probe_headroom=probe_headroom,
+        progress=progress,
+        chunks=planning.chunks,
+    )
 
 
 def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:

@@ -27,7 +27,7 @@ _SECONDS = 1.0
 
 
 class Watch:
-    """Takes reports of one piece of long work; mutable."""
+    """Takes reports of one chunk of long work; mutable."""
 
     def __init__(self, what: str, progress: Progress | None, stream: TextIO | None) -> None:
         """`progress`: a callback that takes the reports instead; `stream`: a terminal."""

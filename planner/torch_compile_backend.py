@@ -35,7 +35,7 @@ log = logging.getLogger("planner.torch_compile_backend")
 _SAID_BY_THE_GRAPH = frozenset({"loss_fn", "backend", "device", "accumulation", "regions",
                                 "autocast"})
 """Arguments of `planner.plan` that are no options: Dynamo's graph has one loss, device and region,
-and knows of no other micro-step, and is captured under the caller's autocast."""
+and knows of no other micro-batch, and is captured under the caller's autocast."""
 
 
 def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,

@@ -50,8 +50,8 @@ def _mode_of(path: str | PathLike[str]) -> int | None:
 
 def _replace(destination: Path, content: bytes, mode: int | None) -> None:
     """Write a draft and move it to the destination, which gets this mode."""
-    room = _LONGEST_NAME - len(_ENDING.format("0" * _DIGITS)) - 1
-    stem = "." + os.fsencode(destination.name)[:room].decode(errors="ignore")
+    headroom = _LONGEST_NAME - len(_ENDING.format("0" * _DIGITS)) - 1
+    stem = "." + os.fsencode(destination.name)[:headroom].decode(errors="ignore")
     draft, stream = _locked_draft(destination.parent, stem)
     try:
         with stream:

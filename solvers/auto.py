@@ -27,7 +27,7 @@ from planner.solvers.sqrt_n import sqrt_n
 from planner.solvers.task import Proposal, Task
 
 WORK, WORK_PER_OP = 3.0, 5e-4
-"""Work (see `solvers.milp.Answer`) of the whole search."""
+"""Work (see `solvers.milp.MilpResult`) of the whole search."""
 PATIENCE = 0.35
 """Part of it without a gain of `WORTH` after which the search ends."""
 WORTH = 1e-3

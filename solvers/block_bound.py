@@ -26,8 +26,8 @@ from itertools import pairwise
 from planner.solvers.cut_model import CutModel
 from planner.solvers.frontiers import frontiers, region_after
 from planner.solvers.problem import Op, Problem, Segment, Storage
-from planner.solvers.realise import realise
 from planner.solvers.repetition import Run
+from planner.solvers.schedule_from_cuts import schedule_from_cuts
 from planner.solvers.task import Task
 from planner.solvers.violations import Inner, next_cuts
 from planner.solvers.working_set import fixed_bytes, inplace_candidates
@@ -77,9 +77,9 @@ def layers_of(problem: Problem, runs: Sequence[Run], pivot: int) -> list[Layer]:
         return []
     first, last = region.ops[0], region.ops[-1] + 1
     ends = [first, *sorted(b for b in bounds if first < b < last), last]
-    pieces = (_cut_out(problem, list(range(start, stop)), pivot)
+    chunks = (_cut_out(problem, list(range(start, stop)), pivot)
               for start, stop in pairwise(ends))
-    return [piece for piece in pieces if piece is not None]
+    return [piece for piece in chunks if piece is not None]
 
 
 def _cut_out(problem: Problem, forward: list[int], pivot: int) -> Layer | None:
@@ -133,7 +133,7 @@ class BlockBound:
     def __init__(self, task: Task, runs: Sequence[Run], pivot: int) -> None:
         problem = task.problem
         self._task = task
-        self._room = _shared_room(problem, task.budget_bytes, pivot)
+        self._headroom = _shared_room(problem, task.budget_bytes, pivot)
         layers = layers_of(problem, runs, pivot)
         alike: defaultdict[Problem, list[int]] = defaultdict(list)
         for layer in layers:
@@ -142,7 +142,7 @@ class BlockBound:
         self._rooms = {layer: _with_most_room(rooms) for layer, rooms in alike.items()}
         self._cuts: dict[tuple[Problem, int], tuple[tuple[int, ...], Inner]] = {}
         self.work = 0.0
-        """See `solvers.milp.Answer`."""
+        """See `solvers.milp.MilpResult`."""
 
     def best(self, first_price: float) -> float:
         """No legal schedule within the budget recomputes for less; `first_price` (cost per byte) is
@@ -155,27 +155,27 @@ class BlockBound:
             best = max(best, bound)
             if self._task.seconds_left <= 0:
                 break
-            price *= PRICE_STEP if retained > self._room else 1 / PRICE_STEP
+            price *= PRICE_STEP if retained > self._headroom else 1 / PRICE_STEP
         return best
 
     def _at(self, price: float) -> tuple[float, int]:
         """The bound at a price, and the bytes that the layers then retain in all."""
-        bound, total = -price * self._room, 0
+        bound, total = -price * self._headroom, 0
         for layer, rooms in self._rooms.items():
-            for room, count in rooms.items():
-                least, retained = self._alone(layer, room, price)
+            for headroom, count in rooms.items():
+                least, retained = self._alone(layer, headroom, price)
                 bound += count * least
                 total += count * retained
         return bound, total
 
-    def _alone(self, layer: Problem, room: int, price: float) -> tuple[float, int]:
+    def _alone(self, layer: Problem, headroom: int, price: float) -> tuple[float, int]:
         """The least that one layer costs at a price, and what it then retains."""
-        cuts, inner = self._cuts.get((layer, room), ((self._pivots[layer],), ()))
+        cuts, inner = self._cuts.get((layer, headroom), ((self._pivots[layer],), ()))
         least, retained = 0.0, 0
         while True:
             # Before the entry to the backward not all is there yet that takes from the budget.
-            rooms = (self._task.budget_bytes, *([room] * (len(cuts) - 1)))
-            model = CutModel(layer, room, cuts, inner=inner, price=price, room_bytes=rooms)
+            rooms = (self._task.budget_bytes, *([headroom] * (len(cuts) - 1)))
+            model = CutModel(layer, headroom, cuts, inner=inner, price=price, headroom_bytes=rooms)
             solution = model.solve(self._task.seconds_left, seed=self._task.seed, nodes=NODES,
                                    gap=GAP * self._task.problem.keep_all_cost)
             self.work += solution.work
@@ -183,9 +183,15 @@ class BlockBound:
             if solution.retained is None:
                 return least, retained
             retained = sum(layer.storages[s].size_bytes for s in solution.retained[0])
-            self._cuts[layer, room] = cuts, inner
-            further = next_cuts(layer, room, realise(layer, cuts, solution.retained, early=True),
-                                cuts, inner, first=cuts[0] + 1)
+            self._cuts[layer, headroom] = cuts, inner
+            further = next_cuts(
+                layer,
+                headroom,
+                schedule_from_cuts(layer, cuts, solution.retained, early=True),
+                cuts,
+                inner,
+                first=cuts[0] + 1,
+            )
             if further is None or len(cuts) >= MOST_CUTS or not solution.solved:
                 return least, retained
             cuts, inner = further

@@ -49,7 +49,7 @@ class CutSolution:
     solved: bool
     """The model was solved to the end, or proven infeasible."""
     work: float
-    """See `solvers.milp.Answer`."""
+    """See `solvers.milp.MilpResult`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class CutModel:
     anchors: frozenset[int] = frozenset()
     """Storages that are retained past every cut after their first run.  A restriction: with
     anchors, `extra_bound` says nothing about other schedules."""
-    room_bytes: tuple[int, ...] = ()
+    headroom_bytes: tuple[int, ...] = ()
     """For each cut the bytes that may be used there; the budget where empty.  Less than the budget
     is a restriction as well."""
     inner: tuple[tuple[int, int], ...] = ()
@@ -194,8 +194,10 @@ class _Program:
     def _memory(self, stage: int) -> None:
         problem, cut = self.problem, self.cuts[stage]
         op = problem.ops[cut]
-        room = self.spec.room_bytes[stage] if self.spec.room_bytes else self.spec.budget_bytes
-        room -= fixed_bytes(problem, cut)
+        headroom = (
+            self.spec.headroom_bytes[stage] if self.spec.headroom_bytes else self.spec.budget_bytes
+        )
+        headroom -= fixed_bytes(problem, cut)
         held = {*op.inputs, *op.outputs}
         terms: dict[mathopt.Variable, float] = {}
         for storage, variable in self.retained[stage].items():
@@ -220,7 +222,7 @@ class _Program:
             self._row(row, -float(len(candidates)))
             terms[taken] = float(size)
         unit = max(1.0, self.spec.budget_bytes / 1e4)
-        self._row({v: c / unit for v, c in terms.items() if c}, -room / unit)
+        self._row({v: c / unit for v, c in terms.items() if c}, -headroom / unit)
 
     def _inner_memory(self, stage: int, op: int) -> None:
         """Where `op` is recomputed in a stage, there is room for what it reads, makes and takes for
@@ -235,7 +237,7 @@ class _Program:
         taken = max((problem.storages[s].size_bytes for s in described.inplace), default=0)
         size = sum(problem.storages[s].size_bytes for s in own) + described.workspace_bytes - taken
         terms = {self.again[stage][op]: -size / unit}
-        room = self.spec.budget_bytes / unit
+        headroom = self.spec.budget_bytes / unit
         for storage, members in self.classes.storages.items():
             listed = problem.storages[storage]
             if storage in own or listed.producer > self.cuts[stage]:
@@ -243,7 +245,7 @@ class _Program:
             share, count = listed.size_bytes / unit, float(len(members))
             after = self.retained[stage + 1].get(storage)
             if listed.kept_to_end:
-                room -= share * count
+                headroom -= share * count
             elif share and (storage in read or after is not None):
                 stays = self.mip.add_variable(lb=0.0, ub=count)
                 row = {stays: 1.0}
@@ -255,7 +257,7 @@ class _Program:
                 else:
                     self._row({**row, after: -1.0}, 0.0)
                 terms[stays] = -share
-        self._row(terms, -room)
+        self._row(terms, -headroom)
 
     def _closure(self, stage: int) -> None:
         """The single-cut closure after a cut, over whether an op is recomputed at all."""

@@ -21,7 +21,7 @@ import numpy as np
 from planner.solvers.frontiers import Frontier, Region, narrow_frontiers, region_after
 from planner.solvers.polish import drop_recomputes
 from planner.solvers.problem import Problem
-from planner.solvers.realise import realise
+from planner.solvers.schedule_from_cuts import schedule_from_cuts
 from planner.solvers.simulator import simulate, unroll
 from planner.solvers.task import Proposal, Task
 
@@ -46,7 +46,9 @@ def dp(task: Task) -> Proposal:
     for _ in range(ROUNDS):
         nominal = (low + high) // 2
         retained = chain.segmentation(nominal)
-        schedule = None if retained is None else realise(problem, (chain.pivot,), (retained,))
+        schedule = (
+            None if retained is None else schedule_from_cuts(problem, (chain.pivot,), (retained,))
+        )
         if schedule is None:
             low = nominal
             continue
@@ -123,16 +125,16 @@ class Chain:
         best = np.full((count + 1, STEPS + 1), np.inf)
         best[0, 0] = 0.0
         origin = np.full((count + 1, STEPS + 1, 3), -1, dtype=np.int32)
-        room = nominal_bytes - self.fixed_bytes
+        headroom = nominal_bytes - self.fixed_bytes
         for end in range(1, count + 1):
             for start in range(end):
                 into = narrow[end] if end < count else 0.0
                 for whole in (True, False):
                     if whole and start != end - 1:
-                        continue  # a longer stretch is retained whole piece by piece
+                        continue  # a longer stretch is retained whole chunk by chunk
                     held = self.retained[start, end] if whole else self.again[start, end]
                     stays = (self.retained[start, end] if whole else 0.0) + into
-                    limit = min(room - stays,
+                    limit = min(headroom - stays,
                                 generosity * nominal_bytes - self.around[start, end] - held)
                     if limit < 0:
                         continue

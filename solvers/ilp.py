@@ -4,10 +4,10 @@ One cut at the peak of the keep-all order gives a bound and a choice of what to 
 Recomputing the rest just in time gives a schedule; where it fits at the cost of the model, it is
 proven optimal.  Where it does not fit, there are three ways on.  *Anchors*, frontiers that have to
 be retained so that recomputations stay short (found by the dynamic program of `solvers.dp`), give
-schedules that fit.  *Slots* (`solvers.slot_model`) take the recomputations of schedules found so
-far, whether they fit or not, and choose anew among them.  Further *cuts* where memory is exceeded
-raise the bound and offer new recomputations.  What repeats (`solvers.repetition`) is counted in the
-models of cuts, which are then no larger for a deeper network.
+schedules that fit.  *Slots* (`solvers.candidate_model`) take the recomputations of schedules found
+so far, whether they fit or not, and choose anew among them.  Further *cuts* where memory is
+exceeded raise the bound and offer new recomputations.  What repeats (`solvers.repetition`) is
+counted in the models of cuts, which are then no larger for a deeper network.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from __future__ import annotations
 import math
 
 from planner.solvers.block_bound import STEP, BlockBound
+from planner.solvers.candidate_model import best_of_candidates
+from planner.solvers.candidates import block_offers, offers_of, template
 from planner.solvers.cut_model import CutModel
 from planner.solvers.dp import Chain
 from planner.solvers.frontiers import narrow_frontiers, region_after, waists
 from planner.solvers.incumbent import Incumbent
 from planner.solvers.minimum import working_set_floor
-from planner.solvers.realise import realise
 from planner.solvers.repetition import Run, runs_of
+from planner.solvers.schedule_from_cuts import schedule_from_cuts
 from planner.solvers.simulator import unroll
-from planner.solvers.slot_model import best_of_slots
-from planner.solvers.slots import block_offers, offers_of, template
 from planner.solvers.task import Proposal, Task
 from planner.solvers.violations import next_cuts
 
@@ -88,7 +88,7 @@ class CutSearch:
         self._anchored = self._layered = False
         self._cut_nodes = self._slot_nodes = FIRST_NODES
         self._cut_work = self._slot_work = 0.0
-        self._cuts_solved = self._cuts_settled = self._slots_settled = False
+        self._cuts_solved = self._cuts_settled = self._candidates_settled = False
         self._cut()
         region = region_after(problem, pivot)
         self._blocks = block_offers(problem, region, waists(
@@ -97,11 +97,11 @@ class CutSearch:
     @property
     def settled(self) -> bool:
         """The incumbent is proven, or further turns would bring nothing new."""
-        return self._incumbent.proven or (self._cuts_settled and self._slots_settled)
+        return self._incumbent.proven or (self._cuts_settled and self._candidates_settled)
 
     @property
     def work(self) -> float:
-        """What all turns took, see `solvers.milp.Answer`."""
+        """What all turns took, see `solvers.milp.MilpResult`."""
         return self._cut_work + self._slot_work
 
     @property
@@ -120,9 +120,9 @@ class CutSearch:
                 and self._task.work_limit in (None, math.inf)):  # dear, and but a bound
             self._layered = True
             self._bound_layers()
-        elif not self._slots_settled and (
+        elif not self._candidates_settled and (
                 self._cuts_settled or self._slot_work <= self._cut_work):
-            self._choose_slots()
+            self._choose_candidates()
         else:
             self._cut_again()
 
@@ -161,12 +161,12 @@ class CutSearch:
             incumbent.raise_bound(solution.extra_bound)
             if solution.retained is not None:
                 for early in (False, True)[:len(self._cuts)]:
-                    self._relaxed = realise(task.problem, self._cuts, solution.retained,
+                    self._relaxed = schedule_from_cuts(task.problem, self._cuts, solution.retained,
                                             early=early)
                     incumbent.offer(self._relaxed)
-                self._slots_settled = False
+                self._candidates_settled = False
             elif solution.solved:
-                self._cuts_settled = self._slots_settled = True  # no schedule fits
+                self._cuts_settled = self._candidates_settled = True  # no schedule fits
             proof_in_reach = incumbent.cost - incumbent.lower_bound <= 2 * gap
             if incumbent.proven or not (incumbent.fits and proof_in_reach):
                 break
@@ -187,13 +187,13 @@ class CutSearch:
         self._cut_work += layers.work
         incumbent.report("layers by themselves")
 
-    def _choose_slots(self) -> None:
+    def _choose_candidates(self) -> None:
         """Choose anew among the recomputations known, then also among those of whole blocks."""
         task, incumbent = self._task, self._incumbent
         before = incumbent.schedule
         known = offers_of(task.problem, [self._relaxed, before, *task.ideas])
         for offers in ((known,), (known, self._blocks)):
-            answer = best_of_slots(
+            answer = best_of_candidates(
                 task.problem, task.budget_bytes, template(task.problem, *offers),
                 start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
                 seed=task.seed, nodes=self._slot_nodes, limit=self._work_for_model,
@@ -202,12 +202,12 @@ class CutSearch:
             self._slot_work += answer.work
             if answer.schedule is not None:
                 incumbent.offer(answer.schedule)
-            incumbent.report("slots" if len(offers) == 1 else "slots of blocks")
+            incumbent.report("candidates" if len(offers) == 1 else "slots of blocks")
             if incumbent.gap <= COARSE_GAP or (len(offers) == 1 and incumbent.fits
                                                and self._slot_work > self._cut_work):
                 break
         if answer.settled:
-            self._slots_settled = len(offers) > 1 and before == incumbent.schedule
+            self._candidates_settled = len(offers) > 1 and before == incumbent.schedule
         else:
             self._slot_nodes *= 2
 
@@ -228,14 +228,14 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
             low = factor
             continue
         solution = CutModel(problem, budget, (pivot,), anchors=anchors, runs=runs,
-                            room_bytes=(int(budget * factor),)).solve(
+                            headroom_bytes=(int(budget * factor),)).solve(
                                 task.seconds_left, seed=task.seed, nodes=ANCHOR_NODES,
                                 gap=COARSE_GAP * problem.keep_all_cost)
         work += solution.work
         if solution.retained is None:
             low = factor
             continue
-        schedule = realise(problem, (pivot,), solution.retained)
+        schedule = schedule_from_cuts(problem, (pivot,), solution.retained)
         peak = incumbent.offer(schedule)
         if peak <= budget:
             if factor == 1.0:

@@ -1,10 +1,10 @@
-"""Lazy rematerialization: walk the ops in order, drop storages when room is needed, remake them
+"""Lazy rematerialization: walk the ops in order, drop storages when room is needed, recompute them
 when they are read.
 
 The eviction score is that of Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021): drop
-what is cheap to remake, large, and not needed for long.  Unlike an online algorithm this one knows
-the whole future, so "not needed for long" is the distance to the next read instead of the time
-since the last one, and what will never be read again goes first.
+what is cheap to recompute, large, and not needed for long.  Unlike an online algorithm this one
+knows the whole future, so "not needed for long" is the distance to the next read instead of the
+time since the last one, and what will never be read again goes first.
 
 The model of the world is `solvers.simulator`'s, seen from the safe side: the walk holds a storage
 until it drops it, while the simulator ends its life with its last read.  Replay state is the
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.solvers.holes import Holes
+from planner.solvers.evicted_neighborhood import EvictedNeighborhood
 from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)
-class EvictionTaste:
+class EvictionHeuristic:
     """Exponents of the score cost^a / (size^b * distance^c); the lowest score is evicted."""
 
     cost: float = 1.0
@@ -41,15 +41,15 @@ class EvictionTaste:
     read, so that this can be evicted."""
 
 
-TASTES = (
-    EvictionTaste(both_ways=False),
-    EvictionTaste(),
-    EvictionTaste(distance=0.5, both_ways=False),
-    EvictionTaste(distance=0.0, both_ways=False),
-    EvictionTaste(distance=0.5),
-    EvictionTaste(size=0.5, distance=0.5),
-    EvictionTaste(distance=0.0),
-    EvictionTaste(size=0.5, distance=0.5, both_ways=False),
+HEURISTICS = (
+    EvictionHeuristic(both_ways=False),
+    EvictionHeuristic(),
+    EvictionHeuristic(distance=0.5, both_ways=False),
+    EvictionHeuristic(distance=0.0, both_ways=False),
+    EvictionHeuristic(distance=0.5),
+    EvictionHeuristic(size=0.5, distance=0.5),
+    EvictionHeuristic(distance=0.0),
+    EvictionHeuristic(size=0.5, distance=0.5, both_ways=False),
 )
 """Tastes that differ in where they are good."""
 
@@ -58,12 +58,12 @@ _WORK_PER_OP, _WORK_PER_RUN, _WORK_PER_WANTED = 2e-5, 1e-5, 3e-6
 _WORK_PER_EVICTION, _WORK_PER_VICTIM = 3e-5, 1e-5
 
 
-class _NoRoom(Exception):
+class _NoHeadroom(Exception):
     """The walk cannot go on within its budget."""
 
 
 def lazy_schedule(
-    problem: Problem, budget_bytes: int, *, taste: EvictionTaste = EvictionTaste(),
+    problem: Problem, budget_bytes: int, *, heuristic: EvictionHeuristic = EvictionHeuristic(),
     max_runs: int | None = None, deadline: float = math.inf,
 ) -> Order | None:
     """A legal schedule that aims at `budget_bytes`, or None where the walk runs out of room.
@@ -72,35 +72,41 @@ def lazy_schedule(
     walk gives up at `deadline` (of `time.monotonic`).
     """
     limit = max_runs if max_runs is not None else 12 * len(problem) + 1000
-    return counted_walk(problem, budget_bytes, taste, limit, deadline=deadline)[0]
+    return counted_walk(problem, budget_bytes, heuristic, limit, deadline=deadline)[0]
 
 
-def counted_walk(problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int, *,
-                 max_work: float = math.inf, deadline: float = math.inf
-                 ) -> tuple[Order | None, float]:
-    """Like `lazy_schedule`, and the work of the walk (see `solvers.milp.Answer`), which gives up
-    after `max_work`."""
-    walk = _Walk(problem, budget_bytes, taste, max_runs, deadline, max_work)
+def counted_walk(
+    problem: Problem,
+    budget_bytes: int,
+    heuristic: EvictionHeuristic,
+    max_runs: int,
+    *,
+    max_work: float = math.inf,
+    deadline: float = math.inf,
+) -> tuple[Order | None, float]:
+    """Like `lazy_schedule`, and the work of the walk (see `solvers.milp.MilpResult`), which gives
+    up after `max_work`."""
+    walk = _Walk(problem, budget_bytes, heuristic, max_runs, deadline, max_work)
     try:
         for op in range(len(problem)):
             walk.first_run(op)
-    except _NoRoom:
+    except _NoHeadroom:
         return None, walk.work
     return tuple(walk.schedule), walk.work
 
 
 def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf
                   ) -> Order | None:
-    """The cheapest of the schedules within `budget_bytes` that walks in all `TASTES` give; None
+    """The cheapest of the schedules within `budget_bytes` that walks in all `HEURISTICS` give; None
     where none of them fits.  At 1,000 ops each walk takes about a tenth of a second."""
     best: Order | None = None
     best_cost = math.inf
     # The walk counts more than the simulator does, so walks slightly over the budget may fit.
     for share in (1.0, 1.02, 1.05):
-        for taste in TASTES:
+        for heuristic in HEURISTICS:
             if time.monotonic() > deadline:
                 return best
-            found = lazy_schedule(problem, int(budget_bytes * share), taste=taste,
+            found = lazy_schedule(problem, int(budget_bytes * share), heuristic=heuristic,
                                   max_runs=4 * len(problem) + 200, deadline=deadline)
             if found is not None:
                 peak, cost = simulate(problem, found)
@@ -111,7 +117,7 @@ def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math
 
 @dataclass(slots=True)
 class _Frame:
-    """A run that waits for inputs to be remade."""
+    """A run that waits for inputs to be recomputed."""
 
     op: int
     again: bool
@@ -119,15 +125,22 @@ class _Frame:
 
 
 class _Walk:
-    def __init__(self, problem: Problem, budget_bytes: int, taste: EvictionTaste, max_runs: int,
-                 deadline: float, max_work: float) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        heuristic: EvictionHeuristic,
+        max_runs: int,
+        deadline: float,
+        max_work: float,
+    ) -> None:
         self.work = _WORK_PER_OP * len(problem)
         self.max_work = max_work
         self.problem = problem
         self.budget = budget_bytes
         self.max_runs = max_runs
         self.deadline = deadline
-        self.taste = taste
+        self.heuristic = heuristic
         self.schedule: list[int] = []
         self.used = 0  # bytes held
         count = len(problem.storages)
@@ -138,7 +151,8 @@ class _Walk:
         self.born_in = [-1] * count  # segment in which the held instance was made
         self.stage = 0  # the op whose first run comes next
         self.never = len(problem) + 1
-        # The next and the last first run that reads a storage, directly or to remake what is gone.
+        # The next and the last first run that reads a storage, directly or to recompute what is
+        # gone.
         self.cursor = [0] * count
         self.next_read = np.full(count, self.never, dtype=np.int64)
         self.wanted_next = np.full(count, -1, dtype=np.int64)
@@ -146,11 +160,11 @@ class _Walk:
         for storage, readers in enumerate(problem.consumers):
             if readers:
                 self.next_read[storage] = readers[0]
-        if taste.keep_sources:
+        if heuristic.keep_sources:
             for storage, last in problem.sources:
                 self.wanted_next[storage] = self.wanted_last[storage] = last
-        self.holes = Holes(problem, taste.both_ways)
-        self.base = np.array([float(max(s, 1)) ** taste.size for s in self.size])
+        self.neighborhood = EvictedNeighborhood(problem, heuristic.both_ways)
+        self.base = np.array([float(max(s, 1)) ** heuristic.size for s in self.size])
         self.evictable = np.array([not s.kept_to_end and s.size_bytes > 0
                                    for s in problem.storages], dtype=bool)
         self.free_replay = _replayable_from_nothing(problem)
@@ -170,7 +184,7 @@ class _Walk:
                 self._drop_if_dead(storage)
 
     def _run(self, op: int) -> None:
-        """Make the first run of `op`, remaking what it reads and what that takes."""
+        """Make the first run of `op`, recomputing what it reads and what that takes."""
         frames = [self._frame(op, again=False)]
         while frames:
             frame = frames[-1]
@@ -179,7 +193,7 @@ class _Walk:
                 if not self.held[storage]:
                     producer = self.producer[storage]
                     if not self.problem.may_replay(producer, self.stage):
-                        raise _NoRoom
+                        raise _NoHeadroom
                     frames.append(self._frame(producer, again=True))
                     continue
                 frame.missing.pop()
@@ -189,7 +203,7 @@ class _Walk:
             self._execute(frame)
 
     def _frame(self, op: int, again: bool) -> _Frame:
-        """Lock the inputs that are at hand; the others are to be remade."""
+        """Lock the inputs that are at hand; the others are to be recomputed."""
         missing = []
         for storage in reversed(self.problem.ops[op].inputs):
             if self.held[storage]:
@@ -204,8 +218,8 @@ class _Walk:
         self.work += _WORK_PER_RUN
         if (len(self.schedule) >= self.max_runs or self.work > self.max_work
                 or time.monotonic() > self.deadline):
-            raise _NoRoom
-        self._make_room(frame.op, frame.again)
+            raise _NoHeadroom
+        self._make_headroom(frame.op, frame.again)
         self.schedule.append(frame.op)
         for storage in described.inputs:
             self.locks[storage] -= 1
@@ -218,7 +232,7 @@ class _Walk:
             for storage in described.inputs:
                 self._drop_if_dead(storage)
 
-    def _make_room(self, op: int, again: bool) -> None:
+    def _make_headroom(self, op: int, again: bool) -> None:
         described = self.problem.ops[op]
         need = described.workspace_bytes + sum(
             self.size[s] for s in described.outputs
@@ -239,7 +253,7 @@ class _Walk:
         try:
             try:
                 self._evict_until(self.budget - need)
-            except _NoRoom:
+            except _NoHeadroom:
                 if candidate is None or not self._may_evict(candidate, after, {}):
                     raise
                 self._evict(candidate, after)
@@ -254,13 +268,13 @@ class _Walk:
         self.work += _WORK_PER_EVICTION
         victims = np.flatnonzero(self.held & self.evictable & (self.locks == 0))
         if not len(victims):
-            raise _NoRoom
+            raise _NoHeadroom
         now = self.stage
         use = self._next_uses(victims)
         dead = use >= self.never
-        taste = self.taste
-        scores = (np.maximum(self.holes.price[victims], 1e-9) ** taste.cost
-                  / (self.base[victims] * (use - now + 1.0) ** taste.distance))
+        heuristic = self.heuristic
+        scores = (np.maximum(self.neighborhood.price[victims], 1e-9) ** heuristic.cost
+                  / (self.base[victims] * (use - now + 1.0) ** heuristic.distance))
         scores[dead] = 0.0
         known: dict[tuple[int, int], bool] = {}
         for index in np.argsort(scores, kind="stable"):
@@ -270,7 +284,7 @@ class _Walk:
                 self._evict(storage, now)
                 if self.used <= limit:
                     return
-        raise _NoRoom
+        raise _NoHeadroom
 
     def _next_uses(self, storages: np.ndarray) -> np.ndarray:
         """Like `_next_use`, for an array of storages and from the present stage on."""
@@ -282,7 +296,8 @@ class _Walk:
         return upcoming
 
     def _next_use(self, storage: int, start: int) -> int:
-        """The first stage from `start` on that reads the storage, also to remake what is gone."""
+        """The first stage from `start` on that reads the storage, also to recompute what is
+        gone."""
         direct = int(self.next_read[storage])
         if direct < start:  # read by the run in progress: look behind it
             cursor = self.cursor[storage]
@@ -295,20 +310,21 @@ class _Walk:
         return direct
 
     def _may_evict(self, storage: int, start: int, known: dict[tuple[int, int], bool]) -> bool:
-        """Whether the storage can be remade for each of its uses from `start` on; `known` holds
+        """Whether the storage can be recomputed for each of its uses from `start` on; `known` holds
         answers that stay true while nothing but evictions happens."""
         uses = {self.problem.segment_of[reader]
                 for reader in self.problem.consumers[storage][self.cursor[storage]:]
                 if reader >= start}
         uses.update(self._wanted_in(storage, start))
-        return all(self._remakeable(self.producer[storage], segment, known) for segment in uses)
+        return all(self._recomputable(self.producer[storage], segment, known) for segment in uses)
 
     def _wanted_in(self, storage: int, start: int) -> list[int]:
-        """Segments from `start` on in which something that is gone is remade from the storage."""
+        """Segments from `start` on in which something that is gone is recomputed from the
+        storage."""
         return [self.problem.segment_of[int(wanted[storage])]
                 for wanted in (self.wanted_next, self.wanted_last) if wanted[storage] >= start]
 
-    def _remakeable(self, op: int, segment: int, known: dict[tuple[int, int], bool]) -> bool:
+    def _recomputable(self, op: int, segment: int, known: dict[tuple[int, int], bool]) -> bool:
         """Whether `op` can be recomputed in the segment from what is held."""
         todo = [op]
         while todo:
@@ -337,7 +353,7 @@ class _Walk:
     def _hold(self, storage: int) -> None:
         self.held[storage] = True
         self.used += self.size[storage]
-        self.holes.fill(storage)
+        self.neighborhood.fill(storage)
 
     def _drop(self, storage: int) -> None:
         self.held[storage] = False
@@ -353,7 +369,7 @@ class _Walk:
         next_use = self._next_use(storage, start)
         self._drop(storage)
         if next_use < self.never:
-            self.holes.open(storage)
+            self.neighborhood.open(storage)
             self._want_inputs(storage, next_use, self._last_use(storage))
 
     def _last_use(self, storage: int) -> int:
@@ -361,7 +377,7 @@ class _Walk:
         return max(readers[-1] if readers else -1, int(self.wanted_last[storage]))
 
     def _want_inputs(self, storage: int, first: int, last: int) -> None:
-        """Note that the inputs of the storage's producer are needed to remake it."""
+        """Note that the inputs of the storage's producer are needed to recompute it."""
         todo = [storage]
         while todo:
             self.work += _WORK_PER_WANTED
@@ -373,7 +389,7 @@ class _Walk:
                     continue
                 self.wanted_next[source], self.wanted_last[source] = fresh_next, fresh_last
                 if not self.held[source]:
-                    self.holes.open(source)
+                    self.neighborhood.open(source)
                     todo.append(source)
 
 

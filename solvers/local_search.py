@@ -83,7 +83,7 @@ def anneal_within(problem: Problem, budget_bytes: int, schedule: Order, moves: i
 
 
 def move_work(problem: Problem) -> float:
-    """Work of one move (see `solvers.milp.Answer`)."""
+    """Work of one move (see `solvers.milp.MilpResult`)."""
     return _MOVE_WORK + _MOVE_WORK_PER_OP * len(problem)
 
 

@@ -23,7 +23,7 @@ class Engine(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MilpResult:
     """What an engine says about a minimisation over binary and continuous variables."""
 
     values: Mapping[mathopt.Variable, float] | None
@@ -49,7 +49,7 @@ _NODE_ROWS_PER_SECOND = 6.7e4
 def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
              gap: float = 0.0, nodes: int | None = None, work: float = math.inf,
              cutting_planes: bool = True,
-             hint: Mapping[mathopt.Variable, float] | None = None) -> Answer:
+             hint: Mapping[mathopt.Variable, float] | None = None) -> MilpResult:
     """Minimise within a time limit, to within an absolute gap; objectives must not be negative.
 
     `nodes` and `work` (seconds of some machine, about) limit the search behind the root instead:
@@ -58,7 +58,7 @@ def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SC
     slots) repay many times over.
     """
     if seconds <= 0:
-        return Answer(None, float("inf"), 0.0, False)
+        return MilpResult(None, float("inf"), 0.0, False)
     if work < math.inf:
         most = int(work * _NODE_ROWS_PER_SECOND / max(1, model.get_num_linear_constraints()))
         nodes = max(1, most if nodes is None else min(nodes, most))
@@ -82,11 +82,11 @@ def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SC
     rows, reason = model.get_num_linear_constraints(), result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE,
                   mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-        return Answer(None, float("inf"), float("inf"), True, rows / _ROWS_PER_SECOND)
+        return MilpResult(None, float("inf"), float("inf"), True, rows / _ROWS_PER_SECOND)
     work = rows / _ROWS_PER_SECOND + (
         rows * result.solve_stats.simplex_iterations / _ROW_STEPS_PER_SECOND)
     bound = max(0.0, result.termination.objective_bounds.dual_bound)
     solved = reason is mathopt.TerminationReason.OPTIMAL
     if not result.has_primal_feasible_solution():
-        return Answer(None, float("inf"), bound, solved, work)
-    return Answer(result.variable_values(), result.objective_value(), bound, solved, work)
+        return MilpResult(None, float("inf"), bound, solved, work)
+    return MilpResult(result.variable_values(), result.objective_value(), bound, solved, work)

@@ -20,14 +20,14 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 
-from planner.solvers.lazy import EvictionTaste, counted_walk
+from planner.solvers.lazy import EvictionHeuristic, counted_walk
 from planner.solvers.local_search import anneal_within, move_work
 from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import simulate
 from planner.solvers.working_set import inplace_candidates
 
 WORK, WORK_PER_OP, WORK_PER_OP_OF_SMALL = 2.0, 1e-3, 0.04
-"""Work of the whole search (see `solvers.milp.Answer`); less for problems of a few ops."""
+"""Work of the whole search (see `solvers.milp.MilpResult`); less for problems of a few ops."""
 PATIENCE = 0.6
 """Part of that work after which the search ends if it has found nothing better by `WORTH`."""
 WORTH = 0.003
@@ -68,8 +68,8 @@ def _forced_bytes(problem: Problem) -> list[int]:
         alive(producer, producer + 1, size)
         previous = producer
         for reader in problem.consumers[index]:
-            remake = _last_chance_to_replay(problem, producer, reader)
-            alive(max(previous + 1, remake), reader + 1, size)
+            recompute = _last_chance_to_replay(problem, producer, reader)
+            alive(max(previous + 1, recompute), reader + 1, size)
             previous = reader
     return list(accumulate(delta[:-1]))
 
@@ -150,18 +150,18 @@ class Descent:
 
     def _search(self) -> Iterator[float]:
         """Yields the work of each step."""
-        plain = [EvictionTaste()]
+        plain = [EvictionHeuristic()]
         if self.problem.sources:
-            plain.append(EvictionTaste(keep_sources=True))
-        for taste in plain:
+            plain.append(EvictionHeuristic(keep_sources=True))
+        for heuristic in plain:
             found = True
             while found:
-                found, work = self._attempt((self.floor + self.best_peak) // 2, taste, 3)
+                found, work = self._attempt((self.floor + self.best_peak) // 2, heuristic, 3)
                 yield work
-        for rank, (taste, runs_per_op) in enumerate(_tastes(self.seed, plain)):
+        for rank, (heuristic, runs_per_op) in enumerate(_heuristics(self.seed, plain)):
             if rank % 10 == 2 * len(plain) + 3:  # after the plain ones
                 yield from self._anneal(self.seed + rank)
-            yield from self._bisect(taste, runs_per_op)
+            yield from self._bisect(heuristic, runs_per_op)
 
     def _anneal(self, draw: int) -> Iterator[float]:
         """Lower the peak by local search, in smaller steps where larger ones fail."""
@@ -184,27 +184,29 @@ class Descent:
                     self.best, self.best_peak = current, peak
             yield move_work(self.problem) * spent
 
-    def _bisect(self, taste: EvictionTaste, runs_per_op: int) -> Iterator[float]:
-        """Bisect for the smallest budget at which a walk in this taste succeeds."""
+    def _bisect(self, heuristic: EvictionHeuristic, runs_per_op: int) -> Iterator[float]:
+        """Bisect for the smallest budget at which a walk in this eviction heuristic succeeds."""
         low = self.floor
         step = max(1, self.floor >> 9)
-        found, work = self._attempt(low, taste, runs_per_op)
+        found, work = self._attempt(low, heuristic, runs_per_op)
         yield work
         if found:
             return
-        found, work = self._attempt(self.best_peak - step, taste, runs_per_op)
+        found, work = self._attempt(self.best_peak - step, heuristic, runs_per_op)
         yield work
         while found and self.best_peak - low > step:
             middle = (low + self.best_peak) // 2
-            is_lower, work = self._attempt(middle, taste, runs_per_op)
+            is_lower, work = self._attempt(middle, heuristic, runs_per_op)
             yield work
             if not is_lower:
                 low = middle
 
-    def _attempt(self, budget: int, taste: EvictionTaste, runs_per_op: int) -> tuple[bool, float]:
+    def _attempt(
+        self, budget: int, heuristic: EvictionHeuristic, runs_per_op: int
+    ) -> tuple[bool, float]:
         """Whether a walk gives a smaller peak, and its work."""
         found, work = counted_walk(
-            self.problem, budget, taste, runs_per_op * len(self.problem) + 200,
+            self.problem, budget, heuristic, runs_per_op * len(self.problem) + 200,
             max_work=self._max_walk_work)
         if found is None:
             return False, work
@@ -215,17 +217,19 @@ class Descent:
         return True, work
 
 
-def _tastes(seed: int, plain: list[EvictionTaste]) -> Iterator[tuple[EvictionTaste, int]]:
+def _heuristics(
+    seed: int, plain: list[EvictionHeuristic]
+) -> Iterator[tuple[EvictionHeuristic, int]]:
     """Tastes with the runs per op to allow: plain scores first, then random ones, dearer ones."""
-    for taste in plain:
-        yield taste, 3
-        yield taste, 20
-    yield EvictionTaste(cost=0.0), 10
-    yield EvictionTaste(distance=0.0), 10
-    yield EvictionTaste(cost=0.0, size=0.0), 10
+    for heuristic in plain:
+        yield heuristic, 3
+        yield heuristic, 20
+    yield EvictionHeuristic(cost=0.0), 10
+    yield EvictionHeuristic(distance=0.0), 10
+    yield EvictionHeuristic(cost=0.0, size=0.0), 10
     chance = random.Random(seed)
     for effort in (10, 10, 40):
         for rank in range(20):
             cost, size, distance = (chance.uniform(0.0, 1.5) for _ in range(3))
-            yield EvictionTaste(cost, size, distance,
+            yield EvictionHeuristic(cost, size, distance,
                                 keep_sources=plain[rank % len(plain)].keep_sources), effort

@@ -102,7 +102,7 @@ def _search_from(problem: Problem, budget_bytes: int, order: Order
                  ) -> tuple[tuple[int, float], _Found]:
     moves = min(_MOVES, _MOVED_RUNS // len(order) + _STEPS)
 
-    def judged(dropped: Set[int], margin: float = 0.0) -> tuple[tuple[int, float], _Found]:
+    def evaluated(dropped: Set[int], margin: float = 0.0) -> tuple[tuple[int, float], _Found]:
         found = with_transfers(problem, _without(problem, order, dropped), budget_bytes,
                                int(margin * budget_bytes))
         return _rank(problem, budget_bytes, found), found
@@ -114,10 +114,10 @@ def _search_from(problem: Problem, budget_bytes: int, order: Order
     costs = {op: (again[op] - 1) * problem.ops[op].cost for op in replayed}
     # What costs most for the room that it makes is given up first.
     replayed.sort(key=lambda op: (-costs[op] / (made[op] + 1), op))
-    best, dropped = judged(frozenset()), frozenset[int]()
+    best, dropped = evaluated(frozenset()), frozenset[int]()
     for step in range(1, _STEPS + 1):
         some = frozenset(replayed[:len(replayed) * step // _STEPS])
-        found = judged(some)
+        found = evaluated(some)
         if found[0] < best[0]:
             best, dropped = found, some
     replayed.sort(key=lambda op: (-costs[op], op))
@@ -126,12 +126,12 @@ def _search_from(problem: Problem, budget_bytes: int, order: Order
     while improved and moves > 0:
         improved = False
         for op in replayed[:moves]:
-            found = judged(dropped ^ {op})
+            found = evaluated(dropped ^ {op})
             if found[0] < best[0]:
                 best, dropped, improved = found, dropped ^ {op}, True
         moves -= len(replayed)
     for margin in _MARGINS[1:]:
-        best = min(best, judged(dropped, margin), key=lambda each: each[0])
+        best = min(best, evaluated(dropped, margin), key=lambda each: each[0])
     return best
 
 

@@ -177,7 +177,7 @@ class _Walk:
             if position < gap.returns and (
                     position < gap.fetch_from or position <= gap.leaves or gap in self.stored
                     or position <= self.blocked_until
-                    or self.inward_free > self.now + cost or not self._has_room(gap, position)):
+                    or self.inward_free > self.now + cost or not self._has_headroom(gap, position)):
                 return
             self.coming.popleft()
             self.blocked_until = -1
@@ -186,7 +186,7 @@ class _Walk:
             self.arrivals[gap.storage] = self.inward_free
             self.actions.append(Fetch(gap.storage))
 
-    def _has_room(self, gap: Gap, position: int) -> bool:
+    def _has_headroom(self, gap: Gap, position: int) -> bool:
         ahead = self.memory[position:gap.returns] + gap.size_bytes
         ahead[0] += sum(each.size_bytes for each in self.stored if each.leaves < position)
         over = np.flatnonzero(ahead > self.budget_bytes)

@@ -12,7 +12,7 @@ from bisect import bisect_left
 
 from planner.solvers.frontiers import Frontier, narrow_frontiers, region_after
 from planner.solvers.problem import Problem
-from planner.solvers.realise import realise
+from planner.solvers.schedule_from_cuts import schedule_from_cuts
 from planner.solvers.simulator import simulate, unroll
 from planner.solvers.task import Proposal, Task
 
@@ -35,7 +35,7 @@ def sqrt_n(task: Task) -> Proposal:
         if retained in tried:
             continue
         tried.add(retained)
-        schedule = realise(problem, (pivot,), (retained,))
+        schedule = schedule_from_cuts(problem, (pivot,), (retained,))
         peak, cost = simulate(problem, schedule)
         fits, best_fits = peak <= task.budget_bytes, best_peak <= task.budget_bytes
         if (fits and (not best_fits or cost < best_cost)) or (

@@ -65,8 +65,8 @@ def symmetry_classes(
     of_storage = [0] * len(problem.storages)
     storages_of: dict[int, tuple[int, ...]] = {}
     for group in groups.values():
-        for slot, first in enumerate(problem.ops[group[0]].outputs):
-            storages_of[first] = tuple(problem.ops[op].outputs[slot] for op in group)
+        for candidate, first in enumerate(problem.ops[group[0]].outputs):
+            storages_of[first] = tuple(problem.ops[op].outputs[candidate] for op in group)
             for storage in storages_of[first]:
                 of_storage[storage] = first
         for op in group:

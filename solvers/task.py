@@ -28,9 +28,9 @@ class Task:
     """Legal schedules, within the budget or not, whose recomputations are worth offering."""
     progress: Progress | None = None
     work_limit: float | None = None
-    """Work (see `solvers.milp.Answer`) after which a search is to end; `None`: as much as is worth
-    it; infinite: it works until the deadline.  With a finite limit, or none, the result depends on
-    the machine only where the deadline strikes."""
+    """Work (see `solvers.milp.MilpResult`) after which a search is to end; `None`: as much as is
+    worth it; infinite: it works until the deadline.  With a finite limit, or none, the result
+    depends on the machine only where the deadline strikes."""
 
     @property
     def seconds_left(self) -> float:

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from planner._graph_capture.plain_step.seen_loss import LossWatch
+from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import active_modes
 
 

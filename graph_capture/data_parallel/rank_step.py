@@ -1,6 +1,6 @@
 """The memory of the plain training step on one rank of a data-parallel run.
 
-The figures of one traced forward, loss and backward (`graph_capture.plain_step.micro_step`) while
+The figures of one traced forward, loss and backward (`graph_capture.plain_step.micro_batch`) while
 the hooks of the rank's wrapper run.
 """
 
@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.trace import COMMUNICATION, Block, Category
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.plain_step.loss import LossFn
-from planner._graph_capture.plain_step.micro_step import trace_micro_step
+from planner._graph_capture.plain_step.micro_batch import trace_micro_batch
 from planner._graph_capture.rank import Wrapper
-from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class ParallelStep:
     """Storages that the output keeps alive then."""
 
 
-def trace_parallel_step(twin: FakeTwin, wrapper: Wrapper, loss_fn: LossFn | None = None, *,
+def trace_parallel_step(fake_copy: FakeCopy, wrapper: Wrapper, loss_fn: LossFn | None = None, *,
                         workspace: Workspace) -> ParallelStep:
-    """Trace one step of the twin's model under `wrapper`.
+    """Trace one step of the fake copy's model under `wrapper`.
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
-    step = trace_micro_step(twin, loss_fn, workspace=workspace, wrapper=wrapper)
+    step = trace_micro_batch(fake_copy, loss_fn, workspace=workspace, wrapper=wrapper)
     trace = step.trace
     at_peak: Counter[str] = Counter()
     for number in trace.alive_at_peak():

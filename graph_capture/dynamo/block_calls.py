@@ -1,4 +1,4 @@
-"""The blocks of a twin behind functions that Dynamo compiles, each block by itself.
+"""The blocks of a fake copy behind functions that Dynamo compiles, each block by itself.
 
 Dynamo is to see what it will see in a real step, where no dispatch mode is active; what it makes of
 a block runs under the modes that were active where the block was called.

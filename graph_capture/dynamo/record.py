@@ -1,8 +1,8 @@
-"""Running a fake twin through Dynamo and AOTAutograd, and keeping the joint graphs.
+"""Running a fake copy through Dynamo and AOTAutograd, and keeping the joint graphs.
 
-The forward, the loss and the backward of the twin really take place, on fake (or data-less)
-tensors: that shows in which order the captured pieces (regions) run, and into which outputs a
-gradient flows.  The compiled pieces themselves are stand-ins that only make results of the right
+The forward, the loss and the backward of the fake copy really take place, on fake (or storage-less)
+tensors: that shows in which order the captured chunks (regions) run, and into which outputs a
+gradient flows.  The compiled chunks themselves are stand-ins that only make results of the right
 shapes.
 """
 
@@ -21,9 +21,12 @@ from planner._graph_capture.device_kernels.layouts import on_device
 from planner._graph_capture.dynamo.block_calls import BlockCalls
 from planner._graph_capture.dynamo.captured_graphs import CapturedGraphs
 from planner._graph_capture.dynamo.same_graph import RepeatedGraphs
-from planner._graph_capture.dynamo.stand_ins import hollow_graphs, results_of
+from planner._graph_capture.dynamo.stub_graphs import results_of, stub_graphs
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
-from planner._graph_capture.errors import CaptureError, ValueAsked
+from planner._graph_capture.errors import CaptureError, DataDependentValue
+from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value
+from planner._graph_capture.fake_copies.failures import failure
+from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.naming import name_modules
 from planner._graph_capture.memory.tracker import Workspace
@@ -44,9 +47,6 @@ from planner._graph_capture.torch_compat import (
     weakly,
 )
 from planner._graph_capture.training_graph import BufferKind
-from planner._graph_capture.twins.asked_values import value_asked
-from planner._graph_capture.twins.failures import failure
-from planner._graph_capture.twins.fake import FakeTwin
 from planner._graph_capture.user_code import place_of
 
 
@@ -66,7 +66,7 @@ class RegionCall:
 
     region: RecordedRegion
     inputs: tuple[object, ...]
-    """What each primal is: a parameter, a buffer or another tensor of the twin."""
+    """What each primal is: a parameter, a buffer or another tensor of the fake copy."""
     outputs: tuple[object, ...]
     """What it returned to the user's code, in order."""
     module: str = ""
@@ -75,28 +75,28 @@ class RegionCall:
 
 @dataclass
 class Recording:
-    """The calls of captured pieces in one step, in order."""
+    """The calls of captured chunks in one step, in order."""
 
     calls: list[RegionCall] = field(default_factory=list)
     inference_graphs: int = 0
-    """Captured pieces that need no gradient."""
+    """Captured chunks that need no gradient."""
     uncaptured: UncapturedCode | None = None
     """What runs between the regions; `None`: the model is one region and nothing else."""
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
     calls_again: int = 0
-    """Calls of captured pieces when the step ran for the second time."""
+    """Calls of captured chunks when the step ran for the second time."""
 
     @property
     def is_repeatable(self) -> bool:
-        """True where the step called as many captured pieces when it ran again."""
+        """True where the step called as many captured chunks when it ran again."""
         return self.calls_again == len(self.calls)
 
     def check_repeatable(self) -> None:
-        """Raise `CaptureError` where the second run of the step called other pieces."""
+        """Raise `CaptureError` where the second run of the step called other chunks."""
         if not self.is_repeatable:
             raise CaptureError(
-                f"torch.compile captured {len(self.calls)} pieces of the step, and "
+                f"torch.compile captured {len(self.calls)} chunks of the step, and "
                 f"{self.calls_again} when it ran again: it gave up on code in which the graph "
                 "breaks. Take that out of the model, or name blocks without it in regions")
 
@@ -119,17 +119,18 @@ class Recording:
 
 RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
 """A step: given the compiled model and what to call before the backward, it calls the model with
-the twin's inputs, makes the loss, and runs the backward.  What it returns is held to the end."""
+the fake copy's inputs, makes the loss, and runs the backward.  What it returns is held to the
+end."""
 
 
 MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]]
 """`make(partition, forward_compiler, backward_compiler)` gives a Dynamo backend."""
 
 
-def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
+def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
                 blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend,
                 wrapper: Wrapper | None = None, *, keep_graphs: bool = False) -> Recording:
-    """Record one step of the twin, which has no gradients before and after.
+    """Record one step of the fake copy, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
     regions allocates is followed; `workspace` tells what its ops take for themselves.  With
@@ -139,17 +140,19 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
     Inductor, and the graphs can be compiled by Inductor again.
     """
     recording = Recording()
-    recorder = _Recorder(twin, recording, make_backend)
-    compiled, installed, repeated = _compiled(twin, blocks, recorder, keep_graphs)
-    hooks = (wrapper or Wrapper()).attached(twin.model, recorder.make_buffer)
-    with compile_settings(), twin.as_on_device(), twin.mode, installed, hooks:
+    recorder = _Recorder(fake_copy, recording, make_backend)
+    compiled, installed, repeated = _compiled(fake_copy, blocks, recorder, keep_graphs)
+    hooks = (wrapper or Wrapper()).attached(fake_copy.model, recorder.make_buffer)
+    with compile_settings(), fake_copy.as_on_device(), fake_copy.mode, installed, hooks:
         try:
             run_step(compiled, lambda: None)
-            _drop_gradients(twin)
+            _drop_gradients(fake_copy)
             repeated.are_expected = True
-            recording.uncaptured = _follow_uncaptured(twin, run_step, compiled, recorder, workspace)
-        except ValueAsked as error:
-            raise value_asked(error) from error
+            recording.uncaptured = _follow_uncaptured(
+                fake_copy, run_step, compiled, recorder, workspace
+            )
+        except DataDependentValue as error:
+            raise data_dependent_value(error) from error
         except CaptureError:
             raise
         except BackendCompilerFailed as error:
@@ -163,14 +166,14 @@ def record_step(twin: FakeTwin, run_step: RunStep, workspace: Workspace,
         except Exception as error:  # whatever the user's code raises
             raise _failure(error) from error
         finally:
-            _drop_gradients(twin)
+            _drop_gradients(fake_copy)
     return recording
 
 
-def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
+def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
               ) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
-    model = twin.model
+    model = fake_copy.model
     if keep_graphs:
         graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
         recorder.running_block = lambda: graphs.running
@@ -178,23 +181,23 @@ def _compiled(twin: FakeTwin, blocks: Sequence[str], recorder: _Recorder, keep_g
     repeated = RepeatedGraphs(recorder, lambda: recorder.running_block())
     if not blocks:
         installed = in_place_of_forward(model, compile_module(model, repeated))
-        return twin.callee, installed, repeated
+        return fake_copy.callee, installed, repeated
     calls = BlockCalls(model, blocks, repeated)
     recorder.running_block = lambda: calls.running
     return model, calls.installed(), repeated
 
 
-def _drop_gradients(twin: FakeTwin) -> None:
-    for parameter in twin.model.parameters():
+def _drop_gradients(fake_copy: FakeCopy) -> None:
+    for parameter in fake_copy.model.parameters():
         parameter.grad = None
 
 
 def _follow_uncaptured(
-    twin: FakeTwin, run_step: RunStep, compiled: Callable[..., Any], recorder: _Recorder,
+    fake_copy: FakeCopy, run_step: RunStep, compiled: Callable[..., Any], recorder: _Recorder,
     workspace: Workspace,
 ) -> UncapturedCode | None:
     """Run the compiled step again and follow what is allocated outside of the regions."""
-    tracker = GapTracker(twin, workspace)
+    tracker = GapTracker(fake_copy, workspace)
     found = len(recorder.recording.calls) > 1
 
     def model(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +210,7 @@ def _follow_uncaptured(
     with tracker:
         held = run_step(model, tracker.start_of_backward)
     seen = tracker.finish({name: parameter.grad for name, parameter
-                           in twin.model.named_parameters() if parameter.grad is not None})
+                           in fake_copy.model.named_parameters() if parameter.grad is not None})
     del held
     recorder.recording.calls_again = tracker.calls if found else len(recorder.recording.calls)
     return seen if found else None
@@ -223,7 +226,7 @@ def _summary(error: BaseException) -> str:
 def _failure(error: Exception) -> CaptureError:
     """What is said of an error in code that was run as it is."""
     if isinstance(error, NoStaticShape):
-        return value_asked(error)
+        return data_dependent_value(error)
     return CaptureError(
         f"the training step fails on fake tensors{place_of(error)}: {failure(error)}")
 
@@ -239,9 +242,11 @@ class _Again:
 class _Recorder:
     """The Dynamo backend of `record_step`."""
 
-    def __init__(self, twin: FakeTwin, recording: Recording, make_backend: MakeBackend) -> None:
-        self.mode, self.model, self.device = twin.mode, twin.model, twin.trace_device
-        self.planned = twin.device
+    def __init__(
+        self, fake_copy: FakeCopy, recording: Recording, make_backend: MakeBackend
+    ) -> None:
+        self.mode, self.model, self.device = fake_copy.mode, fake_copy.model, fake_copy.trace_device
+        self.planned = fake_copy.device
         self.recording = recording
         self.make_backend = make_backend
         self.again = _Again()
@@ -266,7 +271,7 @@ class _Recorder:
             region = RecordedRegion(
                 joint if planned == device else on_device(joint, planned),
                 num_fwd_outputs)
-            return hollow_graphs(joint, num_fwd_outputs)
+            return stub_graphs(joint, num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             return boxed(results_of(graph, mode, device))

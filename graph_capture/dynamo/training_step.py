@@ -1,4 +1,4 @@
-"""One training step of a fake twin, recorded as Dynamo and AOTAutograd divide it into regions."""
+"""One training step of a fake copy, recorded as Dynamo and AOTAutograd divide it into regions."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner._graph_capture.dynamo.record import Recording, record_step
+from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import aot_backend
-from planner._graph_capture.twins.fake import FakeTwin
 
 
 def record_training_step(
-    twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
+    fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
     compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
 ) -> tuple[Recording, object]:
-    """One captured step of the twin, and what its forward returned; `compiled`: as Inductor would
-    partition it, with the graphs kept for it.  `wrapper`: what data parallelism does meanwhile.
-    `holds_output`: the caller holds the output until the backward ends.
+    """One captured step of the fake copy, and what its forward returned; `compiled`: as Inductor
+    would partition it, with the graphs kept for it.  `wrapper`: what data parallelism does
+    meanwhile. `holds_output`: the caller holds the output until the backward ends.
 
     Some models change when they are called for the first time (transformers installs hooks), which
-    breaks the graph once; a step of several pieces, or of none, is therefore captured anew.
+    breaks the graph once; a step of several chunks, or of none, is therefore captured anew.
     """
     wrapper = wrapper or Wrapper()
-    first = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
+    first = _record_once(fake_copy, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
     if blocks or len(first[0].calls) == 1:
         first[0].check_repeatable()
         return first
-    again = _record_once(twin, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
+    again = _record_once(fake_copy, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
     is_better = again[0].calls and (
         not first[0].calls or not first[0].is_repeatable
         or len(again[0].calls) < len(first[0].calls))
@@ -38,14 +38,14 @@ def record_training_step(
     return chosen
 
 
-def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
+def _record_once(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
                  blocks: Sequence[str], compiled: bool, wrapper: Wrapper, holds_output: bool
                  ) -> tuple[Recording, object]:
     outputs: list[object] = []
 
     def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
-        with twin.forward_context():
-            output = twin.call(model)
+        with fake_copy.forward_context():
+            output = fake_copy.call(model)
             if holds_output or not outputs:  # That of the run in which graphs are captured is kept.
                 outputs.append(output)
             goal = objective(output, loss_fn)
@@ -54,7 +54,7 @@ def _record_once(twin: FakeTwin, loss_fn: LossFn | None, workspace: Workspace,
         goal.backward()
         return goal, wrapper.finish()
 
-    return record_step(twin, run, workspace, blocks, _recorder if compiled else aot_backend,
+    return record_step(fake_copy, run, workspace, blocks, _recorder if compiled else aot_backend,
                        wrapper, keep_graphs=compiled), outputs[0]
 
 

@@ -1,6 +1,6 @@
 """The memory of code that runs between captured regions, and of what it holds.
 
-Where torch.compile breaks a model, the pieces in between run as they are written: they make
+Where torch.compile breaks a model, the chunks in between run as they are written: they make
 tensors, save some for their own backward, and keep Python variables alive.  No plan changes that,
 but the budget must hold it.  So the recorded step runs once more, its regions again as stand-ins,
 while the storages made outside of them are followed.
@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
+from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.training_graph import BufferKind
-from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignStorage:
+class UncapturedBuffer:
     """A storage that uncaptured code made and that outlived the gap, or that a region read."""
 
     size_bytes: int
@@ -47,7 +47,7 @@ class ForeignStorage:
 class UncapturedCode:
     """What happens in the gaps of a step, which are numbered in the order of time."""
 
-    storages: tuple[ForeignStorage, ...]
+    storages: tuple[UncapturedBuffer, ...]
     workspace_bytes: tuple[int, ...]
     """For each gap, the most above what `storages` hold in it."""
     before_forward: Mapping[int, int]
@@ -70,9 +70,9 @@ class UncapturedCode:
 class GapTracker(MemoryTracker):
     """Follows the storages made between regions, while a recorded step runs again."""
 
-    def __init__(self, twin: FakeTwin, workspace: Workspace) -> None:
-        super().__init__(workspace, device=twin.device, trace_device=twin.trace_device,
-                         resident=twin.fake_of.values())
+    def __init__(self, fake_copy: FakeCopy, workspace: Workspace) -> None:
+        super().__init__(workspace, device=fake_copy.device, trace_device=fake_copy.trace_device,
+                         resident=fake_copy.fake_of.values())
         self._paused = False
         self._gap = 0
         self._made: dict[int, int] = {}  # number of a storage -> gap
@@ -155,7 +155,7 @@ class GapTracker(MemoryTracker):
         lasting = [number for number, made in self._made.items()
                    if self._gone.get(number) != made or number in read_by_regions]
         index_of = {number: index for index, number in enumerate(lasting)}
-        storages = tuple(ForeignStorage(self._sizes[number], self._made[number],
+        storages = tuple(UncapturedBuffer(self._sizes[number], self._made[number],
                                         self._gone.get(number), labels.get(number, ""),
                                         self._kinds.get(number))
                          for number in lasting)

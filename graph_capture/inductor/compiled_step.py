@@ -2,7 +2,7 @@
 
 The model of the world: Inductor decides which ops become one kernel, in which order kernels run,
 and which buffers they share; the code that it generates says so, line by line.  So that code is
-generated, as for a real run, and executed on fake tensors (data-less ones, where blocks are
+generated, as for a real run, and executed on fake tensors (storage-less ones, where blocks are
 compiled one by one and uncaptured code runs between them) with kernels that do nothing, while the
 storages that it makes and releases are followed.  Forward, loss and backward run under the real
 autograd, so that what AOTAutograd and the user's loss hold counts as well.
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.fake_copies.storage_less import StorageLessMode
 from planner._graph_capture.inductor.generated_code import CodeTracker
 from planner._graph_capture.inductor.shortened import LeftOut
 from planner._graph_capture.memory.trace import Category, MemoryTrace
 from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.torch_compat import OpOverload, TorchDispatchMode, compile_settings
 from planner._graph_capture.training_graph import BufferKind
-from planner._graph_capture.twins.data_less import DataLessMode
-from planner._graph_capture.twins.fake import FakeTwin
 
 if TYPE_CHECKING:
     from planner._graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
@@ -42,7 +42,7 @@ class CompiledStep:
     peak_bytes: int
     by_category: Mapping[BufferKind, int]
     """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
-    course: Mapping[BufferKind, Sequence[int]]
+    memory_timeline: Mapping[BufferKind, Sequence[int]]
     """The same after each allocation and release."""
     backward_begins: int
     """How many of these there are before the backward."""
@@ -55,15 +55,15 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class CompiledTracer:
-    """A twin whose step can be compiled and followed, any number of times."""
+    """A fake copy whose step can be compiled and followed, any number of times."""
 
-    twin: FakeTwin
+    fake_copy: FakeCopy
     loss_fn: LossFn | None
     costs: OpCosts
     graphs: CapturedGraphs
-    """Of the twin's model."""
-    origin: FakeTwin
-    """The original of `twin`; as long as it is alive, `twin` knows its tensors."""
+    """Of the fake copy's model."""
+    origin: FakeCopy
+    """The original of `fake_copy`; as long as it is alive, `fake_copy` knows its tensors."""
     holds_output: bool = True
     """True if the caller holds the model's output until the backward ends."""
     capture_seconds: float = 0.0
@@ -80,15 +80,15 @@ class CompiledTracer:
         """
         from planner._graph_capture.torch_compat.inductor import stub_code
 
-        twin = self.twin
+        fake_copy = self.fake_copy
         with (compile_settings(donated_buffers=True), stub_code(around=self._around),
               self.graphs.installed()):
             self.graphs.compile_with(code_of)
-            with twin.mode:
+            with fake_copy.mode:
                 self._run(self.graphs.call, None)
-                copies = list(twin.fake_of.values())
-                tracker = CodeTracker(self.costs.workspace_bytes, device=twin.device,
-                                           trace_device=twin.trace_device, resident=copies)
+                copies = list(fake_copy.fake_of.values())
+                tracker = CodeTracker(self.costs.workspace_bytes, device=fake_copy.device,
+                                           trace_device=fake_copy.trace_device, resident=copies)
                 return self._run(self.graphs.call, tracker, left_out)
 
     def seconds(self, code_of: Callable[[str], GraphCode]) -> float:
@@ -101,7 +101,7 @@ class CompiledTracer:
         with (compile_settings(donated_buffers=True), stub_code(kernels.append, self._around),
               self.graphs.installed()):
             self.graphs.compile_with(code_of)
-            with self.twin.mode:
+            with self.fake_copy.mode:
                 self._run(self.graphs.call, None)
                 kernels.clear()
                 with ops:
@@ -110,27 +110,27 @@ class CompiledTracer:
             self.costs.seconds(*run) for run in ops.runs)
 
     def _around(self) -> AbstractContextManager[object]:
-        """Context in which generated code runs: data-less tensors lack the values that it would
+        """Context in which generated code runs: storage-less tensors lack the values that it would
         write."""
-        mode = self.twin.mode
-        return mode.without_values() if isinstance(mode, DataLessMode) else nullcontext()
+        mode = self.fake_copy.mode
+        return mode.without_values() if isinstance(mode, StorageLessMode) else nullcontext()
 
     def _run(self, compiled: Callable[..., Any], tracker: CodeTracker | None,
              left_out: Callable[[], Sequence[LeftOut]] = tuple) -> CompiledStep:
-        twin = self.twin
-        leaves = [tensor for tensor in twin.fake_of.values() if tensor.is_leaf]
+        fake_copy = self.fake_copy
+        leaves = [tensor for tensor in fake_copy.fake_of.values() if tensor.is_leaf]
         try:
             if tracker is None:
-                with twin.forward_context():
-                    output = compiled(*twin.args, **twin.kwargs)
+                with fake_copy.forward_context():
+                    output = compiled(*fake_copy.args, **fake_copy.kwargs)
                     goal = objective(output, self.loss_fn)
                 if not self.holds_output:
                     output = None
                 goal.backward()
                 return CompiledStep(0, {}, {}, 0)
             with tracker:
-                with twin.forward_context():
-                    output = compiled(*twin.args, **twin.kwargs)
+                with fake_copy.forward_context():
+                    output = compiled(*fake_copy.args, **fake_copy.kwargs)
                     goal = objective(output, self.loss_fn)
                 if not self.holds_output:
                     output = None
@@ -153,19 +153,22 @@ class CompiledTracer:
                     else Category.ACTIVATIONS)
 
         trace = tracker.trace(category_of).until(end)
-        course = {kind: trace.levels_of(Category(kind.value)) for kind in BufferKind}
+        memory_timeline = {kind: trace.levels_of(Category(kind.value)) for kind in BufferKind}
         for stretch in left_out():
-            _count(stretch, trace, backward_begins, course)
-        levels = [0, *map(sum, zip(*course.values(), strict=True))]
+            _count(stretch, trace, backward_begins, memory_timeline)
+        levels = [0, *map(sum, zip(*memory_timeline.values(), strict=True))]
         peak_bytes = max(levels)
         moment = levels.index(peak_bytes) - 1
         return CompiledStep(
-            peak_bytes, {kind: row[moment] if moment >= 0 else 0 for kind, row in course.items()},
-            course, backward_begins)
+            peak_bytes,
+            {kind: row[moment] if moment >= 0 else 0 for kind, row in memory_timeline.items()},
+            memory_timeline,
+            backward_begins,
+        )
 
 
 def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
-           course: Mapping[BufferKind, list[int]]) -> None:
+           memory_timeline: Mapping[BufferKind, list[int]]) -> None:
     """Add to the levels after each event what layers that are not in a trace hold: what they save,
     from where as much is saved as before them, and then their gradients, from where there are as
     many."""
@@ -190,7 +193,7 @@ def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
     for kind, begin, end, size in (
             (BufferKind.ACTIVATION, saved, done, stretch.saved_bytes),
             (BufferKind.GRADIENT, done, len(trace.events), stretch.gradient_bytes)):
-        row = course[kind]
+        row = memory_timeline[kind]
         row[begin:end] = [level + size for level in row[begin:end]]
 
 

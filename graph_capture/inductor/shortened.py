@@ -99,7 +99,7 @@ def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int,
             new_backward.erase_node(new)
     new_forward = there.without_windows(
         lambda _, node: there.stand_in(node), [True] * num_outputs + kept)
-    left_out = _accounts(there, back, cuts, list(zip(saved, kept, strict=True)))
+    left_out = _breakdowns(there, back, cuts, list(zip(saved, kept, strict=True)))
     return Shortened(fx.GraphModule(forward, new_forward), fx.GraphModule(backward, new_backward),
                      left_out)
 
@@ -247,7 +247,7 @@ def _cuts(there: _Sequence, back: _Sequence, maker_of: Mapping[fx.Node, int],
     return sorted(cuts, key=lambda cut: cut.back.start)
 
 
-def _accounts(there: _Sequence, back: _Sequence, cuts: Iterable[_Cut],
+def _breakdowns(there: _Sequence, back: _Sequence, cuts: Iterable[_Cut],
               saved: Sequence[tuple[fx.Node, bool]]) -> tuple[LeftOut, ...]:
     held = {root: index for node, keeps in saved if keeps
             for root, index in _root(there, node)}

@@ -7,8 +7,8 @@ is added to.  Whether the input really dies
 depends on the schedule: `solvers.simulator` decides, by the candidates found here.
 
 Blind spots: out-variants that torch generated (functional call, then copy) would save nothing and
-are not used; where a kernel lays out a result in another way than its traced twin, what should have
-been written over it takes new memory after all (see `overwrite`).
+are not used; where a kernel lays out a result in another way than its traced fake copy, what should
+have been written over it takes new memory after all (see `overwrite`).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def overwrite(
     """`variant(*args, **settings)`, which writes over an operand, where the operands are laid out
     as they were traced, else `target(*args, **kwargs)`, the functional op.
 
-    Some kernels lay their results out in another way than their traced twins say (BatchNorm of a
-    transposed input does); what is written over such a result would not have the strides that
+    Some kernels lay their results out in another way than their traced fake copies say (BatchNorm
+    of a transposed input does); what is written over such a result would not have the strides that
     later views expect.
     """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]

@@ -98,12 +98,12 @@ class LoweredRegion:
     """Node -> the input or op result that it is, or is a view of."""
     hoisted: tuple[int, ...] = ()
     """See `Region.hoisted`."""
-    pieces: int = 1
-    """In how many pieces a part of it runs; 1 where it has no such part."""
-    inner_pieces: int = 1
-    """In how many pieces the insides of layers run; 1 where there are none."""
-    unmade: tuple[int, ...] = ()
-    """See `Region.unmade`."""
+    chunks: int = 1
+    """In how many chunks a part of it runs; 1 where it has no such part."""
+    inner_chunks: int = 1
+    """In how many chunks the insides of layers run; 1 where there are none."""
+    elided: tuple[int, ...] = ()
+    """See `Region.elided`."""
     saved_by_default: frozenset[str] = frozenset()
     """Names of the nodes that Inductor's own partitioner saves, where what to hoist was chosen."""
 
@@ -141,7 +141,7 @@ class _Lowering:
         self.base_of: dict[fx.Node, fx.Node] = {}
         self.storage_of: dict[fx.Node, int] = {}
         self.references: dict[fx.Node, str] = {}
-        self.outlines: dict[fx.Node, str] = {}  # references that do not depend on sizes
+        self.region_signatures: dict[fx.Node, str] = {}  # references that do not depend on sizes
         self.sizes: list[int] = []
         self.producers: list[int] = []
         self.roots: list[fx.Node | None] = []
@@ -152,10 +152,10 @@ class _Lowering:
         for primal, name in zip(joint.primals, primal_names, strict=True):
             # Its layout is in no op's result, yet decides what kernels take for themselves.
             self._add_resident(primal, f"{name} {describe_value(primal.meta['val'])}")
-            self.outlines[primal] = name
+            self.region_signatures[primal] = name
         self.cotangents: list[int | None] = []
         for index, node in enumerate(joint.cotangents):
-            self.references[node] = self.outlines[node] = f"cotangent:{index}"
+            self.references[node] = self.region_signatures[node] = f"cotangent:{index}"
             self.base_of[node] = node
             if node.users:
                 self.storage_of[node] = self._new_storage(node.meta["val"], producer=-1)
@@ -167,7 +167,7 @@ class _Lowering:
     def _add_resident(self, node: fx.Node, reference: str) -> None:
         self.base_of[node] = node
         self.storage_of[node] = RESIDENT
-        self.references[node] = self.outlines[node] = reference
+        self.references[node] = self.region_signatures[node] = reference
 
     def _new_storage(self, tensor: torch.Tensor, producer: int) -> int:
         index = len(self.sizes)
@@ -218,7 +218,7 @@ class _Lowering:
             if isinstance(value, torch.Tensor):
                 self._add_resident(node, f"constant:{node.target}")
             else:
-                self.references[node] = self.outlines[node] = f"constant:{node.target}"
+                self.references[node] = self.region_signatures[node] = f"constant:{node.target}"
                 self.base_of[node] = node
             return
         value = node.meta.get("val")
@@ -239,12 +239,12 @@ class _Lowering:
         module, target = within(self.block, module_of(node)), target_name(node)
         name = self.namer.name(phase, module, target)
         call = describe_call(node, self.references)
-        structure = describe_structure(node, self.outlines)
+        structure = describe_structure(node, self.region_signatures)
         candidates = inplace_candidates(node, self._same_base) if len(outputs) == 1 else ()
         usable = [(self.storage_of[operand], operand) for operand in candidates
                   if self.storage_of.get(operand, RESIDENT) != RESIDENT
                   and self._storage_bytes(operand) == self.sizes[outputs[0]]]
-        self.references[node] = self.outlines[node] = name
+        self.references[node] = self.region_signatures[node] = name
         self.base_of[node] = node
         if isinstance(value, torch.Tensor):
             self.storage_of[node] = self.by_key[storage_key(value)]
@@ -266,11 +266,11 @@ class _Lowering:
     def _note_alias(self, node: fx.Node, base: fx.Node, value: object) -> None:
         if is_tuple_element(node):
             self.references[node] = f"{self.references[base]}[{node.args[1]}]"
-            self.outlines[node] = f"{self.outlines[base]}[{node.args[1]}]"
+            self.region_signatures[node] = f"{self.region_signatures[base]}[{node.args[1]}]"
         else:
             self.references[node] = f"view:{digest(describe_call(node, self.references))}"
             # Which views lead there may depend on sizes: one of everything is none.
-            self.outlines[node] = self.outlines[base]
+            self.region_signatures[node] = self.region_signatures[base]
         self.base_of[node] = node if self._is_element_of_op(node, base) else self.base_of[base]
         if not isinstance(value, torch.Tensor):
             if base in self.storage_of:
@@ -285,7 +285,7 @@ class _Lowering:
         self.storage_of[node] = storage
 
     def _is_element_of_op(self, node: fx.Node, base: fx.Node) -> bool:
-        """Whether the node picks a result of an op that makes several, not a piece of a view."""
+        """Whether the node picks a result of an op that makes several, not a chunk of a view."""
         return is_tuple_element(node) and base not in self.storage_of
 
     def _same_base(self, left: fx.Node, right: fx.Node) -> bool:
@@ -296,7 +296,7 @@ def _aliased_operand(node: fx.Node) -> fx.Node | None:
     """The operand whose storage the node's result only names anew; `None` for an op that computes.
 
     Read off the schema, not off the traced storages: those are stale where a duplicate op was
-    merged into its twin.
+    merged into its fake copy.
     """
     if is_tuple_element(node):
         return node.args[0]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.joint_graph.naming import describe_value, digest
-from planner._graph_capture.training_graph import Outline
+from planner._graph_capture.training_graph import RegionSignature
 
 
-def outline(region: LoweredRegion) -> Outline:
+def region_signature(region: LoweredRegion) -> RegionSignature:
     """The structure of a region, and the sizes that it leaves open."""
     joint = region.joint
     parts = [f"{op.name} {op.structure} {op.inputs} {op.outputs} {op.inplace} "
@@ -19,7 +19,7 @@ def outline(region: LoweredRegion) -> Outline:
              for op in region.ops]
     parts.append(f"{region.num_forward} {region.mutation_sources} {region.held_outputs} "
                  f"{region.gradient_storages} {region.cotangent_storages}")
-    return Outline(
+    return RegionSignature(
         structure=digest(*parts),
         storage_bytes=tuple(storage.size_bytes for storage in region.storages),
         input_bytes=tuple(int(primal.meta["val"].untyped_storage().nbytes())

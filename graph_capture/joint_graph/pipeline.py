@@ -2,8 +2,8 @@
 
 A plan names ops by what the rewriting makes of them: what capture plans and what a backend runs
 must be rewritten by the same steps in the same order.  These are called from here alone: clean,
-run a part in pieces, make results fresh (where the step runs op by op), copy late parts of
-gradients (low-peak form), move what the forward can have into it and remake dropouts (where
+run a part in chunks, make results fresh (where the step runs op by op), copy late parts of
+gradients (low-peak variant), move what the forward can have into it and recompute dropouts (where
 Inductor compiles), hoist, lower.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from planner._graph_capture.joint_graph.chunks.chunked import Chunked, run_in_chunks
 from planner._graph_capture.joint_graph.fresh_results import make_results_fresh
 from planner._graph_capture.joint_graph.hoisting import (
     hoist,
@@ -24,61 +25,60 @@ from planner._graph_capture.joint_graph.hoisting import (
 from planner._graph_capture.joint_graph.joint import clean_joint_graph
 from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner._graph_capture.joint_graph.lower import LoweredRegion, lower
-from planner._graph_capture.joint_graph.pieces.in_pieces import InPieces, run_in_pieces
-from planner._graph_capture.joint_graph.remade_dropout import remake_dropout
+from planner._graph_capture.joint_graph.recomputed_dropout import recompute_dropout
 
 
 @dataclass(frozen=True, slots=True)
-class JointForm:
-    """Which of its forms a joint graph is brought into."""
+class JointVariant:
+    """Which of its variants a joint graph is brought into."""
 
     compiled: bool = False
     """For Inductor to compile; otherwise it runs op by op."""
     low_peak: bool = False
     """The backward holds less at the price of copies, see `low_peak_backward`."""
-    pieces: int = 1
-    """In how many pieces its widest part runs, see `pieces.in_pieces`."""
-    inner_pieces: int = 1
-    """In how many pieces the insides of layers run, see `pieces.inner_parts`."""
+    chunks: int = 1
+    """In how many chunks its widest part runs, see `chunks.chunked`."""
+    inner_chunks: int = 1
+    """In how many chunks the insides of layers run, see `chunks.inner_parts`."""
 
 
 def lower_joint_graph(
-    module: fx.GraphModule, num_forward_outputs: int, form: JointForm, *,
+    module: fx.GraphModule, num_forward_outputs: int, variant: JointVariant, *,
     cotangents: Sequence[bool], input_names: Sequence[str | None],
     hoisted: tuple[int, ...] | None = None, region: int = 0, block: str = "",
-    unmade: Collection[int] = (),
+    elided: Collection[int] = (),
 ) -> LoweredRegion:
-    """The region, the step's `region`-th, of a joint graph in one form; `module` is not changed.
+    """The region, the step's `region`-th, of a joint graph in one variant; `module` is not changed.
 
     `cotangents`: which differentiable outputs receive a gradient; `input_names`: those of the
     parameters and buffers among the inputs, `None` for any other.  `hoisted`: the ops that a plan
-    for Inductor has moved to the forward; `None` chooses them.  `unmade`: outputs of the forward
-    that nobody reads, and that need not be whole where they are made in pieces.  `block`: the
+    for Inductor has moved to the forward; `None` chooses them.  `elided`: outputs of the forward
+    that nobody reads, and that need not be whole where they are made in chunks.  `block`: the
     submodule whose graph it is, empty for the whole model.
     """
     joint = clean_joint_graph(module, num_forward_outputs, cotangents)
-    cut = InPieces(joint, 1, 1, ())
-    if form.pieces > 1:
-        cut = run_in_pieces(joint, form.pieces, unmade, form.inner_pieces)
+    cut = Chunked(joint, 1, 1, ())
+    if variant.chunks > 1:
+        cut = run_in_chunks(joint, variant.chunks, elided, variant.inner_chunks)
         joint = cut.joint
-    if not form.compiled:
+    if not variant.compiled:
         joint = make_results_fresh(joint)
-    if form.low_peak:
-        lower_backward_peak(joint, compiled=form.compiled)
+    if variant.low_peak:
+        lower_backward_peak(joint, compiled=variant.compiled)
     saved: frozenset[str] = frozenset()
-    if form.compiled:
+    if variant.compiled:
         hoist_updates(joint)
-        remake_dropout(joint)
+        recompute_dropout(joint)
         if hoisted is None:
             saved = saved_by_default(joint)
             hoisted = ops_to_hoist(joint, saved)
         hoist(joint, hoisted)
     lowered = lower(joint, _stable_names(input_names), region, block)
     return replace(lowered, hoisted=hoisted or (), saved_by_default=saved,
-                   pieces=cut.pieces, inner_pieces=cut.inner_pieces, unmade=cut.unmade)
+                   chunks=cut.chunks, inner_chunks=cut.inner_chunks, elided=cut.elided)
 
 
-def has_low_peak_form(region: LoweredRegion) -> bool:
+def has_low_peak_variant(region: LoweredRegion) -> bool:
     """Whether there is anything to copy in a region's backward."""
     return bool(late_parts(region.joint))
 

@@ -79,7 +79,7 @@ def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
     that the step mutates."""
     target = node.target
     if node.meta.get(RUNS_ONCE):
-        return Replay(pinned="runs in pieces, forward and backward together")
+        return Replay(pinned="runs in chunks, forward and backward together")
     if isinstance(target, HigherOrderOperator):
         return Replay(pinned=f"higher-order op {target.name()}")
     if not isinstance(target, OpOverload):

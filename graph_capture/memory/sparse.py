@@ -4,7 +4,7 @@
 many distinct rows there are depends on values, so the indices keep theirs, where the batch's are
 known; else all rows count as distinct, which is the most that there can be.
 
-Blind spot: a sparse gradient that is added to another one, which grows with every micro-step.
+Blind spot: a sparse gradient that is added to another one, which grows with every micro-batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A record of allocations and frees during a stretch of code, in order, with a name on every block.
 
-The one record of memory over time: the tracker of plain steps makes it, the account of the whole
+The one record of memory over time: the tracker of plain steps makes it, the breakdown of the whole
 training step is put together from it, and reports and snapshots read it.
 """
 
@@ -126,7 +126,7 @@ class MemoryTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroStep:
+class MicroBatch:
     """Memory of one forward, loss and backward above what was allocated before."""
 
     trace: MemoryTrace
@@ -147,6 +147,6 @@ class MicroStep:
     what the model keeps in attributes."""
     sparse_gradients: Mapping[str, Any] = field(default_factory=dict)
     """Gradients in coordinate form, by parameter: tensors without values."""
-    data_less: bool = True
-    """True if the code ran on data-less tensors, which it takes for ordinary ones; else on fake
+    storage_less: bool = True
+    """True if the code ran on storage-less tensors, which it takes for ordinary ones; else on fake
     ones, which some libraries treat in another way."""

@@ -154,10 +154,10 @@ def _sum(args: Sequence[Any], gpu: Gpu) -> int:
         return 0
     values = -(-values // height)
     grid = -(-columns // width)
-    room = gpu.multiprocessors * (gpu.threads_of_multiprocessor // (width * height))
-    if values < 256 or grid > room:
+    headroom = gpu.multiprocessors * (gpu.threads_of_multiprocessor // (width * height))
+    if values < 256 or grid > headroom:
         return 0
-    blocks = max(min(-(-room // grid), -(-values // 16)), -(-values // 256))
+    blocks = max(min(-(-headroom // grid), -(-values // 16)), -(-values // 256))
     accumulated = max(4, x.dtype.itemsize)
     return 0 if blocks < 2 else (
         accumulated * outputs * blocks * width * vector + 4 * grid)

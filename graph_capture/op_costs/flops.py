@@ -35,7 +35,7 @@ def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return 0  # a view
     formula = _FORMULAS.get(name)
     if formula is not None:
-        return int(formula(Call(args, kwargs, inputs, outputs)))
+        return int(formula(OpCall(args, kwargs, inputs, outputs)))
     registered = flop_registry.get(target.overloadpacket)
     if registered is not None:
         # An overload that is told the dtype of its result: the formulas have no such parameter.
@@ -67,7 +67,7 @@ def bytes_moved(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, 
     return written + sum(read)
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """One run of an op."""
 
     args: tuple[Any, ...]
@@ -76,10 +76,10 @@ class Call(NamedTuple):
     outputs: list[torch.Tensor]
 
 
-Formula = Callable[[Call], float]
+Formula = Callable[[OpCall], float]
 
 
-def _matrix_product(call: Call) -> int:
+def _matrix_product(call: OpCall) -> int:
     """`[b] m k @ [b] k n`: the two matrices are the last operands of every such op."""
     left, right = call.inputs[-2:]
     columns = right.shape[-1] if right.dim() > 1 else 1
@@ -96,7 +96,7 @@ def _convolution_once(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor,
     return 2 * batch * prod(positions) * weight.numel()
 
 
-def _convolution_backward(call: Call) -> int:
+def _convolution_backward(call: OpCall) -> int:
     grad_out, x, weight = call.args[:3]
     mask = call.kwargs.get("output_mask",
                            call.args[10] if len(call.args) > 10 else (True, True, True))
@@ -104,13 +104,13 @@ def _convolution_backward(call: Call) -> int:
     return wanted * _convolution_once(x, weight, grad_out, bool(call.args[7]))
 
 
-def _attention(call: Call) -> int:
+def _attention(call: OpCall) -> int:
     """Scores and their product with the values."""
     query, key, value = call.args[:3]
     return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(call: Call) -> int:
+def _attention_backward(call: OpCall) -> int:
     """The scores again, then gradients: of scores and values, of query and key."""
     _, query, key, value = call.args[:4]
     return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
@@ -121,7 +121,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
     return prod(query.shape[:-1]) * key.shape[-2]
 
 
-def _recurrent(call: Call) -> int:
+def _recurrent(call: OpCall) -> int:
     """Every weight matrix meets every position of the sequence once."""
     weights = [t for t in call.inputs if t.dim() == 2 and t.dtype.is_floating_point]
     return 2 * sum(w.numel() for w in weights) * prod(call.inputs[0].shape[:-1])

@@ -2,7 +2,7 @@
 
 The model of the world: both depend on the op, the shapes, strides and dtypes of its tensors, its
 other arguments, the device, the torch version and the number of threads, and on nothing else.  So
-it is measured by running the op alone on throw-away tensors, once per such signature, and kept.
+it is measured by running the op alone on dummy inputs, once per such signature, and kept.
 Ops whose kernels are known to need nothing are not run; those that may not bear made-up operands
 run in a process of their own (`graph_capture.op_costs.isolated`); on a CPU also those whose tensors
 would exceed what the caller's budget leaves in this process.
@@ -37,16 +37,16 @@ from planner._graph_capture.op_costs.cuda_workspace import (
     product_workspace_bytes,
 )
 from planner._graph_capture.op_costs.devices import Gpu, device_model
-from planner._graph_capture.op_costs.flops import op_flops
-from planner._graph_capture.op_costs.free_memory import free_bytes
-from planner._graph_capture.op_costs.isolated import is_trusted, isolated_probe
-from planner._graph_capture.op_costs.throw_away import (
+from planner._graph_capture.op_costs.dummy_inputs import (
     Materializer,
     extent,
     ints,
     seeds_on_host,
     strides,
 )
+from planner._graph_capture.op_costs.flops import op_flops
+from planner._graph_capture.op_costs.free_memory import free_bytes
+from planner._graph_capture.op_costs.isolated import is_trusted, isolated_probe
 from planner._graph_capture.torch_compat import (
     OpOverload,
     aten_name,
@@ -84,13 +84,13 @@ class OpProbe:
     """Measures ops of one device, each signature once."""
 
     def __init__(self, device: torch.device | str, *, probe: bool = True,
-                 directory: Path | None = None, room: Callable[[], int] | None = None,
+                 directory: Path | None = None, headroom: Callable[[], int] | None = None,
                  gpu: str | Gpu | None = None) -> None:
         """`probe=False` measures nothing; `directory` holds the cache on disk, by default
-        `cache.cache_directory()`; `room`: how many bytes throw-away tensors may take in this
+        `cache.cache_directory()`; `headroom`: how many bytes dummy inputs may take in this
         process now, `None`: all that may be used of the memory that is free; `gpu`: whose margins
         to take, as for `device_model`."""
-        self._room = room
+        self._headroom = headroom
         self.device = torch.device(device)
         self._gpu = device_model(self.device, gpu=gpu).gpu
         self.assumed: set[str] = set()
@@ -161,7 +161,7 @@ class OpProbe:
     def _measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  inputs: list[torch.Tensor], outputs: list[torch.Tensor],
                  quantity: str) -> float | None:
-        """A quantity of a run of the op on throw-away tensors; `None` if it cannot be run."""
+        """A quantity of a run of the op on dummy inputs; `None` if it cannot be run."""
         if not self._enabled:
             return None
         if self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS:
@@ -174,7 +174,7 @@ class OpProbe:
                 is_trusted(target) or any(map(is_sparse, pytree.tree_leaves((args, kwargs))))):
             return self._run_alone(lambda: target, args, kwargs, tensors, quantity)
         # The memory of another process is no part of the budget, but that of a GPU is one memory.
-        if not self._has_room(tensors) or not (fits or self.device.type == "cpu"):
+        if not self._has_headroom(tensors) or not (fits or self.device.type == "cpu"):
             return None
         return isolated_probe(self.device).measure(target, args, kwargs, quantity)
 
@@ -186,9 +186,9 @@ class OpProbe:
     def _run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
                    kwargs: Mapping[str, Any], tensors: list[torch.Tensor], quantity: str
                    ) -> float | None:
-        """A quantity of a run of `function()` on throw-away tensors; `None` if that fails, or takes
+        """A quantity of a run of `function()` on dummy inputs; `None` if that fails, or takes
         too much memory: that of `tensors`."""
-        if not self._has_room(tensors):
+        if not self._has_headroom(tensors):
             return None
         measurement = {"workspace": self._workspace, "seconds": self._duration}[quantity]
         with no_active_modes(), torch.no_grad(), _random_state_kept(self.device):
@@ -202,14 +202,14 @@ class OpProbe:
             except Exception:  # an op may refuse made-up values in any way that it likes
                 return None
 
-    def _has_room(self, tensors: list[torch.Tensor]) -> bool:
+    def _has_headroom(self, tensors: list[torch.Tensor]) -> bool:
         return (sum(map(_extent_bytes, tensors))
                 <= _SAFE_FRACTION * free_bytes(self.device))
 
     def _fits_here(self, tensors: list[torch.Tensor], margin_bytes: int = 0) -> bool:
         """Return whether such tensors, and a margin, are within what the caller's budget leaves."""
-        return self._room is None or (
-            sum(map(_extent_bytes, tensors)) + margin_bytes <= self._room())
+        return self._headroom is None or (
+            sum(map(_extent_bytes, tensors)) + margin_bytes <= self._headroom())
 
     def _estimated_seconds(self, target: OpOverload, args: tuple[Any, ...],
                            kwargs: Mapping[str, Any], outputs: list[torch.Tensor]) -> float:

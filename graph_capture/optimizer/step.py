@@ -1,9 +1,9 @@
 """Memory of an optimizer: its state, and the temporaries of one step.
 
 The model of the world: the state depends on the shapes and dtypes of the trainable parameters and
-on the optimizer's settings.  So the optimizer's own `step()` runs on data-less tensors, which works
-for any optimizer written in torch; the first step makes the state, the second is like all that
-follow.  Before it, gradients are unscaled and clipped as the user does.
+on the optimizer's settings.  So the optimizer's own `step()` runs on storage-less tensors, which
+works for any optimizer written in torch; the first step makes the state, the second is like all
+that follow.  Before it, gradients are unscaled and clipped as the user does.
 
 An optimizer given as an instance may update copies of its own in place of the model's parameters
 (fp32 master weights): then the user is taken to copy the model's gradients to them before each
@@ -29,6 +29,13 @@ import torch
 from torch.optim import Optimizer
 
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.failures import failure
+from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.fake_copies.storage_less import (
+    StorageLessCopier,
+    StorageLessMode,
+    storage_less_copy,
+)
 from planner._graph_capture.memory.trace import Category, MemoryTrace
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
@@ -40,9 +47,6 @@ from planner._graph_capture.torch_compat import (
     pytree,
 )
 from planner._graph_capture.training_graph import OptimizerMemory
-from planner._graph_capture.twins.data_less import DataLessCopier, DataLessMode, data_less_twin
-from planner._graph_capture.twins.failures import failure
-from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,31 +109,31 @@ class OptimizerTrace:
         return OptimizerTrace(self.name, MemoryTrace((), ()), 0, 0, 0, self.parameters)
 
 
-def trace_optimizer(optimizer: object, twin: FakeTwin, *,
+def trace_optimizer(optimizer: object, fake_copy: FakeCopy, *,
                     with_gradient: Collection[str] | None = None,
                     workspace: Workspace = lambda *call: 0) -> OptimizerMemory:
-    """The memory of `optimizer` on the trainable parameters of the twin's model.
+    """The memory of `optimizer` on the trainable parameters of the fake copy's model.
 
     Arguments and errors are those of `trace_optimizer_steps`.
     """
     if optimizer is None:
         return OptimizerMemory("none", 0, 0)
-    return trace_optimizer_steps(optimizer, twin, with_gradient=with_gradient,
+    return trace_optimizer_steps(optimizer, fake_copy, with_gradient=with_gradient,
                                  workspace=workspace).memory
 
 
 def trace_optimizer_steps(
-    optimizer: object, twin: FakeTwin, *,
+    optimizer: object, fake_copy: FakeCopy, *,
     with_gradient: Collection[str] | None = None,
     sparse: Mapping[str, torch.Tensor] | None = None, settings: OptimizerSettings | None = None,
     workspace: Workspace = lambda *call: 0,
 ) -> OptimizerTrace:
-    """Two steps of `optimizer` on the trainable parameters of the twin's model: the first, and one
-    like all later ones.
+    """Two steps of `optimizer` on the trainable parameters of the fake copy's model: the first, and
+    one like all later ones.
 
     An instance, or each of several, keeps its groups, settings and state; it belongs to the model
-    that the twin was made from and is not touched.  (Where the step takes a closure, the state is
-    left out.)  A class, or its name in lower case (`"adamw"`), has its default settings.
+    that the fake copy was made from and is not touched.  (Where the step takes a closure, the state
+    is left out.)  A class, or its name in lower case (`"adamw"`), has its default settings.
     `with_gradient`: names of the parameters that have a gradient; by default all that are
     trainable.  `sparse`: gradients in coordinate form, by parameter.  `workspace`: what single ops
     take beyond their results; by default nothing.
@@ -140,10 +144,10 @@ def trace_optimizer_steps(
     name = optimizer_name(optimizer)
     try:
         # A step that compiles parts of itself runs them as they are written: no less memory.
-        with (optimizers_as_on(twin.device), torch.compiler.set_stance("force_eager"),
+        with (optimizers_as_on(fake_copy.device), torch.compiler.set_stance("force_eager"),
               warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # the optimizer's own steps warn, too
-            return _Steps(optimizer, twin, with_gradient, sparse or {},
+            return _Steps(optimizer, fake_copy, with_gradient, sparse or {},
                           settings or OptimizerSettings(), workspace).trace()
     except Exception as error:
         what = failure(error) if isinstance(error, UnsupportedOperatorException) else error
@@ -152,20 +156,20 @@ def trace_optimizer_steps(
 
 
 class _Steps:
-    """Steps of optimizers on data-less parameters."""
+    """Steps of optimizers on storage-less parameters."""
 
-    def __init__(self, optimizer: object, twin: FakeTwin,
+    def __init__(self, optimizer: object, fake_copy: FakeCopy,
                  with_gradient: Collection[str] | None, sparse: Mapping[str, torch.Tensor],
                  settings: OptimizerSettings, workspace: Workspace) -> None:
         self.settings = settings
         # Some look at the norm of an update.
-        self.data_less = data_less = data_less_twin(twin, unknown_is_zero=True)
-        self.names = {id(tensor): name for name, tensor in [*data_less.parameters.items()][::-1]}
-        self.trainable = [p for p in data_less.model.parameters() if p.requires_grad]
+        self.storage_less = storage_less = storage_less_copy(fake_copy, unknown_is_zero=True)
+        self.names = {id(tensor): name for name, tensor in [*storage_less.parameters.items()][::-1]}
+        self.trainable = [p for p in storage_less.model.parameters() if p.requires_grad]
         self.tracker = MemoryTracker(
-            _without_multi_tensor_ops(workspace), device=twin.device,
-            trace_device=data_less.trace_device, resident=data_less.fake_of.values())
-        with data_less.mode:  # out of the tracker's sight: the loss is not the optimizer's
+            _without_multi_tensor_ops(workspace), device=fake_copy.device,
+            trace_device=storage_less.trace_device, resident=storage_less.fake_of.values())
+        with storage_less.mode:  # out of the tracker's sight: the loss is not the optimizer's
             self.loss = torch.empty(())
         self.evaluations: list[int] = []
         self.begins: list[int] = []
@@ -174,43 +178,46 @@ class _Steps:
             return
         given = instances(optimizer)
         if given is None:
-            with data_less.mode, self.tracker:  # some make their state at once
+            with storage_less.mode, self.tracker:  # some make their state at once
                 self.steppers = make_optimizers(
-                    optimizer, self.trainable, [id(data_less.parameters[name]) for name in sparse])
+                    optimizer,
+                    self.trainable,
+                    [id(storage_less.parameters[name]) for name in sparse],
+                )
         else:
-            self.steppers = _copied(given, twin, data_less)
+            self.steppers = _copied(given, fake_copy, storage_less)
         groups = [group for stepper in self.steppers for group in stepper.param_groups]
         self.parameters = [p for group in groups for p in group["params"]
                            if p.requires_grad or id(p) not in self.names]
         self.own_copies = [p for p in self.parameters if id(p) not in self.names]
         for group in groups:
-            _choose_implementation(group, twin.device, settings.implementation)
+            _choose_implementation(group, fake_copy.device, settings.implementation)
         for parameter in self.parameters:
             known = self.names.get(id(parameter))
             if known is not None and known in sparse:
                 parameter.grad = sparse[known]
             elif known is not None and (with_gradient is None or known in with_gradient):
-                with data_less.mode:  # outside of the tracker: gradients are not the optimizer's
+                with storage_less.mode:  # outside of the tracker: gradients are not the optimizer's
                     parameter.grad = torch.empty_like(parameter)
 
     def trace(self) -> OptimizerTrace:
         """From when the optimizers are there to the end of the last step."""
         if not self.trainable:
             return OptimizerTrace("none", MemoryTrace((), ()), 0, 0, 0, frozenset())
-        tracker, data_less = self.tracker, self.data_less
+        tracker, storage_less = self.tracker, self.storage_less
         for stepper in self.steppers:
             own = [value for name, value in vars(stepper).items() if name != "param_groups"]
             for tensor in (*self.own_copies, *_tensors(own)):
                 tracker.follow(tensor)
         scaler = None
         if self.settings.grad_scaler:
-            scaler = torch.amp.GradScaler(data_less.trace_device.type)
-            with data_less.mode, tracker:
-                scaler.scale(torch.ones((), device=data_less.trace_device))  # makes its state
+            scaler = torch.amp.GradScaler(storage_less.trace_device.type)
+            with storage_less.mode, tracker:
+                scaler.scale(torch.ones((), device=storage_less.trace_device))  # makes its state
         self._mark()
         own_gradients: set[int | None] = set()
         for _ in self._turns(scaler):
-            with data_less.mode, tracker:
+            with storage_less.mode, tracker:
                 for parameter in self.own_copies:
                     if parameter.grad is None:
                         parameter.grad = torch.empty_like(parameter)
@@ -250,14 +257,14 @@ class _Steps:
         (stepper,) = self.steppers
         stepper.state.clear()
         trajectory = OptimizerTrajectory(stepper)
-        assert isinstance(self.data_less.mode, DataLessMode)
+        assert isinstance(self.storage_less.mode, StorageLessMode)
         for number, answers in enumerate(trajectory.first_and_fullest()):
             if number:
                 stepper.state.clear()  # before the other one is there
-                with self.data_less.mode, self.tracker:
+                with self.storage_less.mode, self.tracker:
                     stepper.state = trajectory.state_on(self.parameters)
                 self._mark()
-            self.data_less.mode.answer_with(answers)
+            self.storage_less.mode.answer_with(answers)
             yield
 
     def _mark(self) -> None:
@@ -322,16 +329,16 @@ def _choose_implementation(group: dict[str, Any], device: torch.device,
         group["foreach"] = True
 
 
-def _copied(optimizers: Sequence[Optimizer], twin: FakeTwin, data_less: FakeTwin
+def _copied(optimizers: Sequence[Optimizer], fake_copy: FakeCopy, storage_less: FakeCopy
             ) -> list[Optimizer]:
-    """Data-less copies of the optimizers on the data-less parameters."""
-    copier = DataLessCopier({})
-    for original, fake in twin.fake_of.items():
-        copier.fake_of[original] = copier.memo[id(original)] = data_less.fake_of[fake]
+    """Storage-less copies of the optimizers on the storage-less parameters."""
+    copier = StorageLessCopier({})
+    for original, fake in fake_copy.fake_of.items():
+        copier.fake_of[original] = copier.memo[id(original)] = storage_less.fake_of[fake]
     return [_copy(optimizer, copier) for optimizer in optimizers]
 
 
-def _copy(optimizer: Optimizer, copier: DataLessCopier) -> Optimizer:
+def _copy(optimizer: Optimizer, copier: StorageLessCopier) -> Optimizer:
     def copied(key: str, value: Any) -> Any:
         return copier.tree(value, f"the optimizer's `{key}`")
 

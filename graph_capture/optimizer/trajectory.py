@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from planner._graph_capture.fake_copies.storage_less import VALUE_OPS, Answer
 from planner._graph_capture.torch_compat import TorchDispatchMode, no_active_modes, pytree
-from planner._graph_capture.twins.data_less import VALUE_OPS, Answer
 
 _VARIABLES = 512
 """Of the quadratic, at least; L-BFGS without rounding would need as many iterations."""

@@ -1,6 +1,6 @@
 """The memory of the training step as plain PyTorch runs it: what the user has today.
 
-The figures of one traced forward, loss and backward (`graph_capture.plain_step.micro_step`) from
+The figures of one traced forward, loss and backward (`graph_capture.plain_step.micro_batch`) from
 gradients that are `None`, as after `zero_grad()`.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner._graph_capture.memory.trace import Category, MicroStep
+from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.memory.trace import Category, MicroBatch
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.plain_step.loss import LossFn, LossFootprint, trace_loss
-from planner._graph_capture.plain_step.micro_step import trace_micro_step
+from planner._graph_capture.plain_step.micro_batch import trace_micro_batch
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.training_graph import BufferKind
-from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +33,32 @@ class EagerStep:
     with_gradient: frozenset[str]
     """Names of the parameters that get a gradient."""
     loss: LossFootprint
-    data_less: bool
-    """Whether the code ran on data-less tensors, which it takes for ordinary ones; else on fake
+    storage_less: bool
+    """Whether the code ran on storage-less tensors, which it takes for ordinary ones; else on fake
     ones, which some libraries treat in another way."""
-    course: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    memory_timeline: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """The most bytes from each op's run to the next one."""
     backward_begins: int = field(default=0, compare=False)
     """Number of runs before the backward."""
-    blocks: MicroStep | None = field(default=None, compare=False, repr=False)
+    blocks: MicroBatch | None = field(default=None, compare=False, repr=False)
     """All that it makes and releases, in order."""
 
 
-def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace: Workspace,
+def trace_eager_step(fake_copy: FakeCopy, loss_fn: LossFn | None = None, *, workspace: Workspace,
                      with_gradient: Collection[str] = (), holds_output: bool = True,
                      wrapper: Wrapper | None = None) -> EagerStep:
-    """Trace forward, loss and backward of the twin; it has no gradients before and after, but for
-    the parameters named in `with_gradient`, whose gradients are resident.  `wrapper`: what data
+    """Trace forward, loss and backward of the fake copy; it has no gradients before and after, but
+    for the parameters named in `with_gradient`, whose gradients are resident.  `wrapper`: what data
     parallelism does meanwhile.
 
     Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
     """
     footprint: list[LossFootprint] = []
 
-    def look(running: FakeTwin, output: Any, loss: LossFn | None) -> None:
+    def look(running: FakeCopy, output: Any, loss: LossFn | None) -> None:
         footprint[:] = [trace_loss(loss, output, running, workspace)]
 
-    step = trace_micro_step(twin, loss_fn, workspace=workspace,
+    step = trace_micro_batch(fake_copy, loss_fn, workspace=workspace,
                             with_gradient=with_gradient, holds_output=holds_output, look=look,
                             wrapper=wrapper)
     trace = step.trace
@@ -70,5 +70,5 @@ def trace_eager_step(twin: FakeTwin, loss_fn: LossFn | None = None, *, workspace
         end_bytes=sum(trace.blocks[block].size_bytes
                       for block in (*step.gradients, *step.left_blocks)),
         with_gradient=frozenset(step.gradients.values()), loss=footprint[0],
-        data_less=step.data_less, course=tuple(trace.levels_by_run()),
+        storage_less=step.storage_less, memory_timeline=tuple(trace.levels_by_run()),
         backward_begins=sum(run.event < step.backward_begins for run in trace.runs), blocks=step)

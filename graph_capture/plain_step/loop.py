@@ -1,6 +1,6 @@
 """The parts of a training loop as plain PyTorch runs it, each traced once, when it is asked for.
 
-Nothing of the model is executed or changed; see `graph_capture.twins.fake`.
+Nothing of the model is executed or changed; see `graph_capture.fake_copies.fake`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
 from planner._graph_capture.memory.module_location import ModuleLocator
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroBatch
 from planner._graph_capture.memory.tracker import MemoryTracker
 from planner._graph_capture.op_costs.devices import Gpu, assumption, compute_capability
 from planner._graph_capture.op_costs.probe import OpProbe
@@ -26,11 +27,10 @@ from planner._graph_capture.optimizer.step import (
     trace_optimizer_steps,
 )
 from planner._graph_capture.plain_step.loss import LossFn
-from planner._graph_capture.plain_step.micro_step import run_without_data, trace_micro_step
+from planner._graph_capture.plain_step.micro_batch import run_without_data, trace_micro_batch
 from planner._graph_capture.plain_step.resident import resident_blocks
 from planner._graph_capture.rank import RankLayout
 from planner._graph_capture.torch_compat import quiet_fake_tensors
-from planner._graph_capture.twins.fake import FakeTwin, device_planned_for, make_twin
 
 
 class PlainLoop:
@@ -41,36 +41,36 @@ class PlainLoop:
                  device: torch.device | str | None = None, probe: bool = True,
                  gpu: str | Gpu | None = None,
                  autocast: torch.dtype | None = None, grad_scaler: bool = False,
-                 make_layout: Callable[[FakeTwin], RankLayout] | None = None) -> None:
+                 make_layout: Callable[[FakeCopy], RankLayout] | None = None) -> None:
         """`autocast`: forward and loss run within `torch.autocast` to this dtype.  `make_layout`:
         the loop is that of one rank of a data-parallel run, which holds the model so.  `gpu`: as
-        for `compute_capability`.  The other arguments are those of `make_twin` and `OpProbe`.
+        for `compute_capability`.  The other arguments are those of `make_fake_copy` and `OpProbe`.
 
-        Raises `CaptureError` where the model has no twin.
+        Raises `CaptureError` where the model has no fake copy.
         """
-        self.twin = replace(make_twin(model, args, kwargs, device=device,
+        self.fake_copy = replace(make_fake_copy(model, args, kwargs, device=device,
                                       extra=() if loss_fn is None else (loss_fn,),
                                       capability=compute_capability(
                                           device_planned_for(model, device), gpu)),
                             autocast=autocast)
         self.gpu = gpu
         """The GPU that was named; `None`: none was."""
-        self._layout = None if make_layout is None else make_layout(self.twin)
-        self._loss_fn = None if loss_fn is None else self.twin.extra[0]
-        self._probe = OpProbe(self.twin.device, probe=probe, gpu=gpu)
-        self._assumption = assumption(self.twin.device, gpu)
+        self._layout = None if make_layout is None else make_layout(self.fake_copy)
+        self._loss_fn = None if loss_fn is None else self.fake_copy.extra[0]
+        self._probe = OpProbe(self.fake_copy.device, probe=probe, gpu=gpu)
+        self._assumption = assumption(self.fake_copy.device, gpu)
         self._scaled = grad_scaler
-        self._micro_steps: dict[frozenset[str], MicroStep] = {}
+        self._micro_batches: dict[frozenset[str], MicroBatch] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the traces made so far."""
         notes = []
-        if any(not step.data_less for step in self._micro_steps.values()):
+        if any(not step.storage_less for step in self._micro_batches.values()):
             notes.append("the model's code does not run on plain tensors without values; it was "
                          "traced on fake ones, which some libraries treat in another way")
-        if self.twin.kernels is not None:
-            notes += self.twin.kernels.notes()
+        if self.fake_copy.kernels is not None:
+            notes += self.fake_copy.kernels.notes()
         if self._assumption is not None:
             notes.append(self._assumption)
         if self._probe.assumed:
@@ -81,57 +81,68 @@ class PlainLoop:
     def resident(self) -> tuple[Block, ...]:
         """Parameters, buffers and inputs, a block for each storage."""
         layout = self._layout
-        return resident_blocks(self.twin, self.twin.resident if layout is None else layout.resident,
-                               is_sharded=layout is not None)
+        return resident_blocks(
+            self.fake_copy,
+            self.fake_copy.resident if layout is None else layout.resident,
+            is_sharded=layout is not None,
+        )
 
     @quiet_fake_tensors()
-    def micro_step(self, with_gradient: frozenset[str] = frozenset()) -> MicroStep:
+    def micro_batch(self, with_gradient: frozenset[str] = frozenset()) -> MicroBatch:
         """Forward, loss and backward where the parameters of these names have a gradient before.
 
         Raises `CaptureError` where the step cannot be traced.
         """
-        growing = with_gradient and self.micro_step().sparse_gradients.keys() & with_gradient
+        growing = with_gradient and self.micro_batch().sparse_gradients.keys() & with_gradient
         if growing:
             raise CaptureError(
-                f"the gradient of {min(growing)} is sparse, and grows with each micro-step: it is "
+                f"the gradient of {min(growing)} is sparse, and grows with each micro-batch: it is "
                 "followed with accumulation=1 and set_to_none=True only")
-        if with_gradient not in self._micro_steps:
+        if with_gradient not in self._micro_batches:
             with _explained("the training step"):
-                self._micro_steps[with_gradient] = trace_micro_step(
-                    self.twin, self._loss_fn, workspace=self._probe.workspace_bytes,
+                self._micro_batches[with_gradient] = trace_micro_batch(
+                    self.fake_copy, self._loss_fn, workspace=self._probe.workspace_bytes,
                     with_gradient=with_gradient, scaled=self._scaled,
                     wrapper=None if self._layout is None else self._layout.wrapper())
-        return self._micro_steps[with_gradient]
+        return self._micro_batches[with_gradient]
 
     @quiet_fake_tensors()
     def inference(self) -> MemoryTrace:
         """The forward in `eval()` mode without gradients, to where its output is there."""
         with _explained("the forward without gradients"):
-            return run_without_data(self.twin, None, self._trace_inference)
+            return run_without_data(self.fake_copy, None, self._trace_inference)
 
     @quiet_fake_tensors()
     def optimizer(self, optimizer: Optimizer | type[Optimizer] | str,
                   settings: OptimizerSettings | None = None) -> OptimizerTrace:
-        """Two steps of the optimizer; the parameters that a micro-step reaches have gradients."""
+        """Two steps of the optimizer; the parameters that a micro-batch reaches have gradients."""
         if self._layout is not None:
-            share, twin = self._layout.share_of(optimizer)
-            traced = trace_optimizer_steps(share, twin, settings=settings,
+            share, fake_copy = self._layout.share_of(optimizer)
+            traced = trace_optimizer_steps(share, fake_copy, settings=settings,
                                            workspace=self._probe.workspace_bytes)
-            return replace(traced, parameters=frozenset(self.twin.parameters))
+            return replace(traced, parameters=frozenset(self.fake_copy.parameters))
         return trace_optimizer_steps(
-            optimizer, self.twin, with_gradient=frozenset(self.micro_step().gradients.values()),
-            sparse=self.micro_step().sparse_gradients, settings=settings,
-            workspace=self._probe.workspace_bytes)
+            optimizer,
+            self.fake_copy,
+            with_gradient=frozenset(self.micro_batch().gradients.values()),
+            sparse=self.micro_batch().sparse_gradients,
+            settings=settings,
+            workspace=self._probe.workspace_bytes,
+        )
 
-    def _trace_inference(self, twin: FakeTwin, _: LossFn | None, __: bool) -> MemoryTrace:
-        locate = ModuleLocator(twin.model)
-        tracker = MemoryTracker(self._probe.workspace_bytes, device=twin.device,
-                                trace_device=twin.trace_device, resident=twin.fake_of.values(),
-                                module_of_op=locate)
-        with (_evaluating(twin.model), torch.no_grad(), twin.as_on_device(),
-              twin.forward_context(), locate):
-            with twin.mode, tracker:
-                output = twin.model(*twin.args, **twin.kwargs)
+    def _trace_inference(self, fake_copy: FakeCopy, _: LossFn | None, __: bool) -> MemoryTrace:
+        locate = ModuleLocator(fake_copy.model)
+        tracker = MemoryTracker(
+            self._probe.workspace_bytes,
+            device=fake_copy.device,
+            trace_device=fake_copy.trace_device,
+            resident=fake_copy.fake_of.values(),
+            module_of_op=locate,
+        )
+        with (_evaluating(fake_copy.model), torch.no_grad(), fake_copy.as_on_device(),
+              fake_copy.forward_context(), locate):
+            with fake_copy.mode, tracker:
+                output = fake_copy.model(*fake_copy.args, **fake_copy.kwargs)
             tracker.close()
             del output
         torch.clear_autocast_cache()

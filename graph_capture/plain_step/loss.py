@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.output_tensors import output_tensors, with_changed_tensors
 from planner._graph_capture.torch_compat import storage_key
-from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +129,18 @@ def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
+def trace_loss(loss_fn: LossFn | None, output: Any, fake_copy: FakeCopy,
                workspace: Workspace) -> LossFootprint:
-    """The footprint of the loss of `output`, an output of the twin's model under its mode.
+    """The footprint of the loss of `output`, an output of the fake copy's model under its mode.
 
     The tensors of the output count as independent, whatever the model made of what, and the
     model's own graph is not touched.
     """
-    with twin.mode:
+    with fake_copy.mode:
         output = with_changed_tensors(_as_leaf, output)
     tensors = output_tensors(output)
-    tracker = MemoryTracker(workspace, device=twin.device, trace_device=twin.trace_device,
-                            resident=(*tensors, *twin.fake_of.values()))
+    tracker = MemoryTracker(workspace, device=fake_copy.device, trace_device=fake_copy.trace_device,
+                            resident=(*tensors, *fake_copy.fake_of.values()))
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if not wanted:
         raise CaptureError(
@@ -153,7 +153,7 @@ def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
         saved.add(storage_key(tensor))
         return tensor
 
-    with twin.as_on_device(), twin.mode, tracker:
+    with fake_copy.as_on_device(), fake_copy.mode, tracker:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             goal = objective(output, loss_fn)
         forward_peak, retained = tracker.peak_bytes, tracker.live_bytes
@@ -168,8 +168,11 @@ def trace_loss(loss_fn: LossFn | None, output: Any, twin: FakeTwin,
         found, key = gradient_of.get(id(tensor)), storage_key(tensor)
         return OutputGradient(
             found is not None,
-            0 if found is None else allocated_bytes(found.untyped_storage().nbytes(), twin.device),
-            Until.END if key in losses else Until.LOSS_BACKWARD if key in saved else Until.LOSS)
+            0
+            if found is None
+            else allocated_bytes(found.untyped_storage().nbytes(), fake_copy.device),
+            Until.END if key in losses else Until.LOSS_BACKWARD if key in saved else Until.LOSS,
+        )
 
     return LossFootprint(retained, forward_peak, tracker.peak_bytes,
                          tuple(gradient(tensor) for tensor in tensors),

@@ -10,28 +10,29 @@ from collections.abc import Iterable
 
 import torch
 
+from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.memory.trace import Block, Category
 from planner._graph_capture.torch_compat import pytree, storage_key
 from planner._graph_capture.training_graph import ResidentMemory
-from planner._graph_capture.twins.fake import FakeTwin
 
 
-def resident_blocks(twin: FakeTwin, resident: ResidentMemory, *, is_sharded: bool = False
+def resident_blocks(fake_copy: FakeCopy, resident: ResidentMemory, *, is_sharded: bool = False
                     ) -> tuple[Block, ...]:
-    """A block for each storage of the twin's parameters, buffers and inputs; what `resident` has
-    beyond them is a block of its own.  `is_sharded`: a rank holds the parameters in another way."""
+    """A block for each storage of the fake copy's parameters, buffers and inputs; what `resident`
+    has beyond them is a block of its own.  `is_sharded`: a rank holds the parameters in another
+    way."""
     seen: set[int] = set()
-    blocks = _blocks(twin, Category.PARAMETERS, twin.parameters.items(), seen)
+    blocks = _blocks(fake_copy, Category.PARAMETERS, fake_copy.parameters.items(), seen)
     if is_sharded:
         blocks = [Block(resident.parameters_bytes, Category.PARAMETERS,
                         label="parameters of this rank")]
-    blocks += _blocks(twin, Category.BUFFERS, twin.buffers.items(), seen)
+    blocks += _blocks(fake_copy, Category.BUFFERS, fake_copy.buffers.items(), seen)
     inputs = [(f"input {number}", leaf) for number, leaf
-              in enumerate(pytree.tree_leaves((twin.args, twin.kwargs)))
+              in enumerate(pytree.tree_leaves((fake_copy.args, fake_copy.kwargs)))
               if isinstance(leaf, torch.Tensor)]
-    blocks += _blocks(twin, Category.INPUTS, inputs, seen)
+    blocks += _blocks(fake_copy, Category.INPUTS, inputs, seen)
     for category, total in ((Category.BUFFERS, resident.buffers_bytes),
                             (Category.INPUTS, resident.inputs_bytes)):
         rest = total - sum(b.size_bytes for b in blocks if b.category is category)
@@ -40,7 +41,7 @@ def resident_blocks(twin: FakeTwin, resident: ResidentMemory, *, is_sharded: boo
     return tuple(blocks)
 
 
-def _blocks(twin: FakeTwin, category: Category, named: Iterable[tuple[str, torch.Tensor]],
+def _blocks(fake_copy: FakeCopy, category: Category, named: Iterable[tuple[str, torch.Tensor]],
             seen: set[int]) -> list[Block]:
     blocks = []
     for name, whole in named:
@@ -48,6 +49,6 @@ def _blocks(twin: FakeTwin, category: Category, named: Iterable[tuple[str, torch
             key = storage_key(tensor)
             if key not in seen:
                 seen.add(key)
-                size = allocated_bytes(tensor.untyped_storage().nbytes(), twin.device)
+                size = allocated_bytes(tensor.untyped_storage().nbytes(), fake_copy.device)
                 blocks.append(Block(size, category, label=name))
     return blocks

@@ -17,7 +17,7 @@ from torch import fx
 
 from planner._graph_capture.dynamo.uncaptured import UncapturedCode
 from planner._graph_capture.joint_graph.lower import LoweredOp, epilogue_name
-from planner._graph_capture.joint_graph.outline import outline
+from planner._graph_capture.joint_graph.outline import region_signature
 from planner._graph_capture.memory.trace import COMMUNICATION
 from planner._graph_capture.op_costs.costs import OpCost
 from planner._graph_capture.plain_step.loss import LossFootprint
@@ -122,8 +122,8 @@ class _Assembly:
         if between:
             self._gaps(len(between.workspace_bytes) - 1, Phase.BACKWARD)
         regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
-                               outline(use.lowered), use.block, use.lowered.hoisted,
-                               unmade=use.lowered.unmade)
+                               region_signature(use.lowered), use.block, use.lowered.hoisted,
+                               elided=use.lowered.elided)
                         for number, use in enumerate(self.uses))
         outputs = tuple(
             ModelOutput(self.index[number, storage], tuple(tensors), number, tuple(places))

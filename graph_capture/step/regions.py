@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from planner._graph_capture.dynamo.record import Recording, RegionCall
+from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.joint_graph.joint import count_cotangents
 from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
-from planner._graph_capture.joint_graph.pipeline import JointForm, lower_joint_graph
+from planner._graph_capture.joint_graph.pipeline import JointVariant, lower_joint_graph
 from planner._graph_capture.memory.sparse import tensors_inside
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.torch_compat import storage_key
-from planner._graph_capture.twins.fake import FakeTwin
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,23 @@ class RegionUse:
     block: str = ""
     """The submodule that it is the graph of; empty for the whole model."""
     repeated: bool = False
-    """Runs several times in one step, by one compiled piece of code: nothing in it is replayed."""
+    """Runs several times in one step, by one compiled chunk of code: nothing in it is replayed."""
 
 
-def region_uses(twin: FakeTwin, recording: Recording, output: object, form: JointForm, *,
-                leaves_unmade: bool = False) -> list[RegionUse]:
-    """The regions of a recorded step of the twin in one form; `output`: what the model returned.
+def region_uses(fake_copy: FakeCopy, recording: Recording, output: object, variant: JointVariant, *,
+                elides_output: bool = False) -> list[RegionUse]:
+    """The regions of a recorded step of the fake copy in one variant; `output`: what the model
+    returned.
 
-    `leaves_unmade`: nobody reads what the model returns but for the loss.
+    `elides_output`: nobody reads what the model returns but for the loss.
     """
     recording.check_any()
-    trainable = {id(tensor): name for name, tensor in twin.model.named_parameters()}
-    names = {id(inside): inner_name
-             for name, tensor in (*twin.model.named_buffers(), *twin.model.named_parameters())
-             for inner_name, inside in tensors_inside(tensor, name)}
+    trainable = {id(tensor): name for name, tensor in fake_copy.model.named_parameters()}
+    names = {
+        id(inside): inner_name
+        for name, tensor in (*fake_copy.model.named_buffers(), *fake_copy.model.named_parameters())
+        for inner_name, inside in tensors_inside(tensor, name)
+    }
     held: dict[int, list[int]] = {}  # storage -> the tensors of the model's output in it
     for place, returned_tensor in enumerate(output_tensors(output)):
         held.setdefault(storage_key(returned_tensor), []).append(place)
@@ -62,9 +65,9 @@ def region_uses(twin: FakeTwin, recording: Recording, output: object, form: Join
         cotangents = _cotangents(call, runs[id(call.region)])
         runs[id(call.region)] += 1
         lowered = lower_joint_graph(
-            call.region.joint, call.region.num_forward_outputs, form, cotangents=cotangents,
+            call.region.joint, call.region.num_forward_outputs, variant, cotangents=cotangents,
             input_names=[names.get(id(tensor)) for tensor in call.inputs], region=number,
-            block=call.module, unmade=range(len(call.outputs)) if leaves_unmade else ())
+            block=call.module, elided=range(len(call.outputs)) if elides_output else ())
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}
@@ -92,7 +95,7 @@ def region_uses(twin: FakeTwin, recording: Recording, output: object, form: Join
 
 
 def count_runs(recording: Recording) -> Counter[tuple[int, str]]:
-    """How often each captured piece of code runs in the step."""
+    """How often each captured chunk of code runs in the step."""
     return Counter((id(call.region), call.module) for call in recording.calls)
 
 

@@ -95,7 +95,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - Under DistributedDataParallel the graph is not cut at the buckets.
     - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
     - Hooks that modules get or lose later are seen; torch would go on without them.
-    - Where the graph breaks in a loop, the pieces in between are captured, those of each turn by
+    - Where the graph breaks in a loop, the chunks in between are captured, those of each turn by
       themselves; torch would run all of the code as it is written.
     - Code in which there was nothing to capture when it first ran is looked at again when it runs
       another way; torch would pass it by for ever.
@@ -137,7 +137,7 @@ _may_loop = InstructionTranslatorBase.maybe_has_backedge
 def _ends_at_break(translator: Any) -> bool:
     """True where a graph break in a loop leaves all of the code as it is written.
 
-    Without gradients there is nothing to plan, and compiled pieces would use more memory than the
+    Without gradients there is nothing to plan, and compiled chunks would use more memory than the
     code as it is written: in the loop of a custom `autograd.Function`, for one.
     """
     return not torch.is_grad_enabled() and bool(_may_loop(translator))

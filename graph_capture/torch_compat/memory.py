@@ -1,4 +1,4 @@
-"""Private names of torch that the memory account needs."""
+"""Private names of torch that the memory breakdown needs."""
 
 from __future__ import annotations
 

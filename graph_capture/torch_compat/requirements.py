@@ -123,7 +123,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._inductor.scheduler.SchedulerNode.codegen(self, index_vars)",
         "torch._inductor.virtualized.V",
     ),
-    "kernels_apart": (
+    "unfused_kernels": (
         "torch._inductor.codegen.cpp.OuterLoopFusedSchedulerNode(scheduler, nodes, depth)",
         "torch._inductor.config.reorder_for_peak_memory",
         "torch._inductor.dependencies.WeakDep",

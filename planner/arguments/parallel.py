@@ -49,7 +49,7 @@ class DataParallel:
     """`fsdp2`: shards, their gradients and the optimizer's state lie in the host's memory
     (`CPUOffloadPolicy`), which does not count."""
     requires_gradient_sync: bool = True
-    """Not `ddp`, `zero1`: whether each micro-step of an accumulated step reduces its gradients;
+    """Not `ddp`, `zero1`: whether each micro-batch of an accumulated step reduces its gradients;
     `False`: the last one alone, as `set_requires_gradient_sync(False)` before the others has it
     (accelerate, Trainer), so that a rank holds whole gradients until then."""
 
@@ -91,7 +91,7 @@ class DataParallel:
                             f"units=({self.units!r},)")
         if replicated and not self.requires_gradient_sync:
             raise ValueError(f"requires_gradient_sync is a setting of zero2, zero3 and fsdp2; "
-                             f"gradients of {self.kind} are whole in every micro-step")
+                             f"gradients of {self.kind} are whole in every micro-batch")
         if self.kind != "fsdp2" and self.reshard_after_forward is not None:
             raise ValueError("reshard_after_forward is a setting of fsdp2; zero3 reshards, zero2 "
                              "does not")

@@ -40,11 +40,11 @@ OUTPUTS = ("held", "dropped")
 """What the caller may do with the model's output."""
 
 CHOICES = ("recompute", "chunk", "offload")
-"""What a plan may be allowed to do: compute again, run a part of the step in pieces, store results
+"""What a plan may be allowed to do: compute again, run a part of the step in chunks, store results
 on the host."""
 
-PIECES = ((16, 4), (4, 1), (8, 1), (16, 1), (64, 1))
-"""The numbers of pieces that are tried: of the widest part, and of the insides of layers.  The
+CHUNKS_OF = ((16, 4), (4, 1), (8, 1), (16, 1), (64, 1))
+"""The numbers of chunks that are tried: of the widest part, and of the insides of layers.  The
 first are those that show whether there is anything to try."""
 
 _AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
@@ -118,9 +118,9 @@ class Planning:
     probe: bool = field(default=True, metadata=flag(
         "Measure the workspace of single ops.", kind=bool))
     accumulation: int = field(default=1, metadata=flag(
-        "Micro-steps to each step of the optimizer.", kind=int, min=1))
+        "Micro-batches to each step of the optimizer.", kind=int, min=1))
     regions: str | Sequence[str] | None = field(default=None, metadata=flag(
-        "Compiled as one piece: model, blocks, or names of modules."))
+        "Compiled as one chunk: model, blocks, or names of modules."))
     """`None`, in `planner.within`: what suits the wrappers of the model; elsewhere the model."""
     autocast: torch.dtype | str | None = field(default=None, metadata=flag(
         "Forward and loss run within torch.autocast: bf16 or fp16."))
@@ -148,7 +148,7 @@ class Planning:
                              "what Inductor compiles are not known one by one; use "
                              'backend="eager", or budget_of="allocated"')
         _check_seconds(self.time_limit)
-        check_count("accumulation", self.accumulation, of="micro-steps")
+        check_count("accumulation", self.accumulation, of="micro-batches")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError("loss_fn must be a function of the model's output, "
                             f"got {type(self.loss_fn).__name__}")
@@ -207,9 +207,9 @@ class Planning:
         return self
 
     @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """In how many pieces the widest part of the step and the insides of layers may run."""
-        return PIECES if "chunk" in self.allow else ()
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """In how many chunks the widest part of the step and the insides of layers may run."""
+        return CHUNKS_OF if "chunk" in self.allow else ()
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -274,7 +274,7 @@ def _check_allowed(allow: object, backend: str) -> None:
                          f"write allow={('recompute', *allow)!r}")
     if "chunk" in allow and backend != "eager":
         raise ValueError(f'allow="chunk" is for backend="eager"; with backend={backend!r} a part '
-                         "of the step cannot be run in pieces yet: leave chunk out, or backend")
+                         "of the step cannot be run in chunks yet: leave chunk out, or backend")
 
 
 def _autocast_name(autocast: object) -> str:

@@ -1,13 +1,13 @@
 """The forward of a model that is trained within a budget: it plans what it meets.
 
-The model of the world: a call with gradients is the forward of a training step.  Its circumstances
-(`apply.circumstances`) tell which plans may serve it, the plan's own digests which one does; a
+The model of the world: a call with gradients is the forward of a training step.  Its call signature
+(`apply.call_signature`) tell which plans may serve it, the plan's own digests which one does; a
 step that none serves is captured as it is called, planned, and run under its plan, the first one
 too.  What is not known then - optimizer, earlier gradients, the caller's loss - is seen while steps
 run, and the plan is made again with it before the next step; see `planner.attached.known`.
 
 The budget is that of the training step, which may have many calls.  What calls of this and of other
-planned models hold for their backward is counted as it is met (`planner.attached.beside`), and so
+planned models hold for their backward is counted as it is met (`planner.attached.outside`), and so
 is what the loop holds beside the models (`planner.attached.held`).
 
 A copy of the model has a forward of its own with the same settings, which plans for itself.
@@ -36,15 +36,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner._apply.blocks import run_step
-from planner._apply.circumstances import Call, differences
+from planner._apply.call_signature import Call, differences
 from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import can_be_pickled
 from planner._graph_capture.model_state import remembered_random_state
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.plain_step.loss import Until
-from planner._graph_capture.plain_step.seen_loss import (
+from planner._graph_capture.plain_step.observed_loss import (
     LossWatch,
-    SeenLoss,
+    ObservedLoss,
     UnmeasuredLoss,
     end_watches,
     watch_output,
@@ -172,13 +172,15 @@ class PlanningForward(ObservingForward):
                 continue
             self._bring_up_to_date(graph, call, present, args, kwargs)
             # What does not fit may show when a part has run; then another is tried from the start.
-            is_trial = graph.is_steered or (graph is not known and bool(graph.plan.recipe.blocks))
+            is_trial = graph.has_control_flow or (
+                graph is not known and bool(graph.plan.spec.blocks)
+            )
             try:
                 return graph, self._run(graph, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:
                 if graph.code.has_begun and not is_trial:
                     raise
-                refusal = str(self.explained(graph.plan.recipe, error, call))
+                refusal = str(self.explained(graph.plan.spec, error, call))
             gc.collect()  # the error's frames hold what has run
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
@@ -195,14 +197,14 @@ class PlanningForward(ObservingForward):
             with no_saved_tensors_hooks() as has_hooks:
                 if has_hooks:
                     self.steps.warn(_HOOKS)
-                return run_step(graph.code, graph.plan.recipe, self.__self__, self.inner, args,
+                return run_step(graph.code, graph.plan.spec, self.__self__, self.inner, args,
                                 kwargs, is_trial=is_trial)
         finally:
             if graph.code.compilations != before:
                 gc.collect()  # as after planning
 
     def _refusal(self, call: Call, refusal: str) -> PlanMismatch:
-        words = differences(self.graphs[0].plan.recipe, self.__self__, call.circumstances)
+        words = differences(self.graphs[0].plan.spec, self.__self__, call.signature)
         reason = "; ".join(words) or refusal or "the model's code takes another path"
         return PlanMismatch(
             f'no plan serves this step of {self._name}, and on_new="refuse" allows no other: '
@@ -218,7 +220,7 @@ class PlanningForward(ObservingForward):
             graph = PlannedGraph(call, planner)
             graph.note(present)
             graph.lives = self._expected_output(planner)
-            self._look_beside(planner, args, kwargs)
+            self._look_outside(planner, args, kwargs)
             self._plan(graph, self._known(graph, present), present)
             watch.conclude(f": {summarize(graph.plan)}")
         self.graphs.insert(0, graph)
@@ -232,7 +234,7 @@ class PlanningForward(ObservingForward):
         if planner is None or running_node_number() is not None:
             return
         if self._steps < STEPS_LOOKED_AT:
-            self._look_beside(planner, args, kwargs)
+            self._look_outside(planner, args, kwargs)
         if graph.note(present):
             self._learned += 1
         if graph.checked == self._learned:
@@ -297,13 +299,13 @@ class PlanningForward(ObservingForward):
         # An object may make more tensors when the loss asks it for them.
         lets_go = (not planner.loss_is_outside and lives and {*lives} != {Until.END}
                    and len(lives) == planner.output_tensors)
-        return Known(optimizers, graph.beside(self._held_bytes), graph.shared_loss,
+        return Known(optimizers, graph.outside(self._held_bytes), graph.shared_loss,
                      lives if lets_go else None, self._defers_reduction, graph.is_lean)
 
     def _assumed(self, graph: PlannedGraph) -> Known:
         """What is known of a step, and assumed."""
         assert graph.planner is not None
-        return Known(self._stepping, graph.beside(self._held_bytes),
+        return Known(self._stepping, graph.outside(self._held_bytes),
                      self._expected_loss(graph.planner), defers_reduction=self._defers_reduction)
 
     def _expected_output(self, planner: GraphPlanner) -> tuple[Until, ...] | None:
@@ -311,7 +313,7 @@ class PlanningForward(ObservingForward):
         return next((graph.lives for graph in self.graphs if graph.lives is not None
                      and len(graph.lives) == planner.output_tensors), None)
 
-    def _expected_loss(self, planner: GraphPlanner) -> SeenLoss | None:
+    def _expected_loss(self, planner: GraphPlanner) -> ObservedLoss | None:
         """The loss of another graph, scaled to the size of this one's output."""
         seen = next((graph for graph in self.graphs if graph.loss is not None), None)
         if not planner.loss_is_outside or seen is None or seen.loss is None:
@@ -375,7 +377,7 @@ class PlanningForward(ObservingForward):
                  if (found := each()) is not None]
         counted = " and ".join(names) or "no optimizer, since none of torch's has stepped"
         return f"; counting {counted}" + (
-            " and gradients of earlier micro-steps" if known.accumulates else "")
+            " and gradients of earlier micro-batches" if known.accumulates else "")
 
     def _say(self, graph: PlannedGraph, more: str) -> None:
         log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)

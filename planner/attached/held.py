@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.torch_compat import pytree, storage_key
-from planner._graph_capture.twins.data_less import is_data_less
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -58,7 +58,7 @@ class LoopMemory:
         for tensor in _alive():
             self._before[tensor.untyped_storage()] = None
 
-    def beside_bytes(self, device: torch.device, own: Iterable[torch.Tensor],
+    def outside_bytes(self, device: torch.device, own: Iterable[torch.Tensor],
                      others: Iterable[torch.Tensor], pending_bytes: int) -> int:
         """Bytes beside the tensors `own`, and beside what calls hold whose backward is yet to come:
         `pending_bytes`.  `others`: what counts though it may have been there before."""
@@ -87,7 +87,7 @@ def _alive() -> Iterator[torch.Tensor]:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return (type(tensor) in _PLAIN and tensor.layout is torch.strided
-            and tensor.device.type != "meta" and not is_data_less(tensor))
+            and tensor.device.type != "meta" and not is_storage_less(tensor))
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -3,13 +3,13 @@
 The model of the world: a model sees its own calls.  What else the budget of a step must hold - the
 state of the optimizer, gradients from before, the caller's loss - it learns while the first step
 runs.  Until then a plan within the budget leaves as much room as there is for the common cases:
-AdamW with gradients of an earlier micro-step, a loss like the cross-entropy of what the model
+AdamW with gradients of an earlier micro-batch, a loss like the cross-entropy of what the model
 returns.
 
 The graph is captured once and planned again as more is known; only a loss that leaves out a
 differentiable output, and one behind a step of several graphs, need another capture.  Code that
 asks for values of tensors is called once without gradients to learn them
-(`graph_capture.twins.asked_values`).
+(`graph_capture.fake_copies.data_dependent_values`).
 
 Blind spots: what the loss takes is that of the first step; a loss that grows later is not seen.
 """
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from planner._apply.circumstances import circumstances_of, tensor_keys
+from planner._apply.call_signature import signature_of, tensor_keys
 from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.completed import (
     with_earlier_gradients,
@@ -38,18 +38,22 @@ from planner._graph_capture.completed import (
     with_seen_loss,
 )
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
-from planner._graph_capture.errors import CaptureError, ValueAsked
-from planner._graph_capture.op_costs.room import ProbeRoom
+from planner._graph_capture.errors import CaptureError, DataDependentValue
+from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
+from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.plain_step.loss import OpenLoss, Until
-from planner._graph_capture.plain_step.seen_loss import ReplayedLoss, SeenLoss, UnmeasuredLoss
+from planner._graph_capture.plain_step.observed_loss import (
+    ObservedLoss,
+    ReplayedLoss,
+    UnmeasuredLoss,
+)
 from planner._graph_capture.torch_compat import pytree, wrapping_data_parallel
-from planner._graph_capture.twins.asked_values import asked_values
 from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
-from planner.attached.beside import saved_bytes
 from planner.attached.held import held_bytes
+from planner.attached.outside import saved_bytes
 from planner.attached.step_known import Known
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
@@ -96,11 +100,11 @@ class GraphPlanner:
         holds beside this one; `stepping`: the optimizers that were seen so far."""
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping = stepping
-        self.is_steered = False
+        self.has_control_flow = False
         """Whether values of tensors decide what the step is."""
         self._capture(model, args, dict(kwargs), planning)
-        self._with_loss: tuple[SeenLoss, CapturedStep] | None = None
-        self._captured_with: SeenLoss | None = None  # the loss that the step was captured with
+        self._with_loss: tuple[ObservedLoss, CapturedStep] | None = None
+        self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
         self.saved_bytes = 0
         """What a call holds from the end of its forward to its backward, under the last plan."""
@@ -116,21 +120,21 @@ class GraphPlanner:
             planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))
         self._parallel = planning.parallel
         unknown = OpenLoss(self._input_bytes)
-        room = self._probe_room(model)
+        headroom = self._probe_headroom(model)
         with watched(None) as report:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report,
-                                          unknown_loss=unknown, probe_room=room)
-            except ValueAsked:
-                answers = asked_values(model, lambda: model.forward(*args, **kwargs))
+                                          unknown_loss=unknown, probe_headroom=headroom)
+            except DataDependentValue:
+                answers = data_dependent_values(model, lambda: model.forward(*args, **kwargs))
                 try:
                     self._step = capture_call(model, args, kwargs, planning, report,
                                               answers=answers, unknown_loss=unknown,
-                                              probe_room=room)
-                except ValueAsked as error:
+                                              probe_headroom=headroom)
+                except DataDependentValue as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
-                self.is_steered = True
-                log.info("%s asks for values of tensors: its step is planned in the pieces that "
+                self.has_control_flow = True
+                log.info("%s asks for values of tensors: its step is planned in the chunks that "
                          "lie between, as this call takes them", type(model).__name__)
         # What else the loop of one device holds is looked for: `planner.attached.held`.
         held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
@@ -140,9 +144,9 @@ class GraphPlanner:
         self._step = with_held(self._step, held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
-        self._circumstances = circumstances_of(model, args, kwargs)
+        self._signature = signature_of(model, args, kwargs)
 
-    def _probe_room(self, model: nn.Module) -> ProbeRoom | None:
+    def _probe_headroom(self, model: nn.Module) -> ProbeHeadroom | None:
         """What the budget leaves to ops that are run to measure them."""
         if self._limit is None:
             return None
@@ -158,7 +162,7 @@ class GraphPlanner:
             found = alive()
             return batches_bytes + (0 if found is None else held_bytes(found, stepping()))
 
-        return ProbeRoom(limit, held, resident_bytes)
+        return ProbeHeadroom(limit, held, resident_bytes)
 
     @property
     def output_tensors(self) -> int:
@@ -166,15 +170,15 @@ class GraphPlanner:
         return len(self._step.outputs)
 
     def needs_capture_for(self, known: Known) -> bool:
-        """Whether the account of a step takes another capture: its loss leaves out outputs that the
-        graph was captured for, unless zeros in place of their gradients are small; or loss or
+        """Whether the breakdown of a step takes another capture: its loss leaves out outputs that
+        the graph was captured for, unless zeros in place of their gradients are small; or loss or
         output belong to code between graphs, of which what they take is not told apart."""
-        seen, is_of_pieces = known.loss, len(self._step.graph.regions) > 1
-        if is_of_pieces and known.lets_output_go and not self._captured_without_output:
+        seen, is_chunked = known.loss, len(self._step.graph.regions) > 1
+        if is_chunked and known.lets_output_go and not self._captured_without_output:
             return True
         if seen is None:
             return False
-        if self._captured_with is None and is_of_pieces:
+        if self._captured_with is None and is_chunked:
             return True
         return any(
             planned.flows and not gradient.flows and planned.size_bytes > self._input_bytes
@@ -194,15 +198,15 @@ class GraphPlanner:
         self._captured_without_output = known.lets_output_go
 
     @property
-    def assumed_loss(self) -> SeenLoss:
+    def assumed_loss(self) -> ObservedLoss:
         """A loss outside of the model that takes as much as any in common use."""
         outputs = tuple(replace(each, until=Until.END)
                         for each in self._step.baseline.loss.outputs)
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
-        return SeenLoss(_ASSUMED_LOSS * size_bytes + 8, 8, outputs)
+        return ObservedLoss(_ASSUMED_LOSS * size_bytes + 8, 8, outputs)
 
     @property
-    def passing_loss(self) -> SeenLoss:
+    def passing_loss(self) -> ObservedLoss:
         """The loss of a call that another call follows, which has the rest of it."""
         loss = self.assumed_loss
         return replace(loss, peak_bytes=loss.gradient_bytes, held_bytes=0)
@@ -210,14 +214,14 @@ class GraphPlanner:
     @property
     def own_tensors(self) -> list[torch.Tensor]:
         """The tensors that the captured step counts, as far as they are there."""
-        return [*self._step.tracing.twin.fake_of]
+        return [*self._step.tracing.fake_copy.fake_of]
 
     @property
     def is_alone(self) -> bool:
         """Whether one device has the whole model, so that what else it holds can be told."""
         return self._parallel is None and wrapping_data_parallel() is None
 
-    def measured(self, loss: UnmeasuredLoss) -> SeenLoss:
+    def measured(self, loss: UnmeasuredLoss) -> ObservedLoss:
         """The loss with what its kernels take for themselves."""
         seen = loss.measured(self._step.tracing.workspace)
         if len(self._step.graph.regions) > 1:
@@ -287,11 +291,11 @@ class GraphPlanner:
 
     def _limit_bytes(self, known: Known, prepared: PreparedStep) -> int | None:
         return None if self._limit is None else self._limit.resolve(
-            max(prepared.plain_bytes, known.beside.plain_bytes))
+            max(prepared.plain_bytes, known.outside.plain_bytes))
 
     def _needed(self, known: Known, prepared: PreparedStep, plan: Plan) -> int:
-        form = prepared.form_of(plan.recipe)
-        return known.beside.pending_bytes(form, schedule_of(form, plan.recipe))
+        variant = prepared.variant_of(plan.spec)
+        return known.outside.pending_bytes(variant, schedule_of(variant, plan.spec))
 
     def _accounted(self, known: Known, plan: Plan, pending_bytes: int, bound: float,
                    limit_bytes: int | None = None) -> Plan:
@@ -299,10 +303,10 @@ class GraphPlanner:
         prepared = self._prepared(known, pending_bytes)
         if prepared.base.compiled is not None:
             return plan
-        form = prepared.form_of(plan.recipe)
-        schedule = schedule_of(form, plan.recipe)
-        return make_plan(prepared, form, limit_bytes or plan.budget_bytes, Result(
-            schedule, form.net_peak_bytes(schedule), 1 + plan.overhead, 1.0, 1 + bound,
+        variant = prepared.variant_of(plan.spec)
+        schedule = schedule_of(variant, plan.spec)
+        return make_plan(prepared, variant, limit_bytes or plan.budget_bytes, Result(
+            schedule, variant.net_peak_bytes(schedule), 1 + plan.overhead, 1.0, 1 + bound,
             "feasible", plan.solve_seconds or 0.0, plan.solver))
 
     def provisional_plan(self, known: Known) -> Plan:
@@ -312,7 +316,7 @@ class GraphPlanner:
         Raises `InfeasibleBudget` where the budget is too small whatever they are; where it is a
         percentage, that cannot be known, and the schedule that takes least is returned.
         """
-        known = replace(known, beside=known.beside.as_run(self.saved_bytes))
+        known = replace(known, outside=known.outside.as_run(self.saved_bytes))
         as_known = self._prepared(known)
         limit_bytes = self._limit_bytes(known, as_known)
         effort = Effort(solver=self._planning.solver,
@@ -322,16 +326,16 @@ class GraphPlanner:
 
     def note_saved(self, plan: Plan, known: Known) -> None:
         """Note what calls save under a plan."""
-        form = self._prepared(known).form_of(plan.recipe)
-        self.saved_bytes = saved_bytes(form, schedule_of(form, plan.recipe))
+        variant = self._prepared(known).variant_of(plan.spec)
+        self.saved_bytes = saved_bytes(variant, schedule_of(variant, plan.spec))
 
     def _provisional(self, known: Known, as_known: PreparedStep, limit_bytes: int | None,
                      effort: Effort) -> Plan:
         loss = known.loss or (self.assumed_loss if self.loss_is_outside else None)
         if known.optimizers is None and self._planning.optimizer is None:
-            beside = replace(known.beside, backward=frozenset(
-                replace(moment, has_gradients=True) for moment in known.beside.backward))
-            prepared = self._prepared(replace(known, beside=beside, loss=loss),
+            outside = replace(known.outside, backward=frozenset(
+                replace(moment, has_gradients=True) for moment in known.outside.backward))
+            prepared = self._prepared(replace(known, outside=outside, loss=loss),
                                       assumed_optimizer=_ASSUMED_OPTIMIZER)
             if limit_bytes is None or prepared.may_fit(limit_bytes):
                 with suppress(InfeasibleBudget):
@@ -376,25 +380,25 @@ class GraphPlanner:
         if accumulates:
             step = with_earlier_gradients(step)
         if pending_bytes is None:
-            pending_bytes = known.beside.least_pending_bytes(step.graph.gradient_bytes)
-        step = with_held(step, known.beside.held_bytes, pending_bytes)
+            pending_bytes = known.outside.least_pending_bytes(step.graph.gradient_bytes)
+        step = with_held(step, known.outside.held_bytes, pending_bytes)
         return prepare(step, tensors=self._tensors, inputs=self._inputs,
-                       circumstances=self._circumstances,
+                       signature=self._signature,
                        backend=planning.backend, cost_model=planning.cost_model,
                        accumulation=max(2, planning.accumulation) if accumulates else 1,
                        parallel=parallel, budget_of=planning.budget_of,
                        plain_net_bytes=None if parallel is not None else (
-                           known.beside.plain_net_bytes(step, pending_bytes)))
+                           known.outside.plain_net_bytes(step, pending_bytes)))
 
 
-def _smaller(loss: SeenLoss, by_bytes: int) -> SeenLoss | None:
+def _smaller(loss: ObservedLoss, by_bytes: int) -> ObservedLoss | None:
     """A loss that takes less; `None` where not even its gradients would be left."""
     peak_bytes = loss.peak_bytes - by_bytes
     return None if peak_bytes < loss.gradient_bytes else replace(loss, peak_bytes=peak_bytes)
 
 
 def regions_under_wrappers(model: nn.Module) -> str | None:
-    """What is best compiled as one piece, if that is known before the capture: under data
+    """What is best compiled as one chunk, if that is known before the capture: under data
     parallelism the repeated blocks, if there are any, since one graph would hand over all gradients
     at its end, with nothing left to do while they are sent."""
     if wrapping_data_parallel() is None:

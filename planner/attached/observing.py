@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner._apply.planned_forward import CountingForward
-from planner._graph_capture.plain_step.seen_loss import LossWatch
+from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import pytree, running_node_number
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
@@ -112,7 +112,7 @@ class ObservingForward(CountingForward):
         return (self._defers_reduction or self.settings.planning.accumulation > 1
                 or any(p.grad is not None for p in self.__self__.parameters()))
 
-    def _look_beside(self, planner: GraphPlanner, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _look_outside(self, planner: GraphPlanner, args: tuple[Any, ...], kwargs: dict[str, Any]
                      ) -> None:
         """Look for what the loop holds beside the model in this step."""
         if not planner.is_alone:
@@ -123,7 +123,7 @@ class ObservingForward(CountingForward):
         before = self._held_bytes
         others = [tensor for each in observers() if isinstance(each, ObservingForward)
                   and each._last_call > self._begun for tensor in tensors_of(each.__self__)]
-        self._looks[-1].append(self._loop.beside_bytes(
+        self._looks[-1].append(self._loop.outside_bytes(
             device_of(self.__self__), own, others, pending_bytes()))
         self._learned += self._held_bytes != before
 

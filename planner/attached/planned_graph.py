@@ -9,11 +9,11 @@ from weakref import WeakSet, ref
 from torch import nn
 
 from planner._apply.blocks import code_of
-from planner._apply.circumstances import Call
+from planner._apply.call_signature import Call
 from planner._graph_capture.plain_step.loss import Until
-from planner._graph_capture.plain_step.seen_loss import SeenLoss, UnmeasuredLoss
-from planner.attached.beside import Beside, Moment, fullest
+from planner._graph_capture.plain_step.observed_loss import ObservedLoss, UnmeasuredLoss
 from planner.attached.known import GraphPlanner
+from planner.attached.outside import Moment, Outside, fullest
 from planner.attached.step_known import Known
 from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
@@ -34,7 +34,7 @@ class PlannedGraph:
         """What the plan counts; `None`: it was given."""
         self.is_provisional = True
         """Whether a part of it is assumed."""
-        self.loss: SeenLoss | None = None
+        self.loss: ObservedLoss | None = None
         """The loss that the caller made of this graph's output."""
         self.unmeasured: UnmeasuredLoss | None = None
         """It, seen and not yet measured."""
@@ -55,7 +55,7 @@ class PlannedGraph:
         """Run under this plan from here on."""
         earlier = getattr(self, "code", None)
         self.plan = plan
-        self.code = code_of(module, plan.recipe)
+        self.code = code_of(module, plan.spec)
         self.code.fall_back(with_least_memory)
         if earlier is not None:
             self.code.compare_with(earlier)
@@ -66,25 +66,25 @@ class PlannedGraph:
         return 0 if self.planner is None else self.planner.saved_bytes
 
     @property
-    def is_steered(self) -> bool:
+    def has_control_flow(self) -> bool:
         """Whether values of tensors decide what the step is, so that any call may need another
         graph."""
-        return self.planner is not None and self.planner.is_steered
+        return self.planner is not None and self.planner.has_control_flow
 
     def may_serve(self, call: Call) -> bool:
         """Whether the plan may be for this call; its digests decide."""
         return self.call is None or call.may_be_served_as(self.call)
 
-    def beside(self, held_bytes: int) -> Beside:
+    def outside(self, held_bytes: int) -> Outside:
         """All that was there beside calls of it.  Until a backward was seen, it is taken to meet
         what its forward has met."""
-        return Beside(held_bytes, fullest(each.beside(self) for each in self.moments),
-                      fullest(each.beside(self) for begin, ends in self.moments.items()
+        return Outside(held_bytes, fullest(each.outside(self) for each in self.moments),
+                      fullest(each.outside(self) for begin, ends in self.moments.items()
                               for each in ends or (begin,)),
                       max((each.plan.baseline_peak_bytes for each in self.companions), default=0))
 
     @property
-    def shared_loss(self) -> SeenLoss | None:
+    def shared_loss(self) -> ObservedLoss | None:
         """The loss; where calls share a step, each may hold its output longer than the last one."""
         if self.loss is None or not (self.companions or any(
                 present.pending for present in self.moments)):
@@ -115,14 +115,17 @@ class PlannedGraph:
     def serves(self, known: Known) -> bool:
         """Whether the plan is for what is known now, or has room for what came."""
         planned = self.known
-        if planned is None or planned.beside.outline != known.beside.outline or (
-                planned.without_beside != known.without_beside):
+        if (
+            planned is None
+            or planned.outside.region_signature != known.outside.region_signature
+            or (planned.without_outside != known.without_outside)
+        ):
             return False
-        plain_bytes = [max(each.beside.plain_bytes, self.plan.baseline_peak_bytes)
+        plain_bytes = [max(each.outside.plain_bytes, self.plan.baseline_peak_bytes)
                        for each in (planned, known)]
         if abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE * plain_bytes[0]:
             return False
-        growth = known.beside.most_bytes - planned.beside.most_bytes
+        growth = known.outside.most_bytes - planned.outside.most_bytes
         limit_bytes = self.plan.budget_bytes
         if growth == 0 or limit_bytes is None:
             return growth == 0
@@ -174,7 +177,7 @@ class Present:
         """What is there now."""
         return cls(frozenset(Counter(call.graph for call in _pending).items()), has_gradients)
 
-    def beside(self, graph: PlannedGraph) -> Moment:
+    def outside(self, graph: PlannedGraph) -> Moment:
         """It beside a call of one graph."""
         pending = others_bytes = 0
         for each, count in self.pending:

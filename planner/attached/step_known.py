@@ -8,8 +8,8 @@ from weakref import ref
 from torch.optim import Optimizer
 
 from planner._graph_capture.plain_step.loss import Until
-from planner._graph_capture.plain_step.seen_loss import SeenLoss
-from planner.attached.beside import Beside
+from planner._graph_capture.plain_step.observed_loss import ObservedLoss
+from planner.attached.outside import Outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Known:
 
     optimizers: tuple[ref[Optimizer], ...] | None
     """Those that step; `None`: what the user gave, or nothing is known."""
-    beside: Beside
+    outside: Outside
     """What else is held while the graph runs."""
-    loss: SeenLoss | None
+    loss: ObservedLoss | None
     """The loss outside of the model; `None`: it is inside, or the user gave it."""
     lives: tuple[Until, ...] | None = None
     """Where there is no such loss: how long each tensor of the output is there; `None`: it is taken
@@ -32,14 +32,14 @@ class Known:
     """Whether calls are to save as little as they can."""
 
     @property
-    def without_beside(self) -> Known:
+    def without_outside(self) -> Known:
         """It but for what lies beside the graph."""
-        return replace(self, beside=Beside())
+        return replace(self, outside=Outside())
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients are there when a backward begins."""
-        return self.beside.accumulates
+        return self.outside.accumulates
 
     @property
     def lets_output_go(self) -> bool:

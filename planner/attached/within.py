@@ -15,7 +15,12 @@ from typing import Any, TypeVar, Unpack
 
 from torch import nn
 
-from planner._graph_capture.module_forward import own_forward, set_forward, standing_in, take_down
+from planner._graph_capture.module_forward import (
+    forward_override,
+    own_forward,
+    set_forward,
+    take_down,
+)
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.attached.forward import PlanningForward
@@ -41,8 +46,8 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
 
     What the budget must hold beside the model is seen in the first step, which therefore counts on
     the worst common case (or runs under the schedule that takes least): the optimizer that steps,
-    by a hook of torch's; gradients of earlier micro-steps; what the caller's loss takes.  The plan
-    is made again with it, once, before the second step.
+    by a hook of torch's; gradients of earlier micro-batches; what the caller's loss takes.  The
+    plan is made again with it, once, before the second step.
 
     Args:
         model: an `nn.Module`, or a wrapper of torch's or accelerate's around one.
@@ -95,7 +100,7 @@ def attach(model: nn.Module, settings: Settings) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
                         "must be called first")
     target = _unwrapped(model)
-    standing = _standing(target)
+    standing = _override(target)
     if standing is not None:
         standing.change(settings)
     else:
@@ -106,14 +111,14 @@ def attach(model: nn.Module, settings: Settings) -> None:
 def attach_in_step(model: nn.Module, settings: Settings) -> None:
     """Like `attach`, in a step that has called the model already."""
     attach(model, settings)
-    standing = _standing(_unwrapped(model))
+    standing = _override(_unwrapped(model))
     assert standing is not None
     standing.begin_in_step()
 
 
 def is_within(model: nn.Module) -> bool:
     """Whether `within` was called for this model, or for what it wraps."""
-    return _standing(_unwrapped(model)) is not None
+    return _override(_unwrapped(model)) is not None
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -143,12 +148,12 @@ def status(model: nn.Module) -> Status:
 def _found(model: nn.Module) -> PlanningForward | None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    found = (_standing(module) for module in (_unwrapped(model), *_modules(model)))
+    found = (_override(module) for module in (_unwrapped(model), *_modules(model)))
     return next((standing for standing in found if standing is not None), None)
 
 
-def _standing(module: nn.Module) -> PlanningForward | None:
-    found = standing_in(module)
+def _override(module: nn.Module) -> PlanningForward | None:
+    found = forward_override(module)
     return found if isinstance(found, PlanningForward) else None
 
 

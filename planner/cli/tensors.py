@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 2**62
 """More than any machine has; beyond, torch cannot count the elements."""
 
-_FORM = re.compile(r"([A-Za-z_]\w*):(\w+)\[([\d,\s]*)\]")
+_VARIANT = re.compile(r"([A-Za-z_]\w*):(\w+)\[([\d,\s]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def parse_inputs(texts: Iterable[str]) -> dict[str, TensorSpec]:
 def _parse(text: str) -> TensorSpec:
     import torch
 
-    match = _FORM.fullmatch(text.strip())
+    match = _VARIANT.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"--input must be NAME:DTYPE[SHAPE], such as input_ids:int64[8,512], "
                          f"got {text!r}")

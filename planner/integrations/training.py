@@ -36,7 +36,7 @@ class BudgetedTraining:
 
     def _begin(self, model: nn.Module, optimizer: object, accumulation: int, batches_ahead: int,
                switch: str) -> None:
-        """Plan the steps of `model`, with the trainer's optimizer and number of micro-steps where
+        """Plan the steps of `model`, with the trainer's optimizer and number of micro-batches where
         the user gave none.
 
         `batches_ahead`: how many the trainer holds beside the one in use; `switch`: how its own

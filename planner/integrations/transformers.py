@@ -23,8 +23,8 @@ class MemoryBudgetCallback(BudgetedTraining, TrainerCallback):
 
         trainer = Trainer(model, args, callbacks=[MemoryBudgetCallback("8GB")], ...)
 
-    The optimizer and the number of micro-steps are those of the Trainer; its precision and what it
-    passes to the model are met in the first step, as `planner.within` does.  Clipping changes
+    The optimizer and the number of micro-batches are those of the Trainer; its precision and what
+    it passes to the model are met in the first step, as `planner.within` does.  Clipping changes
     gradients where they are.  At the end, the log `planner` has how many steps ran under a plan.
 
     Args:

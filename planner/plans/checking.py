@@ -1,10 +1,10 @@
 """A plan is checked against the step that it states: legality, memory, and all that follows.
 
-The model of the world: a plan holds the graph of a whole step (`Recipe.ops`, `Recipe.buffers`) and
-a schedule of it, written as insertions.  The simulator unrolls that schedule, and what the plan
-says beside it - in-place reuses, decisions, peak, memory by category, its course - has to be what
-follows.  So nothing here trusts a digest.  That the stated graph is the model's is checked where
-the model's own graph is met, when a plan is applied (`apply.same_step`).
+The model of the world: a plan holds the graph of a whole step (`RewriteSpec.ops`,
+`RewriteSpec.buffers`) and a schedule of it, written as insertions.  The simulator unrolls that
+schedule, and what the plan says beside it - in-place reuses, decisions, peak, memory by category,
+its course - has to be what follows.  So nothing here trusts a digest.  That the stated graph is the
+model's is checked where the model's own graph is met, when a plan is applied (`apply.same_step`).
 
 Blind spots: what is not of the captured graphs is taken as stated: memory of the loss and of code
 between regions, workspace of kernels, seconds.  So is what the allocator reserves.  For Inductor
@@ -19,49 +19,49 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from planner._apply.recipe import RegionRecipe
+from planner._apply.rewrite_spec import RegionSpec
 from planner._graph_capture.specification import MalformedGraph, check
 from planner._graph_capture.training_graph import Phase, Region, TrainingGraph
 from planner.errors import PlanMismatch
 from planner.plans.decisions import build_regions, decide, schedule_of
 from planner.solvers.simulator import Timeline, unroll
-from planner.step.accounting import account, memory_over
+from planner.step.breakdown import breakdown, memory_over
 from planner.step.budget import StepBudget
-from planner.step.course import StepCourse
-from planner.step.form import Form
 from planner.step.lowering import lower
+from planner.step.timeline import StepTimeline
+from planner.step.variant import Variant
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
-_MOST_PIECES = 16
-"""For each op of a step: a part that has as many rows as pieces has an op for each."""
+_MOST_CHUNKS = 16
+"""For each op of a step: a part that has as many rows as chunks has an op for each."""
 
 
 def contradiction(plan: Plan) -> str | None:
     """The first statement of a plan that does not follow from its graph and its schedule, in words;
     `None` where there is none."""
     try:
-        form = stated_form(plan)
-        timeline = unroll(form.problem, schedule_of(form, plan.recipe))
-        return next(_contradictions(plan, form, timeline), None)
+        variant = stated_variant(plan)
+        timeline = unroll(variant.problem, schedule_of(variant, plan.spec))
+        return next(_contradictions(plan, variant, timeline), None)
     except (MalformedGraph, PlanMismatch, ValueError) as error:
         return str(error)
 
 
-def stated_form(plan: Plan) -> Form:
+def stated_variant(plan: Plan) -> Variant:
     """The step that a plan states; raises `MalformedGraph`, and `ValueError` where it is none."""
-    recipe = plan.recipe
-    for op in recipe.ops:
+    spec = plan.spec
+    for op in spec.ops:
         for buffer in (*op.inputs, *op.outputs, *op.inplace):
-            if not 0 <= buffer < len(recipe.buffers):
+            if not 0 <= buffer < len(spec.buffers):
                 raise ValueError(f"{op.name} names buffer {buffer}, and there are "
-                                 f"{len(recipe.buffers)}")
-        if not -1 <= op.region < len(recipe.regions):
+                                 f"{len(spec.buffers)}")
+        if not -1 <= op.region < len(spec.regions):
             raise ValueError(f"{op.name} is of region {op.region}, and there are "
-                             f"{len(recipe.regions)}")
+                             f"{len(spec.regions)}")
     places: dict[tuple[int, Phase], list[int]] = {}
-    for index, op in enumerate(recipe.ops):
+    for index, op in enumerate(spec.ops):
         places.setdefault((op.region, op.phase), []).append(index)
 
     def span(number: int, phase: Phase) -> range:
@@ -69,35 +69,49 @@ def stated_form(plan: Plan) -> Form:
         return range(found[0], found[-1] + 1)
 
     graph = TrainingGraph(
-        recipe.ops, recipe.buffers, resident=plan.resident, device=plan.device, regions=tuple(
-            Region(span(number, Phase.FORWARD), span(number, Phase.BACKWARD), region.cotangents,
-                   region.outline, region.block, region.hoisted, region.released, region.unmade)
-            for number, region in enumerate(recipe.regions)))
+        spec.ops,
+        spec.buffers,
+        resident=plan.resident,
+        device=plan.device,
+        regions=tuple(
+            Region(
+                span(number, Phase.FORWARD),
+                span(number, Phase.BACKWARD),
+                region.cotangents,
+                region.region_signature,
+                region.block,
+                region.hoisted,
+                region.released,
+                region.elided,
+            )
+            for number, region in enumerate(spec.regions)
+        ),
+    )
     check(graph)
-    if min(recipe.pieces, recipe.inner_pieces) < 1 or (
-            max(recipe.pieces, recipe.inner_pieces) > _MOST_PIECES * len(recipe.ops)):
-        raise ValueError(f"{recipe.pieces} and {recipe.inner_pieces} pieces of a step of "
-                         f"{len(recipe.ops)} ops")
-    if plan.recipe.blocks and not all(region.block for region in recipe.regions):
+    if min(spec.chunks, spec.inner_chunks) < 1 or (
+            max(spec.chunks, spec.inner_chunks) > _MOST_CHUNKS * len(spec.ops)):
+        raise ValueError(f"{spec.chunks} and {spec.inner_chunks} chunks of a step of "
+                         f"{len(spec.ops)} ops")
+    if plan.spec.blocks and not all(region.block for region in spec.regions):
         raise ValueError("some regions are blocks and others are not")
-    return Form(graph, lower(graph, plan.link), StepBudget.of(graph, plan.optimizer),
-                low_peak=recipe.low_peak, pieces=recipe.pieces, inner_pieces=recipe.inner_pieces)
+    return Variant(graph, lower(graph, plan.link), StepBudget.of(graph, plan.optimizer),
+                low_peak=spec.low_peak, chunks=spec.chunks, inner_chunks=spec.inner_chunks)
 
 
-def _contradictions(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
+def _contradictions(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str]:
     """In words, what does not follow."""
     is_eager = plan.backend == "eager"
     for number, (stated, found) in enumerate(zip(
-            plan.recipe.regions, build_regions(form.graph, timeline), strict=True)):
+            plan.spec.regions, build_regions(variant.graph, timeline), strict=True)):
         yield from _of_region(number, stated,
                               found if is_eager else replace(found, inplace_reuses=()))
-    decisions = decide(form, timeline.schedule)
+    decisions = decide(variant, timeline.schedule)
     yield from _first_difference("decisions", plan.decisions, decisions)
-    yield from _of_memory(plan, form, timeline)
-    yield from _of_time(plan, form, timeline)
+    yield from _of_memory(plan, variant, timeline)
+    yield from _of_time(plan, variant, timeline)
 
 
-def _of_region(number: int, stated: RegionRecipe, found: RegionRecipe) -> Iterator[str]:
+def _of_region(number: int, stated: RegionSpec, found: RegionSpec) -> Iterator[str]:
     where = f"regions[{number}]"
     yield from _first_difference(f"{where}: ops of the forward", stated.forward, found.forward)
     yield from _first_difference(f"{where}: ops of the backward", stated.backward, found.backward)
@@ -116,35 +130,46 @@ def _first_difference(what: str, stated: Sequence[object], found: Sequence[objec
             return
 
 
-def _of_memory(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
-    budget, course = form.budget, plan.course
+def _of_memory(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str]:
+    budget, memory_timeline = variant.budget, plan.memory_timeline
     expected: dict[str, object] = {
         "resident_bytes": budget.resident_bytes,
         "optimizer_step_peak_bytes": budget.optimizer_step_bytes}
-    lengths = {len(course.gradients), len(course.activations), len(course.temporaries)}
-    if len(lengths) > 1 or 0 in lengths or course.backward_begins > max(lengths):
+    lengths = {
+        len(memory_timeline.gradients),
+        len(memory_timeline.activations),
+        len(memory_timeline.temporaries),
+    }
+    if len(lengths) > 1 or 0 in lengths or memory_timeline.backward_begins > max(lengths):
         yield ("course: its rows are of different lengths or empty, or its backward begins behind "
                "their end")
         return
-    if course.plain.backward_begins > len(course.plain.whole_bytes):
+    if memory_timeline.plain.backward_begins > len(memory_timeline.plain.whole_bytes):
         yield "course.plain: its backward begins behind its end"
     if plan.backend == "eager":
-        found = account(form, timeline)
+        found = breakdown(variant, timeline)
         expected |= {"forward_backward_peak_bytes": found.forward_backward_peak_bytes,
                      "memory": found.memory, "peak_bytes": found.peak_bytes}
         begins = next((position for position, index in timeline.runs
-                       if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule))
-        expected["course"] = StepCourse.of(memory_over(form.graph, timeline), begins,
-                                           budget.resident, course.plain)
+                       if variant.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule))
+        expected["memory_timeline"] = StepTimeline.of(memory_over(variant.graph, timeline), begins,
+                                           budget.resident, memory_timeline.plain)
     else:
-        levels = map(sum, zip(course.gradients, course.activations, course.temporaries,
-                              strict=True))
+        levels = map(
+            sum,
+            zip(
+                memory_timeline.gradients,
+                memory_timeline.activations,
+                memory_timeline.temporaries,
+                strict=True,
+            ),
+        )
         net_bytes = max(0, max(levels, default=0)
                         - budget.resident.gradients - budget.resident.activations)
         expected |= {
             "forward_backward_peak_bytes": budget.resident_bytes + net_bytes,
             "peak_bytes": max(plan.forward_backward_peak_bytes, budget.optimizer_step_bytes)}
-        for region in plan.recipe.regions:
+        for region in plan.spec.regions:
             for code in region.code:
                 if code.left_bytes > code.peak_bytes:
                     yield f"the code of {region.block or 'the model'} leaves more than its peak"
@@ -159,15 +184,15 @@ def _of_memory(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
                f"of {plan.budget_bytes}")
 
 
-def _of_time(plan: Plan, form: Form, timeline: Timeline) -> Iterator[str]:
+def _of_time(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str]:
     schedule = timeline.schedule
     expected: dict[str, float] = {
         "recompute_flops": sum(row.flops * row.recomputations for row in plan.decisions),
-        "step_flops": form.graph.step_flops,
-        "offloaded_bytes": form.offloaded_bytes(schedule),
-        "transfer_seconds": form.transfer_seconds(schedule)}
-    if plan.backend == "eager" and not plan.recipe.is_variant:
-        expected["overhead"] = form.overhead(schedule)
+        "step_flops": variant.graph.step_flops,
+        "offloaded_bytes": variant.offloaded_bytes(schedule),
+        "transfer_seconds": variant.transfer_seconds(schedule)}
+    if plan.backend == "eager" and not plan.spec.is_variant:
+        expected["overhead"] = variant.overhead(schedule)
     for name, value in expected.items():
         if not math.isclose(getattr(plan, name), value, rel_tol=1e-9):
             yield f"{name}: the schedule gives {value}, the plan says {getattr(plan, name)}"

@@ -1,8 +1,9 @@
-"""From a schedule to what is kept, what is recomputed and where: the recipe and the decisions.
+"""From a schedule to what is kept, what is recomputed and where: the rewrite spec and the
+decisions.
 
 A schedule speaks of positions and indices, which no other process shares.  Here it becomes names:
-before which op which ops run again (`apply.recipe`), and for every op of the forward what crosses
-from forward to backward, before and after planning.
+before which op which ops run again (`apply.rewrite_spec`), and for every op of the forward what
+crosses from forward to backward, before and after planning.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-from planner._apply.recipe import (
+from planner._apply.rewrite_spec import (
     Fetch,
     InplaceReuse,
     InsertedAction,
     Insertion,
     OpKey,
-    Recipe,
-    RegionRecipe,
+    RegionSpec,
     Release,
+    RewriteSpec,
     RunAgain,
     Store,
     Stored,
@@ -32,8 +33,8 @@ from planner.solvers.actions import Release as ScheduledRelease
 from planner.solvers.actions import Run, Schedule, as_order
 from planner.solvers.actions import Store as ScheduledStore
 from planner.solvers.simulator import Timeline
-from planner.step.form import Form
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 
 Action = Literal["keep", "recompute", "offload"]
 """What happens to an op's results; an op that runs again counts as recomputed."""
@@ -57,14 +58,14 @@ class Decision:
     """The same where everything is kept."""
 
 
-def decide(form: Form, schedule: Schedule) -> tuple[Decision, ...]:
+def decide(variant: Variant, schedule: Schedule) -> tuple[Decision, ...]:
     """What `schedule` does with every op of the captured forwards, in their order."""
-    graph = form.graph
+    graph = variant.graph
     runs = Counter(as_order(schedule))
     stored = {graph.buffers[action.storage].producer for action in schedule
               if isinstance(action, ScheduledStore)}
-    saved = _saved_bytes(form, schedule)
-    kept_all = _saved_bytes(form, form.problem.keep_all_schedule)
+    saved = _saved_bytes(variant, schedule)
+    kept_all = _saved_bytes(variant, variant.problem.keep_all_schedule)
     return tuple(
         Decision(op=op.name, module=op.module,
                  action="recompute" if runs[index] > 1 else (
@@ -75,20 +76,27 @@ def decide(form: Form, schedule: Schedule) -> tuple[Decision, ...]:
         for op in (graph.ops[index],) if op.digest)
 
 
-def build_recipe(prepared: PreparedStep, form: Form, timeline: Timeline) -> Recipe:
+def build_spec(prepared: PreparedStep, variant: Variant, timeline: Timeline) -> RewriteSpec:
     """The applier's view of the schedule that `timeline` unrolls, of one form of the step.
 
     Raises `ValueError` as `build_regions` does.
     """
-    return Recipe(tensors=prepared.tensors, regions=build_regions(form.graph, timeline),
-                  training=prepared.training, overrides=prepared.overrides,
-                  low_peak=form.low_peak, pieces=form.pieces, inner_pieces=form.inner_pieces,
-                  circumstances=prepared.circumstances, device=form.graph.device,
-                  holds_output=prepared.holds_output)
+    return RewriteSpec(
+        tensors=prepared.tensors,
+        regions=build_regions(variant.graph, timeline),
+        training=prepared.training,
+        overrides=prepared.overrides,
+        low_peak=variant.low_peak,
+        chunks=variant.chunks,
+        inner_chunks=variant.inner_chunks,
+        signature=prepared.signature,
+        device=variant.graph.device,
+        holds_output=prepared.holds_output,
+    )
 
 
-def build_regions(graph: TrainingGraph, timeline: Timeline) -> tuple[RegionRecipe, ...]:
-    """The regions of a recipe.
+def build_regions(graph: TrainingGraph, timeline: Timeline) -> tuple[RegionSpec, ...]:
+    """The regions of a rewrite spec.
 
     Raises `ValueError` for a schedule that recomputes in the loss, which is the user's own code,
     or after the last op.
@@ -98,31 +106,31 @@ def build_regions(graph: TrainingGraph, timeline: Timeline) -> tuple[RegionRecip
     # An op without a digest is a pseudo-op of the step, not part of the captured graph.
     keys = [OpKey(op.name, op.digest, op.result) for op in graph.ops]
     return tuple(
-        RegionRecipe(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
+        RegionSpec(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
                      backward=tuple(keys[index] for index in region.backward
                                     if keys[index].digest),
                      cotangents=region.cotangents, insertions=tuple(inserted[number]),
-                     inplace_reuses=tuple(taken[number]), outline=region.outline,
+                     inplace_reuses=tuple(taken[number]), region_signature=region.region_signature,
                      block=region.block, hoisted=region.hoisted, released=region.released,
-                     unmade=region.unmade)
+                     elided=region.elided)
         for number, region in enumerate(graph.regions))
 
 
-def with_step(recipe: Recipe, graph: TrainingGraph) -> Recipe:
-    """The recipe with the step that it was made for, so that it can be checked."""
-    return replace(recipe, buffers=graph.buffers, ops=tuple(
+def with_step(spec: RewriteSpec, graph: TrainingGraph) -> RewriteSpec:
+    """The rewrite spec with the step that it was made for, so that it can be checked."""
+    return replace(spec, buffers=graph.buffers, ops=tuple(
         replace(op, source="", target="", bytes_moved=0) for op in graph.ops))
 
 
-def schedule_of(form: Form, recipe: Recipe) -> Schedule:
-    """The inverse of `build_recipe`: the schedule of indices that a recipe stands for.
+def schedule_of(variant: Variant, spec: RewriteSpec) -> Schedule:
+    """The inverse of `build_spec`: the schedule of indices that a rewrite spec stands for.
 
-    Raises `PlanMismatch` where the recipe names an op or a result that the graph lacks.
+    Raises `PlanMismatch` where the rewrite spec names an op or a result that the graph lacks.
     """
     before = {insertion.before: insertion.actions
-              for region in recipe.regions for insertion in region.insertions}
+              for region in spec.regions for insertion in region.insertions}
     schedule: list[ScheduledAction] = []
-    graph = form.graph
+    graph = variant.graph
     for index, op in enumerate(graph.ops):
         schedule.extend(_scheduled(graph, action) for action in before.get(op.name, ()))
         schedule.append(Run(index))
@@ -130,7 +138,7 @@ def schedule_of(form: Form, recipe: Recipe) -> Schedule:
 
 
 def _inserted(graph: TrainingGraph, action: ScheduledAction | int) -> InsertedAction:
-    """What an action that is no first run is in a recipe."""
+    """What an action that is no first run is in a rewrite spec."""
     match action:
         case int():
             return RunAgain(graph.ops[action].name)
@@ -216,10 +224,10 @@ def _inplace_reuses(graph: TrainingGraph, timeline: Timeline) -> list[list[Inpla
     return groups
 
 
-def _saved_bytes(form: Form, schedule: Schedule) -> list[int]:
+def _saved_bytes(variant: Variant, schedule: Schedule) -> list[int]:
     """For each op, the bytes of its results alive across the end of forward and loss."""
-    saved = [0] * len(form.graph.ops)
-    for instance in form.saved_instances(schedule):
-        buffer = form.graph.buffers[instance.storage]
+    saved = [0] * len(variant.graph.ops)
+    for instance in variant.saved_instances(schedule):
+        buffer = variant.graph.buffers[instance.storage]
         saved[buffer.producer] += buffer.size_bytes
     return saved

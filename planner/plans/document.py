@@ -1,10 +1,10 @@
 """The layout of a plan's file, stated once: `planner.plans.writing` writes it, `planner.plans.file`
 reads it, and `planner.plans.schema` makes the published JSON Schema of it.
 
-A file holds the fields of a plan and of its recipe in groups: the step (`ops`, `buffers`), what is
-done with it (`regions`), and what follows from the two.  Every field is required, there are no
-others, and every whole number is a count: not below 0.  What a field means is said where it comes
-from (`SOURCES` of `planner.plans.schema`).
+A file holds the fields of a plan and of its rewrite spec in groups: the step (`ops`, `buffers`),
+what is done with it (`regions`), and what follows from the two.  Every field is required, there are
+no others, and every whole number is a count: not below 0.  What a field means is said where it
+comes from (`SOURCES` of `planner.plans.schema`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from planner._apply.recipe import Circumstances, InplaceReuse, Insertion, ParameterKey, RegionRecipe
+from planner._apply.rewrite_spec import (
+    CallSignature,
+    InplaceReuse,
+    Insertion,
+    ParameterKey,
+    RegionSpec,
+)
 from planner._graph_capture.training_graph import (
     Buffer,
     CodeMemory,
     KernelChoice,
     OptimizerMemory,
-    Outline,
     Phase,
+    RegionSignature,
     ResidentMemory,
     TrainingOp,
 )
@@ -31,7 +37,7 @@ from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
 from planner.solvers.problem import Link
 from planner.solvers.result import Status
-from planner.step.course import StepCourse
+from planner.step.timeline import StepTimeline
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
@@ -64,18 +70,18 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class RegionRow:
-    """A captured piece of the model."""
+    """A captured chunk of the model."""
 
     block: str
     cotangents: tuple[bool, ...]
     decisions: tuple[Decision, ...]
     insertions: tuple[Insertion, ...]
     inplace_reuses: tuple[InplaceReuse, ...]
-    outline: Outline | None
+    region_signature: RegionSignature | None
     hoisted: tuple[int, ...]
     code: tuple[CodeMemory, ...]
     released: tuple[int, ...]
-    unmade: tuple[int, ...]
+    elided: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +108,14 @@ class Document:
     parallel: DataParallel | None
     training: bool
     inputs: Any
-    circumstances: Circumstances | None
+    signature: CallSignature | None
     overrides: dict[str, Any]
     low_peak: bool
-    pieces: int
-    inner_pieces: int
+    chunks: int
+    inner_chunks: int
     holds_output: bool
-    strict_order: bool
-    lean_code: bool
+    kernel_order: bool
+    low_memory_codegen: bool
     optimizer: OptimizerMemory | None
     resident: ResidentMemory
     link: Link | None
@@ -117,7 +123,7 @@ class Document:
     budget_of: Literal["allocated", "reserved"]
     solver: SolverRow
     predicted: Predicted
-    course: StepCourse
+    memory_timeline: StepTimeline
     notes: tuple[str, ...]
     kernels: tuple[KernelChoice, ...]
     tensors: tuple[ParameterKey, ...]
@@ -132,23 +138,23 @@ FREE_FIELDS = ("inputs", "overrides")
 
 def document_of(plan: Plan, fingerprint: str) -> Document:
     """Content of the file of `plan`."""
-    decisions, recipe = iter(plan.decisions), plan.recipe
+    decisions, spec = iter(plan.decisions), plan.spec
     return pick(
-        Document, plan, recipe, schema_version=SCHEMA_VERSION, fingerprint=fingerprint,
-        created_with=dict(plan.created_with), overrides=dict(recipe.overrides),
+        Document, plan, spec, schema_version=SCHEMA_VERSION, fingerprint=fingerprint,
+        created_with=dict(plan.created_with), overrides=dict(spec.overrides),
         solver=pick(SolverRow, plan, name=plan.solver), predicted=pick(Predicted, plan),
-        regions=tuple(_region_row(region, decisions) for region in recipe.regions),
+        regions=tuple(_region_row(region, decisions) for region in spec.regions),
         ops=tuple(pick(OpRow, op, region=None if op.region < 0 else op.region)
-                  for op in recipe.ops))
+                  for op in spec.ops))
 
 
-def _region_row(region: RegionRecipe, decisions: Iterator[Decision]) -> RegionRow:
+def _region_row(region: RegionSpec, decisions: Iterator[Decision]) -> RegionRow:
     """The row of a region; the next decisions are those about its ops."""
     return pick(RegionRow, region, decisions=tuple(next(decisions) for _ in region.forward))
 
 
 def ops_of(document: Document) -> tuple[TrainingOp, ...]:
-    """The ops of the step, as a recipe has them."""
+    """The ops of the step, as a rewrite spec has them."""
     return tuple(pick(TrainingOp, row, region=-1 if row.region is None else row.region, source="",
                       target="", bytes_moved=0) for row in document.ops)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from planner._apply.recipe import OpKey, Recipe, RegionRecipe
+from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._graph_capture.training_graph import Phase, TrainingOp
 from planner.errors import PlanFileError
 from planner.plans.checking import contradiction
@@ -91,14 +91,14 @@ def _plan_of(document: Document) -> Plan:
     for op in ops:
         if op.digest:
             keys.setdefault((op.region, op.phase), []).append(_key(op))
-    recipe = pick(
-        Recipe, document, overrides=tuple(document.overrides.items()), ops=ops,
-        regions=tuple(pick(RegionRecipe, row,
+    spec = pick(
+        RewriteSpec, document, overrides=tuple(document.overrides.items()), ops=ops,
+        regions=tuple(pick(RegionSpec, row,
                            forward=tuple(keys.get((number, Phase.FORWARD), ())),
                            backward=tuple(keys.get((number, Phase.BACKWARD), ())))
                       for number, row in enumerate(document.regions)))
     return pick(
-        Plan, document, document.predicted, document.solver, recipe=recipe,
+        Plan, document, document.predicted, document.solver, spec=spec,
         solver=document.solver.name, created_with=tuple(document.created_with.items()),
         decisions=tuple(row for region in document.regions for row in region.decisions),
         solve_seconds=None)

@@ -1,4 +1,4 @@
-"""From a schedule that a search found, and its account, to the plan that it stands for.
+"""From a schedule that a search found, and its breakdown, to the plan that it stands for.
 
 Eager and Inductor differ in what judges a schedule (the simulator, or the code that is generated),
 not in what a plan is.
@@ -9,63 +9,65 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from planner._apply.recipe import Recipe
+from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.training_graph import BufferKind
 from planner.plans.decisions import decide, with_step
 from planner.plans.plan import Plan
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Status
-from planner.step.budget import StepAccount
-from planner.step.course import StepCourse
-from planner.step.form import Form
+from planner.step.budget import StepBreakdown
 from planner.step.prepared import PreparedStep
+from planner.step.timeline import StepTimeline
+from planner.step.variant import Variant
 
 
-def assemble_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, *,
-                  schedule: Schedule, recipe: Recipe, account: StepAccount, overhead: float,
+def assemble_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | None, *,
+                  schedule: Schedule, spec: RewriteSpec, breakdown: StepBreakdown, overhead: float,
                   overhead_bound: float, status: Status, solver: str, seconds: float,
                   made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
                   notes: tuple[str, ...] = (), reserved_bytes: int | None = None) -> Plan:
     """The plan of a schedule of one form of the step, for a limit on the whole step.
 
-    `account` judges it; `recipe`: what runs it; `notes`: what to know beside the notes on the
+    `breakdown` judges it; `spec`: what runs it; `notes`: what to know beside the notes on the
     capture.  `made`: what forward and backward hold, by kind, moment after moment.
     `reserved_bytes`: what torch reserves for the schedule, where that is known.
     """
-    decisions = decide(form, schedule)
+    decisions = decide(variant, schedule)
     return Plan(
         budget_bytes=budget_bytes,
         budget_of=prepared.budget_of,
-        peak_bytes=account.peak_bytes,
+        peak_bytes=breakdown.peak_bytes,
         baseline_peak_bytes=prepared.baseline_peak_bytes,
         reserved_bytes=reserved_bytes,
         baseline_reserved_bytes=prepared.baseline_reserved_bytes,
-        resident_bytes=form.budget.resident_bytes,
-        memory=account.memory,
-        forward_backward_peak_bytes=account.forward_backward_peak_bytes,
-        optimizer_step_peak_bytes=form.budget.optimizer_step_bytes,
+        resident_bytes=variant.budget.resident_bytes,
+        memory=breakdown.memory,
+        forward_backward_peak_bytes=breakdown.forward_backward_peak_bytes,
+        optimizer_step_peak_bytes=variant.budget.optimizer_step_bytes,
         recompute_flops=sum(row.flops * row.recomputations for row in decisions),
-        offloaded_bytes=form.offloaded_bytes(schedule),
-        transfer_seconds=form.transfer_seconds(schedule),
-        step_flops=form.graph.step_flops,
+        offloaded_bytes=variant.offloaded_bytes(schedule),
+        transfer_seconds=variant.transfer_seconds(schedule),
+        step_flops=variant.graph.step_flops,
         overhead=overhead,
         overhead_bound=overhead_bound,
         status=status,
         solver=solver,
-        optimizer=form.budget.optimizer,
-        device=form.graph.device,
+        optimizer=variant.budget.optimizer,
+        device=variant.graph.device,
         backend=prepared.backend,
         parallel=prepared.parallel,
         cost_model=prepared.cost_model,
         decisions=decisions,
-        recipe=with_step(recipe, form.graph),
-        resident=form.graph.resident,
-        link=form.problem.link,
+        spec=with_step(spec, variant.graph),
+        resident=variant.graph.resident,
+        link=variant.problem.link,
         inputs=prepared.inputs,
-        notes=(*form.graph.notes, *notes),
-        kernels=form.graph.kernels,
+        notes=(*variant.graph.notes, *notes),
+        kernels=variant.graph.kernels,
         created_with=created_with(),
-        course=StepCourse.of(made, backward_begins, form.budget.resident, prepared.plain),
+        memory_timeline=StepTimeline.of(
+            made, backward_begins, variant.budget.resident, prepared.plain
+        ),
         solve_seconds=seconds,
     )
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from planner._apply.recipe import Recipe
+from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.training_graph import KernelChoice, OptimizerMemory, ResidentMemory
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
 from planner.solvers.problem import Link
 from planner.solvers.result import Status
-from planner.step.course import StepCourse
+from planner.step.timeline import StepTimeline
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +53,7 @@ class Plan(Predicted):
     """How the run is spread over ranks, of which this is the plan of one; `None`: there is one."""
     decisions: tuple[Decision, ...]
     """What happens to each op of the forward, in the order of execution."""
-    recipe: Recipe
+    spec: RewriteSpec
     """What `planner.apply` needs."""
     inputs: Any = field(hash=False)
     """Shapes and dtypes of the inputs planned for, as JSON values."""
@@ -67,7 +67,7 @@ class Plan(Predicted):
     """What `resident_bytes` is made of, beside the state of the optimizer."""
     link: Link | None
     """The way to the host that the plan counts on; `None`: nothing may be stored there."""
-    course: StepCourse = field(hash=False, repr=False)
+    memory_timeline: StepTimeline = field(hash=False, repr=False)
     """Memory over the course of the step."""
     solve_seconds: float | None = field(default=None, compare=False)
     """Wall time of the solver.  Not part of a plan's identity and not in its file: `None` where

@@ -17,12 +17,12 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from planner._apply.recipe import Recipe, RegionRecipe
+from planner._apply.rewrite_spec import RegionSpec, RewriteSpec
 from planner._graph_capture.training_graph import TrainingOp
 from planner.plans.document import Document, OpRow, RegionRow, SolverRow
 from planner.plans.plan import Plan
 
-SOURCES: dict[type, type] = {Document: Recipe, OpRow: TrainingOp, RegionRow: RegionRecipe,
+SOURCES: dict[type, type] = {Document: RewriteSpec, OpRow: TrainingOp, RegionRow: RegionSpec,
                              SolverRow: Plan}
 """Where the fields of a group come from and are described."""
 

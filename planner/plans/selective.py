@@ -77,7 +77,7 @@ def selective_checkpointing(plan: Plan, blocks: Sequence[str] | None) -> Selecti
     members = _members(plan.decisions, blocks)
     saved: dict[str, tuple[str, ...]] = {}
     lost: dict[str, list[str]] = {}
-    result_of = {key.name: key.result for region in plan.recipe.regions
+    result_of = {key.name: key.result for region in plan.spec.regions
                  for key in region.forward}
     flops = 0
     inside: set[str] = set()
@@ -107,10 +107,10 @@ def selective_checkpointing(plan: Plan, blocks: Sequence[str] | None) -> Selecti
         words.append("the plan recomputes each op where it is read; a checkpointed block is "
                      "computed again at once, and more of it is held together: the plan's peak of "
                      f"{format_bytes(plan.peak_bytes)} is not promised")
-    if plan.recipe.low_peak:
-        words.append("the plan's backward holds less than torch's own (the low-peak form)")
-    if plan.recipe.pieces > 1:
-        words.append(f"the plan runs wide parts of the step in up to {plan.recipe.pieces} pieces")
+    if plan.spec.low_peak:
+        words.append("the plan's backward holds less than torch's own (the low-peak variant)")
+    if plan.spec.chunks > 1:
+        words.append(f"the plan runs wide parts of the step in up to {plan.spec.chunks} chunks")
     return SelectiveCheckpointing(saved, tuple(words), flops, plan.recompute_flops)
 
 

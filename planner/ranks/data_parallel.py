@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from planner._graph_capture.data_parallel.rank_step import ParallelStep
+    from planner._graph_capture.fake_copies.fake import FakeCopy
     from planner._graph_capture.op_costs.devices import Gpu
     from planner._graph_capture.training_graph import OptimizerMemory
-    from planner._graph_capture.twins.fake import FakeTwin
     from planner.plans.plan import Plan
     from planner.step.rank_layout import FullyShardedLayout, Replicated
 
@@ -40,7 +40,7 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     nor the model executed.
 
     Raises `PlanMismatch` where the plan was made for another step, and `ValueError` where it cannot
-    be run so: for a unit inside of what it compiles as one piece.
+    be run so: for a unit inside of what it compiles as one chunk.
     """
     from torch import nn
 
@@ -63,23 +63,23 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
            optimizer: object, device: torch.device | str | None, gpu: str | Gpu | None,
            probe: bool) -> RankMemory:
     from planner._graph_capture.data_parallel.rank_step import trace_parallel_step
+    from planner._graph_capture.fake_copies.fake import device_planned_for, make_fake_copy
     from planner._graph_capture.op_costs.costs import OpCosts
     from planner._graph_capture.op_costs.devices import compute_capability
     from planner._graph_capture.optimizer.step import trace_optimizer
     from planner._graph_capture.torch_compat import quiet_fake_tensors
-    from planner._graph_capture.twins.fake import device_planned_for, make_twin
     from planner.step.rank_layout import layout_of
     from planner.step.wrapped import beneath_wrappers
 
     with quiet_fake_tensors():
         target = device_planned_for(model, device)
-        twin = make_twin(beneath_wrappers(model, parallel), args, kwargs, device=target,
+        fake_copy = make_fake_copy(beneath_wrappers(model, parallel), args, kwargs, device=target,
                          extra=() if loss_fn is None else (loss_fn,),
                          capability=compute_capability(target, gpu))
-        layout = layout_of(model, twin, parallel)
-        costs = OpCosts(twin.device, probe=probe, gpu=gpu)
-        step = trace_parallel_step(twin, layout.wrapper(),
-                                   None if loss_fn is None else twin.extra[0],
+        layout = layout_of(model, fake_copy, parallel)
+        costs = OpCosts(fake_copy.device, probe=probe, gpu=gpu)
+        step = trace_parallel_step(fake_copy, layout.wrapper(),
+                                   None if loss_fn is None else fake_copy.extra[0],
                                    workspace=costs.workspace_bytes)
         footprint = (None if optimizer is None
                      else trace_optimizer(*layout.share_of(optimizer)))
@@ -89,16 +89,16 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                      + ", ".join(sorted(costs.assumed)))
     if optimizer is None:
         notes.append("no optimizer was given: its state and its step are not counted")
-    return _account(twin, parallel, layout, step, footprint, tuple(notes))
+    return _breakdown(fake_copy, parallel, layout, step, footprint, tuple(notes))
 
 
-def _account(twin: FakeTwin, parallel: DataParallel,
+def _breakdown(fake_copy: FakeCopy, parallel: DataParallel,
              layout: Replicated | FullyShardedLayout, step: ParallelStep,
              footprint: OptimizerMemory | None, notes: tuple[str, ...]) -> RankMemory:
     resident = {
         "parameters": layout.parameters_bytes,
-        "buffers": twin.resident.buffers_bytes,
-        "inputs": twin.resident.inputs_bytes,
+        "buffers": fake_copy.resident.buffers_bytes,
+        "inputs": fake_copy.resident.inputs_bytes,
         "gradients": layout.gradients_bytes,
         "optimizer": 0 if footprint is None else footprint.state_bytes,
         "communication": layout.communication_bytes,

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planner.ranks.rank_memory import RankCategories, RankMemory
-from planner.step.accounting import account
+from planner.step.breakdown import breakdown
 
 if TYPE_CHECKING:
     from torch import nn
 
     from planner.plans.plan import Plan
     from planner.solvers.simulator import Timeline
-    from planner.step.form import Form
+    from planner.step.variant import Variant
 
 
 def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
@@ -25,16 +25,16 @@ def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory
     if plan.backend != "eager":
         raise ValueError(f"plan: a plan for the backend {plan.backend!r} is one for one device; "
                          'plan with backend="eager" and parallel=')
-    form, timeline = capture_for(plan, model, inputs, parallel=plain.parallel, **arguments)
-    found = account(form, timeline)
+    variant, timeline = capture_for(plan, model, inputs, parallel=plain.parallel, **arguments)
+    found = breakdown(variant, timeline)
     alive: Counter[str] = Counter(found.memory)
-    budget = form.budget
+    budget = variant.budget
     # Resident buckets count as buffers in a plan, and by themselves here.
     buckets = sum(plain.bucket_bytes)
     where = "gradients" if plain.parallel.gradient_as_bucket_view else "communication"
     alive.update({"buffers": -buckets, where: buckets})
     if found.peak_bytes == found.forward_backward_peak_bytes:
-        gathered, sent = _of_wrapper(form, timeline)
+        gathered, sent = _of_wrapper(variant, timeline)
         alive.update({"parameters": -gathered, "unsharded_parameters": gathered,
                       "temporaries": -sent, "communication": sent})
     return replace(plain, peak_bytes=found.peak_bytes, memory=RankCategories(**alive),
@@ -45,14 +45,14 @@ def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory
                           f"{plain.peak_bytes:,} bytes"))
 
 
-def _of_wrapper(form: Form, timeline: Timeline) -> tuple[int, int]:
+def _of_wrapper(variant: Variant, timeline: Timeline) -> tuple[int, int]:
     """Bytes of gathered parameters, and of buffers of collectives, at the peak."""
     from planner._graph_capture.memory.trace import COMMUNICATION
     from planner._graph_capture.training_graph import BufferKind
 
     position, gathered, sent = timeline.peak_position, 0, 0
     for instance in timeline.instances:
-        buffer = form.graph.buffers[instance.storage]
+        buffer = variant.graph.buffers[instance.storage]
         if instance.birth <= position <= instance.death:
             gathered += buffer.size_bytes if buffer.kind is BufferKind.PARAMETER else 0
             sent += buffer.size_bytes if buffer.label == COMMUNICATION else 0

@@ -41,16 +41,19 @@ _OPTIMIZER_SHARE = 0.06
 
 def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Memory over the course of a step by category, the plain step's over it, and the budget."""
-    course = plan.course
+    memory_timeline = plan.memory_timeline
     figure, axes = new_figure()
     figure.set_size_inches(9, 5)
     unit, scale = _unit(max(plan.peak_bytes, plan.baseline_peak_bytes))
-    count = len(course.activations)
+    count = len(memory_timeline.activations)
     moments = [*range(count), count]
     rows = {name: [plan.memory[name]] * count
             for name in ("parameters", "buffers", "inputs", "optimizer")}
-    rows |= {"gradients": [*course.gradients], "activations": [*course.activations],
-             "temporaries": [*course.temporaries]}
+    rows |= {
+        "gradients": [*memory_timeline.gradients],
+        "activations": [*memory_timeline.activations],
+        "temporaries": [*memory_timeline.temporaries],
+    }
     for row in rows.values():
         row.append(row[-1])
     end = count
@@ -60,7 +63,7 @@ def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
         rows["temporaries"][-1] = 0
         held = {**{name: row[-1] for name, row in rows.items()},
                 "temporaries": plan.optimizer.step_peak_bytes}
-        # Gradients of earlier micro-steps have become one with the new ones.
+        # Gradients of earlier micro-batches have become one with the new ones.
         held["gradients"] += plan.optimizer_step_peak_bytes - sum(held.values())
         for name, row in rows.items():
             row += [held[name]] * 2
@@ -69,7 +72,7 @@ def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
     axes.stackplot(moments, *([size / scale for size in rows[name]] for name in shown),
                    labels=shown, colors=[_COLORS[name] for name in shown], linewidth=0,
                    step="post")
-    plain, turn = course.plain, course.backward_begins
+    plain, turn = memory_timeline.plain, memory_timeline.backward_begins
     if plain.whole_bytes:
         # Both steps turn to the backward, and end, at the same places.
         places = [*_spread(0, turn, plain.backward_begins),

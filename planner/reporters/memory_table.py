@@ -1,4 +1,4 @@
-"""The account of a training loop as tables for people: phases, holders at the peak, remedies; and
+"""The breakdown of a training loop as tables for people: phases, holders at the peak, remedies; and
 the loop beside a budget."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planner.step.categories import CATEGORIES
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.training_loop.account import MemoryHolder, PhaseMemory
+    from planner.training_loop.breakdown import MemoryHolder, PhaseMemory
     from planner.training_loop.budget_check import BudgetCheck
     from planner.training_loop.report import MemoryReport
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from planner._apply.errors import PlanMismatch
-from planner._apply.recipe import Recipe
+from planner._apply.rewrite_spec import RewriteSpec
 from planner._apply.step_counts import StepCounts as StepCounts
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def apply(model: nn.Module, plan: Plan, *,
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    recipe = _recipe_of("plan", plan)
+    spec = _spec_of("plan", plan)
     if replan is not None and not callable(replan):
         raise TypeError("replan must be a function of a model and its inputs that returns a "
                         f"planner.Plan, got {type(replan).__name__}")
-    from planner._apply.runtime import apply_recipe
+    from planner._apply.runtime import apply_spec
     from planner.step.wrapped import other_ranks, unwrapped
 
     if unwrapped(model) is not model:
@@ -69,7 +69,7 @@ def apply(model: nn.Module, plan: Plan, *,
     why = other_ranks(plan.parallel, model)
     if why:
         raise PlanMismatch(why)
-    applied = apply_recipe(model, recipe, replan=None if replan is None else _recipes(replan))
+    applied = apply_spec(model, spec, replan=None if replan is None else _specs(replan))
     _check_resident(model, plan)
     return applied
 
@@ -83,36 +83,36 @@ def steps_of(model: nn.Module) -> StepCounts:
     Raises `ValueError` where no plan was applied to any module of `model`.
     """
     from planner._apply.planned_forward import CountingForward
-    from planner._graph_capture.module_forward import standing_in
+    from planner._graph_capture.module_forward import forward_override
 
     for module in model.modules():
-        found = standing_in(module)
+        found = forward_override(module)
         if isinstance(found, CountingForward):
             return found.steps
     raise ValueError(f"{type(model).__name__} has no plan: pass what plan.apply(model) returned, "
                      "or a module that holds it")
 
 
-def _recipes(
+def _specs(
     replan: Callable[[nn.Module, Any], Plan],
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Recipe]:
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], RewriteSpec]:
     """The user's function as the applier calls it."""
     from planner.arguments.inputs import join_inputs
 
-    def make(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
-        return _recipe_of("the result of replan",
+    def make(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RewriteSpec:
+        return _spec_of("the result of replan",
                           replan(model, join_inputs(model, args, kwargs)))
 
     return make
 
 
-def _recipe_of(what: str, plan: object) -> Recipe:
-    recipe = getattr(plan, "recipe", None)
-    if not isinstance(recipe, Recipe):
+def _spec_of(what: str, plan: object) -> RewriteSpec:
+    spec = getattr(plan, "spec", None)
+    if not isinstance(spec, RewriteSpec):
         raise TypeError(f"{what} must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
     plan.check()  # type: ignore[attr-defined]
-    return recipe
+    return spec
 
 
 def _check_resident(model: nn.Module, plan: Plan) -> None:
@@ -125,7 +125,7 @@ def _check_resident(model: nn.Module, plan: Plan) -> None:
             raise PlanMismatch(f"the parameters and buffers of this model take {held:,} bytes, "
                                f"the plan counts on {stated:,}; plan this model anew")
     accepted = inspect.signature(model.forward).parameters
-    for name, _ in plan.recipe.overrides:
+    for name, _ in plan.spec.overrides:
         if name not in accepted:
             raise PlanMismatch(f"the plan calls the model with {name!r}, which its forward does "
                                "not take; plan this model anew")

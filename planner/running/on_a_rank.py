@@ -38,10 +38,10 @@ def steps_on_this_rank(model: nn.Module, found: DataParallel | None, plan: Plan)
     """
     from planner._apply.blocks import code_of, run_step
     from planner._graph_capture.module_forward import (
-        StandIn,
+        ForwardOverride,
+        forward_override,
         in_place_of_forward,
         own_forward,
-        standing_in,
     )
     from planner.step.wrapped import other_ranks, unwrapped
 
@@ -59,13 +59,15 @@ def steps_on_this_rank(model: nn.Module, found: DataParallel | None, plan: Plan)
     if refusal:
         raise PlanMismatch(refusal)
     target = unwrapped(model)
-    own, code = own_forward(target), code_of(target, plan.recipe)
-    if standing_in(target) is not None and not isinstance(vars(target).get("forward"), StandIn):
+    own, code = own_forward(target), code_of(target, plan.spec)
+    if forward_override(target) is not None and not isinstance(
+        vars(target).get("forward"), ForwardOverride
+    ):
         raise ValueError("something was wrapped around the planned forward of this model (as "
                          "accelerate does for mixed precision): verify before that")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return run_step(code, plan.recipe, target, own, args, kwargs)
+        return run_step(code, plan.spec, target, own, args, kwargs)
 
     def model_with(forward: Step | None) -> Step:
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ everything is as it was: gradients, buffers, random state.  The peak is what the
 out during a planned step, after one that compiles; resident memory and the optimizer, which do not
 run here, are added as predicted.
 
-In 16-bit floats, by autocast or by the model's own dtype, a step that is captured in one piece
+In 16-bit floats, by autocast or by the model's own dtype, a step that is captured in one chunk
 rounds otherwise than the plain one, with a plan or without.  Where a planned step differs from the
 plain one by more than the tolerance, it is therefore compared with the step as torch captures it
 without a plan (the backend `aot_eager`), which runs the same kernels on the same operands.  What
@@ -43,7 +43,7 @@ COMPILED_GRADIENT_TOLERANCE = 1e-5
 """The same for a plan that Inductor compiles: what it fuses, it rounds differently."""
 
 COARSE_GRADIENT_TOLERANCE = 2.0 ** -7
-"""The same in a 16-bit dtype for a plan that runs a part in pieces, whose sums round differently,
+"""The same in a 16-bit dtype for a plan that runs a part in chunks, whose sums round differently,
 and for one of many ranks, where the step is not captured once more to compare with."""
 
 _MEASURED_ON_A_RANK = 3
@@ -155,7 +155,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     where nothing can be differentiated, and `ValueError` for a model without values (on `meta`) and
     where one of model and plan is of one device and the other of many ranks.
     """
-    from planner._apply.circumstances import autocast_as_planned
+    from planner._apply.call_signature import autocast_as_planned
     from planner._graph_capture.memory.allocator import record_peak
     from planner._graph_capture.plain_step.loss import objective
     from planner.step.wrapped import parallel_of
@@ -167,22 +167,22 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     reuses_gradients = ranks is not None and ranks.gradient_as_bucket_view
     unplanned, planned, why_unplanned = (
         steps_on_this_rank(model, ranks, plan) if on_a_rank else _steps_on_one_device(model, plan))
-    if model.training != plan.recipe.training:
-        mode, now = ("train", "eval") if plan.recipe.training else ("eval", "train")
+    if model.training != plan.spec.training:
+        mode, now = ("train", "eval") if plan.spec.training else ("eval", "train")
         raise PlanMismatch(f"the plan was made in {mode} mode and the model is in {now} mode: "
                            f"call model.{mode}() first")
 
     def step(forward: Step) -> tuple[torch.Tensor, ...]:
-        with autocast_as_planned(plan.recipe):
+        with autocast_as_planned(plan.spec):
             output = forward(*args, **kwargs)  # held to the end of the step, or as the plan says
             goal = objective(output, loss_fn)
-        if not plan.recipe.holds_output:
+        if not plan.spec.holds_output:
             del output
         goal.backward()
         return goal.roots
 
     tolerance = (GRADIENT_TOLERANCE if plan.backend == "eager" else COMPILED_GRADIENT_TOLERANCE)
-    if (plan.recipe.pieces > 1 or on_a_rank) and _is_coarse(model, plan):
+    if (plan.spec.chunks > 1 or on_a_rank) and _is_coarse(model, plan):
         tolerance = COARSE_GRADIENT_TOLERANCE
     with _state_kept(model, args, kwargs, reuses_gradients) as restart:
         plain = _outcome(model, lambda: step(unplanned), reuses_gradients)
@@ -197,7 +197,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
         captured = None
         if not found.is_within(tolerance) and not on_a_rank and _is_coarse(model, plan):
             restart()
-            kwargs = {**dict(plan.recipe.overrides), **kwargs}
+            kwargs = {**dict(plan.spec.overrides), **kwargs}
             if plan.backend == "eager":
                 other = _compiled(model, "aot_eager")
                 captured = _difference(_outcome(model, lambda: step(other)), ours, tolerance)
@@ -369,7 +369,7 @@ def _is_coarse(model: nn.Module, plan: Plan) -> bool:
     """Whether a part of the step is computed in a dtype coarser than float32."""
     import torch
 
-    under, ranks = plan.recipe.circumstances, plan.parallel
+    under, ranks = plan.spec.signature, plan.parallel
     return bool(under and under.autocast) or (
         ranks is not None and ranks.param_dtype not in (None, "fp32")) or any(
         tensor.dtype in (torch.bfloat16, torch.float16)

@@ -118,11 +118,11 @@ def _time_out(store: dist.Store) -> str:
 def _question(prepared: PreparedStep, limit_bytes: int | None, effort: Effort, purpose: str) -> str:
     """Hash of all that a plan depends on, but for measured seconds."""
     ops = [[op.name, op.digest, op.inputs, op.outputs, op.workspace_bytes, op.replay_state_bytes]
-           for form in prepared.forms for op in form.graph.ops]
-    sizes = [buffer.size_bytes for form in prepared.forms for buffer in form.graph.buffers]
-    budgets = [repr(form.budget) for form in prepared.forms]
+           for variant in prepared.variants for op in variant.graph.ops]
+    sizes = [buffer.size_bytes for variant in prepared.variants for buffer in variant.graph.buffers]
+    budgets = [repr(variant.budget) for variant in prepared.variants]
     others = [repr(getattr(prepared, each.name)) for each in fields(prepared)
-              if each.name not in ("forms", "plain", "surroundings")]
+              if each.name not in ("variants", "plain", "surroundings")]
     return _hash([ops, sizes, budgets, others, limit_bytes, effort.solver, purpose])
 
 

@@ -31,7 +31,7 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: P
                      else prepared_for(wider))
         except (CaptureError, ValueError):  # which planning itself did not meet
             continue
-        if choice == "chunk" and not any(form.pieces > 1 for form in other.forms):
+        if choice == "chunk" and not any(variant.chunks > 1 for variant in other.variants):
             continue
         least = infeasible(other, refusal.budget_bytes).minimum_bytes
         if least < refusal.minimum_bytes:

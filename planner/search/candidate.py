@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from planner._apply.recipe import Recipe
+from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.training_graph import BufferKind, Phase
-from planner.plans.decisions import build_recipe
+from planner.plans.decisions import build_spec
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
-from planner.step.accounting import memory_over
-from planner.step.form import Form
+from planner.step.breakdown import memory_over
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 
 if TYPE_CHECKING:
     from planner._graph_capture.inductor.compiled_step import CompiledStep
@@ -24,7 +24,7 @@ class Candidate:
     """A schedule and what its compiled step takes."""
 
     schedule: Schedule
-    recipe: Recipe
+    spec: RewriteSpec
     step: CompiledStep
     cost: float
 
@@ -37,23 +37,23 @@ class Candidate:
 peak_bytes_of = attrgetter("peak_bytes")
 
 
-def recipe_for_inductor(prepared: PreparedStep, form: Form, schedule: Schedule) -> Recipe:
+def spec_for_inductor(prepared: PreparedStep, variant: Variant, schedule: Schedule) -> RewriteSpec:
     """What the applier does for a schedule, and Inductor as it does by itself."""
-    recipe = build_recipe(prepared, form, unroll(form.problem, schedule))
-    return replace(recipe, backend="inductor", regions=tuple(
-        replace(region, inplace_reuses=()) for region in recipe.regions))
+    spec = build_spec(prepared, variant, unroll(variant.problem, schedule))
+    return replace(spec, backend="inductor", regions=tuple(
+        replace(region, inplace_reuses=()) for region in spec.regions))
 
 
-def foreseen_step(form: Form, schedule: Schedule, off_bytes: int) -> CompiledStep:
+def foreseen_step(variant: Variant, schedule: Schedule, off_bytes: int) -> CompiledStep:
     """The step as the problem accounts for it, and `off_bytes` beside that: for a search that is
     out of time."""
     from planner._graph_capture.inductor.compiled_step import CompiledStep
 
-    timeline = unroll(form.problem, schedule)
-    course = memory_over(form.graph, timeline)
-    course[BufferKind.TEMPORARY] = [
-        size + max(0, off_bytes) for size in course[BufferKind.TEMPORARY]]
-    at_peak = {kind: row[timeline.peak_position] for kind, row in course.items()}
+    timeline = unroll(variant.problem, schedule)
+    memory_timeline = memory_over(variant.graph, timeline)
+    memory_timeline[BufferKind.TEMPORARY] = [
+        size + max(0, off_bytes) for size in memory_timeline[BufferKind.TEMPORARY]]
+    at_peak = {kind: row[timeline.peak_position] for kind, row in memory_timeline.items()}
     begins = next(position for position, index in timeline.runs
-                  if form.graph.ops[index].phase is Phase.BACKWARD)
-    return CompiledStep(sum(at_peak.values()), at_peak, course, begins)
+                  if variant.graph.ops[index].phase is Phase.BACKWARD)
+    return CompiledStep(sum(at_peak.values()), at_peak, memory_timeline, begins)

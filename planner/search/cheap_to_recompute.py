@@ -17,12 +17,12 @@ from planner._graph_capture.training_graph import Phase, SavingCosts, TrainingGr
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.solvers.actions import as_order
 from planner.solvers.problem import Schedule
-from planner.step.form import Form
+from planner.step.variant import Variant
 
 
-def free_ops(form: Form, saved: Set[int]) -> frozenset[int]:
+def free_ops(variant: Variant, saved: Set[int]) -> frozenset[int]:
     """Ops that Inductor recomputes by itself: fused into the kernels that read them."""
-    runs = Counter(as_order(schedule_saving(form, saved)))
+    runs = Counter(as_order(schedule_saving(variant, saved)))
     return frozenset(index for index, count in runs.items() if count > 1)
 
 
@@ -47,40 +47,45 @@ def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> froze
                      if graph.buffers[buffer].producer not in free or not available(buffer))
 
 
-def saving_seconds(form: Form, schedule: Schedule, costs: SavingCosts) -> float:
+def saving_seconds(variant: Variant, schedule: Schedule, costs: SavingCosts) -> float:
     """What it takes to write and to read what a schedule saves."""
-    return sum(costs.to_save.get(buffer, 0.0) for buffer in saved_buffers(form, schedule))
+    return sum(costs.to_save.get(buffer, 0.0) for buffer in saved_buffers(variant, schedule))
 
 
-def without_cheap(form: Form, saved: Set[int], costs: SavingCosts) -> frozenset[int]:
+def without_cheap(variant: Variant, saved: Set[int], costs: SavingCosts) -> frozenset[int]:
     """`saved` without the buffers that are made again from the others in less time than they are
     written and read; the one that gains the most is given up first."""
     kept = set(saved)
     while True:
-        remakes = Remakes(form, kept, costs)
+        recomputes = Recomputes(variant, kept, costs)
         gains = []
         for buffer in kept & costs.to_save.keys():
-            seconds = remakes.seconds(buffer, costs.to_save[buffer])
+            seconds = recomputes.seconds(buffer, costs.to_save[buffer])
             if seconds < costs.to_save[buffer]:
                 gains.append((seconds - costs.to_save[buffer], buffer))
         given_up: set[int] = set()
         for _, buffer in sorted(gains):
             # What is given up before may have been what this one was to be made from.
-            if given_up.isdisjoint(remakes.sources(buffer)):
+            if given_up.isdisjoint(recomputes.sources(buffer)):
                 given_up.add(buffer)
         if not given_up:
             return frozenset(kept)
         kept -= given_up
 
 
-class Remakes:
+class Recomputes:
     """What it takes to make one more buffer again, where `kept` is saved for the backward."""
 
-    def __init__(self, form: Form, kept: Set[int], costs: SavingCosts) -> None:
-        self._graph, self._problem, self._kept, self._costs = form.graph, form.problem, kept, costs
-        self._again = free_ops(form, kept)
+    def __init__(self, variant: Variant, kept: Set[int], costs: SavingCosts) -> None:
+        self._graph, self._problem, self._kept, self._costs = (
+            variant.graph,
+            variant.problem,
+            kept,
+            costs,
+        )
+        self._again = free_ops(variant, kept)
         self._readers: dict[int, list[int]] = {}
-        for index, op in enumerate(form.graph.ops):
+        for index, op in enumerate(variant.graph.ops):
             if (op.phase is Phase.BACKWARD and op.digest) or index in self._again:
                 for buffer in op.inputs:
                     self._readers.setdefault(buffer, []).append(index)
@@ -93,7 +98,7 @@ class Remakes:
         first = next((index for index in readers if graph.ops[index].phase is Phase.BACKWARD), None)
         if first is None:
             return limit
-        beside = {b for index in readers for b in graph.ops[index].inputs}
+        codegen_overhead = {b for index in readers for b in graph.ops[index].inputs}
         total, held_anew = 0.0, 0
         for index in self._ops(buffer):
             if not problem.ops[index].recomputable or not problem.may_replay(index, first):
@@ -102,7 +107,9 @@ class Remakes:
                 total += problem.ops[index].cost
             if total >= limit or held_anew >= graph.buffers[buffer].size_bytes:
                 return limit
-        return total + sum(costs.to_read.get(b, 0.0) for b in self.sources(buffer) - beside)
+        return total + sum(
+            costs.to_read.get(b, 0.0) for b in self.sources(buffer) - codegen_overhead
+        )
 
     def sources(self, buffer: int) -> set[int]:
         """What is saved of that which a buffer is made from."""

@@ -1,5 +1,5 @@
 """Planning a step that Inductor compiles: what Inductor does by itself, or the cheapest that the
-searches of its forms find (`planner.search.compiled_search`).
+searches of its variants find (`planner.search.compiled_search`).
 
 What Inductor's own partitioner recomputes without any budget is the starting point: it costs
 nothing beside the memory traffic that it saves.
@@ -20,11 +20,11 @@ from planner.plans.plan import Plan
 from planner.search.candidate import Candidate
 from planner.search.compiled_search import CompiledSearch
 from planner.search.effort import Effort
-from planner.search.forms import choose
 from planner.search.proposals import NO_LESS
+from planner.search.variants import choose
 from planner.solvers.incumbent import PROOF_TOLERANCE
-from planner.step.form import Form
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,19 +41,19 @@ CUT_OFF = ("the time limit cut the search off, and this is the best that was fou
 def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effort) -> Plan:
     """The cheapest plan found whose compiled step peaks within `budget_bytes`; raises
     `InfeasibleBudget`."""
-    searches = [CompiledSearch(prepared, form, effort) for form in prepared.forms]
+    searches = [CompiledSearch(prepared, variant, effort) for variant in prepared.variants]
     base, budget = searches[0], prepared.budget
     if budget_bytes is None:
         return _make_plan(searches, base, budget_bytes, base.confirmed(base.default()))
     net = budget.net_bytes(budget_bytes)
     if budget.is_possible(budget_bytes):
-        if base.form.net_peak_bytes(base.proposals.default) <= _WORTH_GENERATING * net:
+        if base.variant.net_peak_bytes(base.proposals.default) <= _WORTH_GENERATING * net:
             default = base.default()
             if default.step.peak_bytes <= net:
                 default = base.confirmed(default)
             if default.step.peak_bytes <= net:
                 return _make_plan(searches, base, budget_bytes, default)
-        # What fits by the account with workspace fits by that without, which is asked first.
+        # What fits by the breakdown with workspace fits by that without, which is asked first.
         lean = [base.without_workspace()] if base.depends_on_workspace(net) else []
         # Where there is no time for another form, the smallest step is looked at.
         cheapest = choose((*lean, *searches), lambda search: (
@@ -75,14 +75,14 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
 
 def smallest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
     """The plan whose compiled step takes the least memory, among those tried."""
-    searches = [CompiledSearch(prepared, form, effort) for form in prepared.forms]
+    searches = [CompiledSearch(prepared, variant, effort) for variant in prepared.variants]
     search, found, _ = _smallest(searches)
     return _make_plan(searches, search, None, found)
 
 
 def _smallest(searches: Sequence[CompiledSearch], net_bytes: int = 0
               ) -> tuple[CompiledSearch, Candidate, int]:
-    """As `CompiledSearch.smallest` over all forms that may take the least, by the problem's
+    """As `CompiledSearch.smallest` over all variants that may take the least, by the problem's
     account; and the search that found the candidate."""
     least = min(search.proposals.least[0] for search in searches)
     tried: list[tuple[CompiledSearch, Candidate, int]] = []
@@ -99,45 +99,46 @@ def _smallest(searches: Sequence[CompiledSearch], net_bytes: int = 0
 
 def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, budget_bytes: int | None,
                found: Candidate) -> Plan:
-    """The plan of a candidate that one of the searches, each among schedules of one form, found."""
-    base, prepared, form = searches[0], search.prepared, search.form
-    base_cost = base.form.problem.keep_all_cost
+    """The plan of a candidate that one of the searches, each among schedules of one variant,
+    found."""
+    base, prepared, variant = searches[0], search.prepared, search.variant
+    base_cost = base.variant.problem.keep_all_cost
     # What an estimate takes for a gain, the machine may not.
     extra = max(0.0, (found.cost - base.default_cost) / base_cost) if base_cost else 0.0
     bound, is_proven = min(0.0, extra), False
     if extra > 0 and budget_bytes is not None and prepared.cost_model != "measured":
-        least = _least_cost(searches, form.budget.net_bytes(budget_bytes))
+        least = _least_cost(searches, variant.budget.net_bytes(budget_bytes))
         bound = min(max(0.0, (least - base.default_cost) / base_cost), extra)
         is_proven = found.cost <= least + PROOF_TOLERANCE * base_cost
-    if prepared.cost_model == "measured" and found.recipe != base.default_recipe:
-        extra = (search.account.seconds(found.recipe)
-                 / base.account.seconds(base.default_recipe) - 1)
+    if prepared.cost_model == "measured" and found.spec != base.default_spec:
+        extra = (search.breakdown.seconds(found.spec)
+                 / base.breakdown.seconds(base.default_spec) - 1)
     return assemble_plan(
-        prepared, form, budget_bytes, schedule=found.schedule,
-        recipe=search.account.with_code(found.recipe),
-        account=form.budget.account(found.step.peak_bytes, found.step.bytes_of),
+        prepared, variant, budget_bytes, schedule=found.schedule,
+        spec=search.breakdown.with_code(found.spec),
+        breakdown=variant.budget.breakdown(found.step.peak_bytes, found.step.bytes_of),
         overhead=extra, overhead_bound=min(bound, extra),
         status="optimal" if is_proven else "feasible",
         solver=search.effort.solver, seconds=time.monotonic() - base.time.started,
-        made=found.step.course, backward_begins=found.step.backward_begins,
+        made=found.step.memory_timeline, backward_begins=found.step.backward_begins,
         notes=("overhead is relative to the step that Inductor compiles without a budget",
                *((CUT_OFF,) if any(each.time.is_over for each in searches) else ())))
 
 
 def _least_cost(searches: Sequence[CompiledSearch], net_bytes: int) -> float:
-    """A bound on the cost of any choice whose code takes at most `net_bytes`, whatever the form, if
-    no code takes less beside an account than that of the steps that were followed."""
-    least: dict[Form, float] = {}
+    """A bound on the cost of any choice whose code takes at most `net_bytes`, whatever the variant,
+    if no code takes less beside an account than that of the steps that were followed."""
+    least: dict[Variant, float] = {}
     overstated = math.inf
-    for has_workspace in (True, False):  # of two accounts of one form each gives a bound
-        by_account = [search for search in searches if search.has_workspace is has_workspace]
-        more_bytes = max([0, *(search.overstated_bytes for search in by_account)])
+    for has_workspace in (True, False):  # of two accounts of one variant each gives a bound
+        by_breakdown = [search for search in searches if search.has_workspace is has_workspace]
+        more_bytes = max([0, *(search.overstated_bytes for search in by_breakdown)])
         if more_bytes >= overstated:  # what fits by the first account fits by this one
             continue
         overstated = more_bytes
-        for search in by_account:
+        for search in by_breakdown:
             found = search.proposals.least_cost_within(net_bytes + more_bytes)
-            least[search.form] = max(found, least.get(search.form, found))
+            least[search.variant] = max(found, least.get(search.variant, found))
     return min(least.values())
 
 

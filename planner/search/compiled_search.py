@@ -21,18 +21,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from planner._apply.recipe import Recipe
-from planner.search.beside import MARGIN, CodeBeside, at_most
-from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of, recipe_for_inductor
+from planner._apply.rewrite_spec import RewriteSpec
+from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of, spec_for_inductor
+from planner.search.codegen_overhead import MARGIN, CodegenOverhead, at_most
 from planner.search.effort import Effort
-from planner.search.forms import without_workspace
 from planner.search.proposals import Proposals
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.time_left import TimeLeft
+from planner.search.variants import without_workspace
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.problem import Schedule
-from planner.step.form import Form
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 
 _ROUNDS = 4
 """Budgets that are tried on the solver for one plan, for each order of kernels, at most."""
@@ -54,7 +54,8 @@ _TIGHT, _MAYBE_TIGHT = 1.25, 1.6
 order if at all; the least is looked for where a budget is less than so many times what bounds it.
 """
 _CONFIRMATIONS = 3
-"""Whole steps that are compiled for one form, at most, because what was expected does not fit."""
+"""Whole steps that are compiled for one variant, at most, because what was expected does not
+fit."""
 
 
 class CompiledSearch:
@@ -65,40 +66,40 @@ class CompiledSearch:
     there is a second account of such steps, without workspace: what it lets pass, the code judges.
     """
 
-    def __init__(self, prepared: PreparedStep, form: Form, effort: Effort, *,
+    def __init__(self, prepared: PreparedStep, variant: Variant, effort: Effort, *,
                  has_workspace: bool = True, started: float | None = None) -> None:
         """`has_workspace`: whether the problem that is solved counts what ops take for themselves.
         `started`: when the time limit began; `None`: now."""
-        assert form.compiled is not None
-        self.prepared, self.form, self.effort = prepared, form, effort
-        self.account, self.has_workspace = form.compiled, has_workspace
-        self.time = TimeLeft(effort.time_limit, self.account, started)
-        self.proposals = Proposals(form if has_workspace else without_workspace(form), effort,
+        assert variant.compiled is not None
+        self.prepared, self.variant, self.effort = prepared, variant, effort
+        self.breakdown, self.has_workspace = variant.compiled, has_workspace
+        self.time = TimeLeft(effort.time_limit, self.breakdown, started)
+        self.proposals = Proposals(variant if has_workspace else without_workspace(variant), effort,
                                    self.time)
-        self.net_peak_bytes = self.proposals.form.net_peak_bytes
-        self._beside = CodeBeside(self.net_peak_bytes(self.proposals.default))
+        self.net_peak_bytes = self.proposals.variant.net_peak_bytes
+        self._beside = CodegenOverhead(self.net_peak_bytes(self.proposals.default))
         self._is_hopeless = False
-        """Whether the workspace that this account leaves out broke the budget."""
+        """Whether the workspace that this breakdown leaves out broke the budget."""
         self.followed: list[Candidate] = []
         """Those whose code was followed; without what Inductor does by itself, which is fullest
         elsewhere."""
 
     def without_workspace(self) -> CompiledSearch:
         """A search of the same form by an account without workspace."""
-        search = CompiledSearch(self.prepared, self.form, self.effort, has_workspace=False,
+        search = CompiledSearch(self.prepared, self.variant, self.effort, has_workspace=False,
                                 started=self.time.started)
         search.followed, search._beside.default_code = self.followed, self._beside.default_code
         return search
 
     def depends_on_workspace(self, net_bytes: int) -> bool:
         """Whether some op takes so much for itself that it may decide what fits."""
-        return any(op.workspace_bytes > _WORKSPACE * net_bytes for op in self.form.problem.ops)
+        return any(op.workspace_bytes > _WORKSPACE * net_bytes for op in self.variant.problem.ops)
 
     def is_worth(self, net_bytes: int, best: Candidate) -> bool:
         """Whether this search may find something that is cheaper than what another one found."""
-        if self.form.low_peak:  # copies of gradients are for budgets near the least
-            return best.recipe.strict_order and self.proposals.cost_within(net_bytes) < best.cost
-        worth = _WORTH * self.form.problem.keep_all_cost
+        if self.variant.low_peak:  # copies of gradients are for budgets near the least
+            return best.spec.kernel_order and self.proposals.cost_within(net_bytes) < best.cost
+        worth = _WORTH * self.variant.problem.keep_all_cost
         return not self.is_late() and self._promised(net_bytes) < best.cost - worth
 
     def leaves_more_than(self, other: CompiledSearch, net_bytes: int, best: Candidate) -> bool:
@@ -108,13 +109,15 @@ class CompiledSearch:
 
     def _for_solver(self, net_bytes: int) -> int:
         """What the solver may be given for code that is to take at most `net_bytes`."""
-        return net_bytes - self._expected_beside(net_bytes)[0]
+        return net_bytes - self._expected_codegen_overhead(net_bytes)[0]
 
-    def _expected_beside(self, net_bytes: int, strict_order: bool = False) -> tuple[int, int]:
-        """What code is taken to need beside the account, and how far that may be off."""
+    def _expected_codegen_overhead(
+        self, net_bytes: int, kernel_order: bool = False
+    ) -> tuple[int, int]:
+        """What code is taken to need beside the breakdown, and how far that may be off."""
         if not self.followed and self.is_late():  # the first try is the last one
             return at_most(net_bytes), net_bytes
-        if strict_order or self.form.low_peak:  # near the least, where it may be more or less
+        if kernel_order or self.variant.low_peak:  # near the least, where it may be more or less
             return 0, net_bytes
         is_unsure = self.has_workspace and self.depends_on_workspace(net_bytes)
         return self._beside.expected(net_bytes, is_unsure)
@@ -126,9 +129,9 @@ class CompiledSearch:
     @property
     def overstated_bytes(self) -> int:
         """By how much, at most, the problem's account was above that of the code."""
-        return -min(self._taken_beside(), default=0)
+        return -min(self._codegen_overheads(), default=0)
 
-    def _taken_beside(self) -> list[int]:
+    def _codegen_overheads(self) -> list[int]:
         """What the code of each try took beside the problem's account."""
         return [found.peak_bytes - self.net_peak_bytes(found.schedule) for found in self.followed]
 
@@ -138,7 +141,7 @@ class CompiledSearch:
 
     def default(self) -> Candidate:
         """What Inductor does by itself."""
-        found = self._judged(self.proposals.default, self.default_recipe, as_whole=False)
+        found = self._evaluated(self.proposals.default, self.default_spec, as_whole=False)
         self._beside.default_code = found.peak_bytes
         return found
 
@@ -147,75 +150,75 @@ class CompiledSearch:
         """What that costs."""
         return self.proposals.cost(self.proposals.default)
 
-    def judge(self, schedule: Schedule, strict_order: bool = False, as_whole: bool = False
+    def evaluate(self, schedule: Schedule, kernel_order: bool = False, as_whole: bool = False
               ) -> Candidate:
         """Compile a step with this schedule and follow its memory; `as_whole`: the whole step, if
         the time allows."""
-        found = self._judged(schedule, self.recipe(schedule, strict_order), as_whole)
+        found = self._evaluated(schedule, self.spec(schedule, kernel_order), as_whole)
         if schedule != self.proposals.default:
             self.followed.append(found)
         return found
 
-    def _judged(self, schedule: Schedule, recipe: Recipe, as_whole: bool) -> Candidate:
+    def _evaluated(self, schedule: Schedule, spec: RewriteSpec, as_whole: bool) -> Candidate:
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
         begun = time.monotonic()
-        step = (self.account.trace(recipe) if as_whole and self._has_time_for_whole(recipe)
-                else self.account.estimate(recipe))
+        step = (self.breakdown.trace(spec) if as_whole and self._has_time_for_whole(spec)
+                else self.breakdown.estimate(spec))
         self.time.code_seconds = max(self.time.code_seconds, time.monotonic() - begun)
-        return Candidate(schedule, recipe, step, self.proposals.cost(schedule))
+        return Candidate(schedule, spec, step, self.proposals.cost(schedule))
 
-    def recipe(self, schedule: Schedule, strict_order: bool) -> Recipe:
+    def spec(self, schedule: Schedule, kernel_order: bool) -> RewriteSpec:
         """What the applier does for a schedule within a budget."""
-        return replace(recipe_for_inductor(self.prepared, self.form, schedule),
-                       strict_order=strict_order, lean_code=True)
+        return replace(spec_for_inductor(self.prepared, self.variant, schedule),
+                       kernel_order=kernel_order, low_memory_codegen=True)
 
     @cached_property
-    def default_recipe(self) -> Recipe:
-        """The recipe of what Inductor does by itself."""
-        return recipe_for_inductor(self.prepared, self.form, self.proposals.default)
+    def default_spec(self) -> RewriteSpec:
+        """The rewrite spec of what Inductor does by itself."""
+        return spec_for_inductor(self.prepared, self.variant, self.proposals.default)
 
     def within(self, net_bytes: int) -> Candidate | None:
         """The cheapest candidate found whose compiled step takes at most `net_bytes`, where that of
         what Inductor does by itself takes more."""
         target_bytes = net_bytes
         for _ in range(_CONFIRMATIONS):
-            found = self._judged_within(target_bytes)
+            found = self._evaluated_within(target_bytes)
             if found is None:
                 return None
             whole = self.confirmed(found)
             if whole.peak_bytes <= net_bytes:
                 return whole
             target_bytes -= whole.peak_bytes - net_bytes + int(MARGIN * net_bytes)
-            self._beside.of_whole[found.recipe.strict_order] = (
+            self._beside.of_whole[found.spec.kernel_order] = (
                 whole.peak_bytes - self.net_peak_bytes(found.schedule))
         return None
 
     def confirmed(self, found: Candidate) -> Candidate:
-        """A candidate with the account of the whole step, whatever the time: a plan's peak is never
-        that of a part."""
+        """A candidate with the breakdown of the whole step, whatever the time: a plan's peak is
+        never that of a part."""
         if self.effort.progress is not None:
             self.effort.progress("generating the whole compiled step")
-        return replace(found, step=self.account.trace(found.recipe))
+        return replace(found, step=self.breakdown.trace(found.spec))
 
-    def _has_time_for_whole(self, recipe: Recipe) -> bool:
+    def _has_time_for_whole(self, spec: RewriteSpec) -> bool:
         """Whether the time limit leaves time to generate the code of the whole step."""
-        return self.account.is_known(recipe) or self.time.allows_whole()
+        return self.breakdown.is_known(spec) or self.time.allows_whole()
 
-    def _judged_within(self, net_bytes: int) -> Candidate | None:
+    def _evaluated_within(self, net_bytes: int) -> Candidate | None:
         """The same, as layers that are alike are accounted for together."""
-        is_tight = not self.form.low_peak and self._is_tight(net_bytes)
-        found = None if is_tight or self.form.low_peak else self._narrow(net_bytes, False)
+        is_tight = not self.variant.low_peak and self._is_tight(net_bytes)
+        found = None if is_tight or self.variant.low_peak else self._narrow(net_bytes, False)
         if found is None and not is_tight and self._has_one_try_left():
             return self._last_try(net_bytes)
-        price = _STRICTNESS * self.form.problem.keep_all_cost
+        price = _STRICTNESS * self.variant.problem.keep_all_cost
         # It is worth a try where it may gain as much as it takes.
         if not self._is_hopeless and (found is None or self._may_gain(2 * price, found, net_bytes)):
-            strict = self._narrow(net_bytes, strict_order=True)
+            strict = self._narrow(net_bytes, kernel_order=True)
             if strict is not None and (found is None or strict.cost + price < found.cost):
                 found = strict
             if is_tight and strict is not None and self._may_gain(0.0, strict, net_bytes):
-                loose = self._narrow(net_bytes, strict_order=False)
+                loose = self._narrow(net_bytes, kernel_order=False)
                 if loose is not None and loose.cost <= strict.cost + price:
                     found = loose
         if found is not None and found.cost > self.default_cost:
@@ -227,12 +230,12 @@ class CompiledSearch:
         without workspace leaves that to the other one, whose code fits sooner."""
         if not self.has_workspace:
             return None
-        off_bytes = at_most(net_bytes, self._taken_beside())
+        off_bytes = at_most(net_bytes, self._codegen_overheads())
         try:
             schedules = self.proposals.within(net_bytes - off_bytes)
         except Refusal:
             return None
-        found = self.judge(min(schedules, key=self.net_peak_bytes), as_whole=True)
+        found = self.evaluate(min(schedules, key=self.net_peak_bytes), as_whole=True)
         return found if found.peak_bytes <= net_bytes else None
 
     def _may_gain(self, seconds: float, found: Candidate, net_bytes: int) -> bool:
@@ -243,7 +246,7 @@ class CompiledSearch:
 
     def _is_tight(self, net_bytes: int) -> bool:
         """Whether a budget is so near the least that only the strict order may meet it."""
-        return (net_bytes < _MAYBE_TIGHT * self.form.floor_bytes
+        return (net_bytes < _MAYBE_TIGHT * self.variant.floor_bytes
                 and net_bytes < _TIGHT * self.proposals.least[0])
 
     def _filled(self, found: Candidate, net_bytes: int) -> Candidate:
@@ -251,35 +254,37 @@ class CompiledSearch:
         Inductor would save by itself, the smallest first."""
         left = net_bytes - int(MARGIN * net_bytes) - found.peak_bytes
         limit = self.net_peak_bytes(found.schedule) + left
-        saved = saved_buffers(self.form, found.schedule)
+        saved = saved_buffers(self.variant, found.schedule)
         missing = sorted(self.proposals.costly - saved, key=lambda buffer: (
-            self.form.graph.buffers[buffer].size_bytes, buffer))
+            self.variant.graph.buffers[buffer].size_bytes, buffer))
 
         def saving_more(count: int) -> Schedule:
-            return schedule_saving(self.form, saved.union(missing[:count]))
+            return schedule_saving(self.variant, saved.union(missing[:count]))
 
         count = bisect(range(1, len(missing) + 1), limit, key=lambda count: (
             self.net_peak_bytes(saving_more(count))))
         schedule = saving_more(count)
-        worth = _WORTH * self.form.problem.keep_all_cost
+        worth = _WORTH * self.variant.problem.keep_all_cost
         if (not count or self.proposals.cost(schedule) >= found.cost - worth or self.is_late()):
             return found
-        fuller = self.judge(schedule, found.recipe.strict_order)
+        fuller = self.evaluate(schedule, found.spec.kernel_order)
         return fuller if fuller.peak_bytes <= net_bytes else found
 
-    def _narrow(self, net_bytes: int, strict_order: bool) -> Candidate | None:
+    def _narrow(self, net_bytes: int, kernel_order: bool) -> Candidate | None:
         """The cheapest candidate found with one order of kernels."""
         # Budgets of the solver: `low` is known to fit or to be too small for it, `high` not to fit.
         low = self.proposals.least[0] - 1 if self._is_tight(net_bytes) else 0
         high = self.net_peak_bytes(self.proposals.default)
         best: Candidate | None = None
-        beside = self._beside.of_whole
-        seen_bytes = beside.get(strict_order) if beside and self.is_late() else None
+        codegen_overhead = self._beside.of_whole
+        seen_bytes = (
+            codegen_overhead.get(kernel_order) if codegen_overhead and self.is_late() else None
+        )
         # What the code takes beside the problem's account.
         off_bytes, spread = (seen_bytes, 0) if seen_bytes is not None else (
-            self._expected_beside(net_bytes, strict_order))
+            self._expected_codegen_overhead(net_bytes, kernel_order))
         # The first try is likely to be the plan, if it is of the order that costs least.
-        as_whole = seen_bytes is not None or not (strict_order or self.form.low_peak)
+        as_whole = seen_bytes is not None or not (kernel_order or self.variant.low_peak)
         internal = min(high, net_bytes - off_bytes)
         margin, rounds, foreseen = int(MARGIN * net_bytes), 0, 0
         while rounds < _ROUNDS:
@@ -300,13 +305,13 @@ class CompiledSearch:
                 continue
             if left >= 0 and seen_bytes is not None and self.is_late():
                 smallest = min(schedules, key=self.net_peak_bytes)
-                return Candidate(smallest, self.recipe(smallest, strict_order),
-                                 foreseen_step(self.form, smallest, seen_bytes),
+                return Candidate(smallest, self.spec(smallest, kernel_order),
+                                 foreseen_step(self.variant, smallest, seen_bytes),
                                  self.proposals.cost(smallest))
             if not self.has_workspace and self.is_late():
                 break  # the last try is that of the other account, which fits sooner
             rounds += 1
-            candidate = self._best_of(schedules, net_bytes, strict_order, as_whole)
+            candidate = self._best_of(schedules, net_bytes, kernel_order, as_whole)
             off_bytes = candidate.peak_bytes - self.net_peak_bytes(candidate.schedule)
             as_whole, spread, foreseen = True, 0, 0
             left = net_bytes - candidate.peak_bytes
@@ -320,7 +325,7 @@ class CompiledSearch:
             if (self._is_hopeless or (best is not None and best.cost <= self.default_cost)
                     or high - low <= _CLOSE_ENOUGH * net_bytes):
                 break
-            # The next proposal is taken to be as far from its own account as this one.
+            # The next proposal is taken to be as far from its own breakdown as this one.
             internal += left - margin
             if 0 <= left <= _CLOSE_ENOUGH * net_bytes and not (
                     left > margin and self._is_dearer(candidate, internal)):
@@ -331,17 +336,17 @@ class CompiledSearch:
 
     def _is_dearer(self, candidate: Candidate, internal_bytes: int) -> bool:
         """Whether a candidate is clearly dearer than what the solver proposes within a budget."""
-        step = self.form.problem.keep_all_cost
+        step = self.variant.problem.keep_all_cost
         return (candidate.cost > self.default_cost + _STEEP * step
                 and self.proposals.gain_within(internal_bytes) > 4 * _WORTH * step
                 and candidate.cost > self.proposals.cost_within(internal_bytes) + 4 * _WORTH * step)
 
-    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, strict_order: bool,
+    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, kernel_order: bool,
                  as_whole: bool = False) -> Candidate:
         """The first that fits, else the smallest."""
         tried: list[Candidate] = []
         for schedule in schedules:
-            tried.append(self.judge(schedule, strict_order, as_whole))
+            tried.append(self.evaluate(schedule, kernel_order, as_whole))
             if tried[-1].peak_bytes <= net_bytes:
                 return tried[-1]
         return min(tried, key=peak_bytes_of)
@@ -353,10 +358,10 @@ class CompiledSearch:
         bare = (schedule,) if schedule else ()
         only_bare = bare and self._has_one_try_left()
         leanest = self._best_of(bare if only_bare else (*self._cheap_within_least(), *bare),
-                                net_bytes, strict_order=True)
+                                net_bytes, kernel_order=True)
         found = min((leanest, *self.followed), key=peak_bytes_of)
         if found.peak_bytes > net_bytes and not self._has_one_try_left():
-            leanest = min((self.judge(schedule, strict)
+            leanest = min((self.evaluate(schedule, strict)
                            for schedule in bare or (found.schedule,) for strict in (True, False)),
                           key=peak_bytes_of)
             found = min(found, leanest, key=peak_bytes_of)
@@ -376,4 +381,4 @@ class CompiledSearch:
 
     def _has_one_try_left(self) -> bool:
         """Whether there is time for one more try alone, since each may take as long as a whole."""
-        return bool(self.followed and not self.account.leaves_out_layers and self.is_late())
+        return bool(self.followed and not self.breakdown.leaves_out_layers and self.is_late())

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from planner._graph_capture.training_graph import Phase
 from planner.errors import InfeasibleBudget
-from planner.plans.decisions import build_recipe
+from planner.plans.decisions import build_spec
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
 from planner.search.effort import Effort
-from planner.search.forms import cheapest, smallest, solve_form
+from planner.search.variants import cheapest, smallest, solve_variant
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
 from planner.solvers.simulator import unroll
-from planner.step.accounting import account, describe_bottleneck, memory_over
-from planner.step.form import Form
+from planner.step.breakdown import breakdown, describe_bottleneck, memory_over
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 
 OFFLOAD_IS_EXPERIMENTAL = (
     "storing results on the host is experimental: no GPU has run it, and the extra time counts on "
@@ -30,27 +30,27 @@ INTERRUPTED = "planning was interrupted: this is the best plan that was found un
 
 
 def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort, *,
-                    warm_start: Schedule | None = None) -> tuple[Form, Result]:
+                    warm_start: Schedule | None = None) -> tuple[Variant, Result]:
     """The cheapest schedule found, and the form of the step that it is of; raises
     `InfeasibleBudget`."""
     if budget_bytes is None:
         return _schedule_without_budget(prepared, effort)
     if not prepared.budget.is_possible(budget_bytes):
         raise infeasible(prepared, budget_bytes)
-    form, found = cheapest(
-        prepared.forms, prepared.budget.net_bytes(budget_bytes), effort, warm_start)
+    variant, found = cheapest(
+        prepared.variants, prepared.budget.net_bytes(budget_bytes), effort, warm_start)
     if isinstance(found, Refusal):
-        raise _refusal(prepared, form, budget_bytes, found.schedule)
-    return form, found
+        raise _refusal(prepared, variant, budget_bytes, found.schedule)
+    return variant, found
 
 
-def _schedule_without_budget(prepared: PreparedStep, effort: Effort) -> tuple[Form, Result]:
+def _schedule_without_budget(prepared: PreparedStep, effort: Effort) -> tuple[Variant, Result]:
     """The schedule that recomputes nothing, unless the plain step uses less memory than that: then
     the cheapest schedule found within the peak of the plain step.
 
     A captured backward may read results of the forward that the plain step does not save.
     """
-    keep_all = prepared.base, solve_form(prepared.base, None, Effort(solver="none"))
+    keep_all = prepared.base, solve_variant(prepared.base, None, Effort(solver="none"))
     limit_bytes = prepared.baseline_peak_bytes
     if effort.solver == "none" or (
             prepared.keep_all_peak_bytes <= (1 + _TOLERATED_SHARE) * limit_bytes):
@@ -61,46 +61,46 @@ def _schedule_without_budget(prepared: PreparedStep, effort: Effort) -> tuple[Fo
         return keep_all
 
 
-def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[Form, Result]:
+def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[Variant, Result]:
     """A schedule within the smallest budget that is known to be met, and the form of the step that
     it is of.  Where the optimizer's step holds more than any schedule needs, the budget is that."""
-    form, found = cheapest(prepared.forms, prepared.budget.least_net_bytes, effort)
+    variant, found = cheapest(prepared.variants, prepared.budget.least_net_bytes, effort)
     if isinstance(found, Refusal):
-        return form, solve_form(form, found.minimum_bytes, effort, found.schedule)
-    return form, found
+        return variant, solve_variant(variant, found.minimum_bytes, effort, found.schedule)
+    return variant, found
 
 
 def infeasible(prepared: PreparedStep, budget_bytes: int) -> InfeasibleBudget:
     """The error for a budget that cannot be met: the smallest that can, and what holds it."""
-    form, schedule = smallest(prepared.forms, prepared.budget.least_net_bytes)
-    return _refusal(prepared, form, budget_bytes, schedule)
+    variant, schedule = smallest(prepared.variants, prepared.budget.least_net_bytes)
+    return _refusal(prepared, variant, budget_bytes, schedule)
 
 
-def _refusal(prepared: PreparedStep, form: Form, budget_bytes: int, schedule: Schedule
+def _refusal(prepared: PreparedStep, variant: Variant, budget_bytes: int, schedule: Schedule
              ) -> InfeasibleBudget:
     return InfeasibleBudget(
-        budget_bytes, form.peak_bytes(schedule),
-        describe_bottleneck(form, unroll(form.problem, schedule)),
+        budget_bytes, variant.peak_bytes(schedule),
+        describe_bottleneck(variant, unroll(variant.problem, schedule)),
         proven_minimum_bytes=prepared.proven_minimum_bytes)
 
 
-def make_plan(prepared: PreparedStep, form: Form, budget_bytes: int | None, result: Result
+def make_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | None, result: Result
               ) -> Plan:
-    """The plan that a solver's result stands for, with the account of the whole step."""
-    timeline = unroll(form.problem, result.schedule)
-    overhead = form.overhead(result.schedule)
+    """The plan that a solver's result stands for, with the breakdown of the whole step."""
+    timeline = unroll(variant.problem, result.schedule)
+    overhead = variant.overhead(result.schedule)
     return assemble_plan(
-        prepared, form, budget_bytes, schedule=result.schedule,
-        recipe=build_recipe(prepared, form, timeline), account=account(form, timeline),
+        prepared, variant, budget_bytes, schedule=result.schedule,
+        spec=build_spec(prepared, variant, timeline), breakdown=breakdown(variant, timeline),
         overhead=overhead,
         # Where proven, the two are one number; the bound's own rounding would say otherwise.
         overhead_bound=overhead if result.status == "optimal" else (
             min(max(result.overhead_bound, 0.0), overhead)),
         status=result.status, solver=result.solver, seconds=result.seconds,
-        reserved_bytes=prepared.reserved_bytes(form, timeline),
-        made=memory_over(form.graph, timeline), backward_begins=next(
+        reserved_bytes=prepared.reserved_bytes(variant, timeline),
+        made=memory_over(variant.graph, timeline), backward_begins=next(
             (position for position, index in timeline.runs
-             if form.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)),
+             if variant.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)),
         notes=(*((INTERRUPTED,) if result.interrupted else ()),
                *(() if prepared.surroundings is None else prepared.surroundings.notes),
                *((OFFLOAD_IS_EXPERIMENTAL,) if timeline.offloaded else ())))

@@ -24,7 +24,7 @@ from planner.solvers.cut_model import CutModel
 from planner.solvers.repetition import runs_of
 from planner.solvers.simulator import unroll
 from planner.solvers.violations import Inner, next_cuts
-from planner.step.form import Form
+from planner.step.variant import Variant
 
 _NODES = 50
 """Nodes of the search for one model; where they do not suffice, the bound is a smaller one."""
@@ -34,11 +34,13 @@ _GAP = 1e-4
 """Models are solved to within this part of the step's time."""
 
 
-def least_cost(form: Form, net_bytes: int, to_save: Mapping[int, float], seconds: float) -> float:
+def least_cost(
+    variant: Variant, net_bytes: int, to_save: Mapping[int, float], seconds: float
+) -> float:
     """A bound on the cost of any choice within `net_bytes`, in the unit of the problem and found in
     about `seconds`; infinite where no choice is possible.  `to_save`: what each buffer costs if it
     is saved."""
-    problem, ops = form.problem, form.graph.ops
+    problem, ops = variant.problem, variant.graph.ops
     end = next((i for i, op in enumerate(ops) if op.phase is Phase.BACKWARD), 0) - 1
     if end < 0:
         return problem.keep_all_cost
@@ -53,7 +55,7 @@ def least_cost(form: Form, net_bytes: int, to_save: Mapping[int, float], seconds
         extra, work = max(extra, solution.extra_bound), work + solution.work
         if solution.retained is None or not solution.solved:
             break
-        exceeding = as_order(schedule_saving(form, solution.retained[0]))
+        exceeding = as_order(schedule_saving(variant, solution.retained[0]))
         found = next_cuts(problem, net_bytes, exceeding, cuts, inner, first=end)
         if found is None:
             break

@@ -28,10 +28,10 @@ def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort
     if prepared.base.compiled is not None:
         return plan_compiled(prepared, budget_bytes, effort)
     if prepared.budget_of == "reserved" and budget_bytes is not None:
-        form, result = schedule_reserving(prepared, budget_bytes, effort, warm_start=warm_start)
+        variant, result = schedule_reserving(prepared, budget_bytes, effort, warm_start=warm_start)
     else:
-        form, result = schedule_within(prepared, budget_bytes, effort, warm_start=warm_start)
-    return make_plan(prepared, form, budget_bytes, result)
+        variant, result = schedule_within(prepared, budget_bytes, effort, warm_start=warm_start)
+    return make_plan(prepared, variant, budget_bytes, result)
 
 
 def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:

@@ -1,4 +1,4 @@
-"""Schedules that are worth compiling, by the account of the scheduling problem alone.
+"""Schedules that are worth compiling, by the breakdown of the scheduling problem alone.
 
 The solver's schedules are made for ops; here they are changed for kernels: what Inductor computes
 for free, or for less than it takes to save, is not saved.
@@ -14,14 +14,14 @@ from itertools import accumulate
 
 from planner.search.cheap_to_recompute import free_ops, saving_seconds, without_cheap, without_free
 from planner.search.effort import Effort
-from planner.search.forms import solve_form
 from planner.search.fused_bound import least_cost
 from planner.search.saving import saved_buffers, schedule_saving
 from planner.search.time_left import TimeLeft
+from planner.search.variants import solve_variant
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
-from planner.step.form import Form
+from planner.step.variant import Variant
 
 NO_LESS = 0.95
 """Schedules whose peaks, by the problem's account, are nearer than this are not told apart by
@@ -48,15 +48,15 @@ compiled."""
 class Proposals:
     """What the solver proposes for one form of a step; mutable, since it remembers that."""
 
-    def __init__(self, form: Form, effort: Effort, time_left: TimeLeft) -> None:
+    def __init__(self, variant: Variant, effort: Effort, time_left: TimeLeft) -> None:
         """A deadline cuts off a proposal that is looked for, though not before that had what it
         should take on a machine that does nothing beside."""
-        assert form.compiled is not None
-        self.form, self.effort, self._time_left = form, effort, time_left
-        self.default = schedule_saving(form, form.compiled.saved_by_default)
+        assert variant.compiled is not None
+        self.variant, self.effort, self._time_left = variant, effort, time_left
+        self.default = schedule_saving(variant, variant.compiled.saved_by_default)
         """What Inductor does by itself."""
-        self._saved_by_default = form.compiled.saved_by_default
-        self._costs = form.compiled.saving_costs
+        self._saved_by_default = variant.compiled.saved_by_default
+        self._costs = variant.compiled.saving_costs
         self._solved: dict[int, Result] = {}
         """What the solver found within net bytes, of the problem that it sees."""
         self.solver_seconds = 0.0
@@ -69,20 +69,20 @@ class Proposals:
     @cached_property
     def costly(self) -> frozenset[int]:
         """What Inductor saves by itself, less what is cheap to recompute."""
-        return without_cheap(self.form, self._saved_by_default, self._costs)
+        return without_cheap(self.variant, self._saved_by_default, self._costs)
 
     @cached_property
     def least(self) -> tuple[int, Schedule]:
-        """The least net bytes that a schedule is known to take by the problem's own account, and
+        """The least net bytes that a schedule is known to take by the problem's own breakdown, and
         that schedule; empty where it is not at hand."""
         try:  # with the costs that ops have alone: another schedule beside those of `within`
-            return 0, self._ask(self.form, 0, _LEAST_SECONDS).schedule
+            return 0, self._ask(self.variant, 0, _LEAST_SECONDS).schedule
         except Refusal as refusal:
             return refusal.minimum_bytes, refusal.schedule
 
     def cost(self, schedule: Schedule) -> float:
         """Seconds of a step, by the problem's account, and of what it takes to save."""
-        return self.form.cost(schedule) + saving_seconds(self.form, schedule, self._costs)
+        return self.variant.cost(schedule) + saving_seconds(self.variant, schedule, self._costs)
 
     def cost_within(self, net_bytes: int) -> float:
         """What the schedule costs that is most promising within `net_bytes`; infinite where there
@@ -99,12 +99,12 @@ class Proposals:
         Raises `solvers.InfeasibleBudget`.
         """
         found = self._solve(net_bytes)
-        saved = saved_buffers(self.form, found) | self._small(net_bytes)
-        saved = without_free(self.form.graph, saved, self._free)
-        saved = without_cheap(self.form, saved, self._costs)
-        cheap = schedule_saving(self.form, saved)
+        saved = saved_buffers(self.variant, found) | self._small(net_bytes)
+        saved = without_free(self.variant.graph, saved, self._free)
+        saved = without_cheap(self.variant, saved, self._costs)
+        cheap = schedule_saving(self.variant, saved)
         self._costs_nothing |= self.cost(cheap) <= self.cost(self.default)
-        peaks = [self.form.net_peak_bytes(schedule) for schedule in (cheap, found)]
+        peaks = [self.variant.net_peak_bytes(schedule) for schedule in (cheap, found)]
         if peaks[0] > _WORTH_TRYING * net_bytes:
             return (found,)
         return (cheap, found) if peaks[1] < NO_LESS * peaks[0] else (cheap,)
@@ -112,13 +112,13 @@ class Proposals:
     @cached_property
     def _free(self) -> frozenset[int]:
         """Ops that are free to run again where what is costly is saved."""
-        return free_ops(self.form, self.costly)
+        return free_ops(self.variant, self.costly)
 
     @cached_property
-    def _priced(self) -> Form:
+    def _priced(self) -> Variant:
         """The form with the problem that the solver sees."""
-        problem = self.form.problem
-        return replace(self.form, problem=replace(problem, ops=tuple(
+        problem = self.variant.problem
+        return replace(self.variant, problem=replace(problem, ops=tuple(
             replace(op, cost=_COST_OF_FREE * op.cost) if index in self._free else op
             for index, op in enumerate(problem.ops))))
 
@@ -160,14 +160,14 @@ class Proposals:
             return None
         return self._solved[less].schedule
 
-    def _ask(self, form: Form, net_bytes: int, least_seconds: float = 0.0,
+    def _ask(self, variant: Variant, net_bytes: int, least_seconds: float = 0.0,
              start: Schedule | None = None) -> Result:
         effort = self.effort
         work = max(_SHARE_OF_SOLVER * (effort.work_limit or effort.time_limit), least_seconds)
         begun = time.monotonic()
         seconds = max(self._time_left.deadline - begun, work)
         try:
-            return solve_form(form, net_bytes, replace(effort, time_limit=seconds), start,
+            return solve_variant(variant, net_bytes, replace(effort, time_limit=seconds), start,
                               work_limit=work)
         except Refusal as refusal:
             self._refused_bytes = max(self._refused_bytes, net_bytes, refusal.minimum_bytes - 1)
@@ -181,12 +181,12 @@ class Proposals:
         # Two accounts may be asked, so that each may take half of what a proposal may.
         share = _SHARE_OF_SOLVER / 2 * (effort.work_limit or effort.time_limit)
         seconds = max(self._time_left.deadline - time.monotonic(), share)
-        return least_cost(self.form, net_bytes, self._costs.to_save, seconds)
+        return least_cost(self.variant, net_bytes, self._costs.to_save, seconds)
 
     def _small(self, net_bytes: int) -> frozenset[int]:
         """The smallest of what Inductor saves by itself, from which it makes larger results again.
         """
-        sizes = sorted((self.form.graph.buffers[buffer].size_bytes, buffer)
+        sizes = sorted((self.variant.graph.buffers[buffer].size_bytes, buffer)
                        for buffer in self.costly)
         limits = accumulate(size for size, _ in sizes)
         return frozenset(buffer for (_, buffer), total in zip(sizes, limits, strict=True)

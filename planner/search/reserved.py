@@ -27,9 +27,9 @@ from planner.solvers.incumbent import PROOF_TOLERANCE
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
 from planner.solvers.simulator import unroll
-from planner.step.accounting import describe_bottleneck
-from planner.step.form import Form
+from planner.step.breakdown import describe_bottleneck
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 from planner.units import format_bytes
 
 _SOLVES = 7
@@ -44,7 +44,7 @@ _SMALL = (1.0, 1.03, 1.1)
 class _Tried:
     """A schedule, and what it takes."""
 
-    form: Form
+    variant: Variant
     result: Result
     allocated_bytes: int
     reserved_bytes: int
@@ -55,9 +55,9 @@ class _Tried:
 
 
 def schedule_reserving(prepared: PreparedStep, budget_bytes: int, effort: Effort, *,
-                       warm_start: Schedule | None = None) -> tuple[Form, Result]:
-    """The cheapest schedule found under which no more than `budget_bytes` is reserved, and the form
-    of the step that it is of; raises `InfeasibleBudget`."""
+                       warm_start: Schedule | None = None) -> tuple[Variant, Result]:
+    """The cheapest schedule found under which no more than `budget_bytes` is reserved, and the
+    variant of the step that it is of; raises `InfeasibleBudget`."""
     search = _Search(prepared, budget_bytes, effort)
     fitting = search.lower(warm_start)
     if not fitting:
@@ -66,7 +66,7 @@ def schedule_reserving(prepared: PreparedStep, budget_bytes: int, effort: Effort
         if not fitting:
             raise _refusal(prepared, budget_bytes, small)
     best = min(fitting, key=lambda tried: tried.cost)
-    return best.form, search.judged(best.result)
+    return best.variant, search.evaluated(best.result)
 
 
 def reserved_refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
@@ -87,8 +87,8 @@ class _Search:
         """All that fit, of schedules within one limit on what is allocated after another."""
         fitting: list[_Tried] = []
         if warm_start is not None:
-            fitting += [tried for form in self.prepared.forms
-                        if (tried := self._known(form, warm_start)) is not None
+            fitting += [tried for variant in self.prepared.variants
+                        if (tried := self._known(variant, warm_start)) is not None
                         and tried.reserved_bytes <= self.budget_bytes]
         low, high = 0, self.budget_bytes
         limit, near = self.budget_bytes, max(1, int(_NEAR * self.budget_bytes))
@@ -120,8 +120,8 @@ class _Search:
 
     def smallest(self) -> Iterator[_Tried]:
         """Schedules that take little, whatever the budget."""
-        form, result = smallest_result(self.prepared, self.effort)
-        smallest = self._tried(form, result)
+        variant, result = smallest_result(self.prepared, self.effort)
+        smallest = self._tried(variant, result)
         yield smallest
         for factor in _SMALL[1:]:
             try:
@@ -130,7 +130,7 @@ class _Search:
             except InfeasibleBudget:
                 continue
 
-    def judged(self, result: Result) -> Result:
+    def evaluated(self, result: Result) -> Result:
         """With what is proven for the budget, rather than for the limit that it was found with."""
         return replace(
             result, lower_bound=min(self.bound, result.cost),
@@ -143,36 +143,48 @@ class _Search:
         return self._tried(*schedule_within(self.prepared, limit_bytes, effort,
                                             warm_start=warm_start))
 
-    def _known(self, form: Form, schedule: Schedule) -> _Tried | None:
-        """A schedule of another size; `None` where it is none of this form."""
-        if max(as_order(schedule)) + 1 != len(form.problem):
+    def _known(self, variant: Variant, schedule: Schedule) -> _Tried | None:
+        """A schedule of another size; `None` where it is none of this variant."""
+        if max(as_order(schedule)) + 1 != len(variant.problem):
             return None
-        timeline = unroll(form.problem, schedule)
-        return self._tried(form, Result(
-            schedule, timeline.peak_bytes, timeline.cost, form.base_seconds, 0.0, "feasible", 0.0,
-            self.effort.solver))
+        timeline = unroll(variant.problem, schedule)
+        return self._tried(
+            variant,
+            Result(
+                schedule,
+                timeline.peak_bytes,
+                timeline.cost,
+                variant.base_seconds,
+                0.0,
+                "feasible",
+                0.0,
+                self.effort.solver,
+            ),
+        )
 
-    def _tried(self, form: Form, result: Result) -> _Tried:
-        timeline = unroll(form.problem, result.schedule)
-        reserved_bytes = self.prepared.reserved_bytes(form, timeline)
+    def _tried(self, variant: Variant, result: Result) -> _Tried:
+        timeline = unroll(variant.problem, result.schedule)
+        reserved_bytes = self.prepared.reserved_bytes(variant, timeline)
         assert reserved_bytes is not None, "such a step is not planned by what is reserved"
         if self.effort.progress is not None:
             self.effort.progress(
-                f"{format_bytes(form.budget.whole_bytes(timeline.peak_bytes))} allocated, "
+                f"{format_bytes(variant.budget.whole_bytes(timeline.peak_bytes))} allocated, "
                 f"{format_bytes(reserved_bytes)} reserved")
-        return _Tried(form, result, form.budget.whole_bytes(timeline.peak_bytes), reserved_bytes)
+        return _Tried(
+            variant, result, variant.budget.whole_bytes(timeline.peak_bytes), reserved_bytes
+        )
 
 
 def _refusal(prepared: PreparedStep, budget_bytes: int, tries: Iterable[_Tried]
              ) -> InfeasibleBudget:
     smallest = min(tries, key=lambda tried: tried.reserved_bytes)
-    form, around = smallest.form, prepared.surroundings
-    timeline = unroll(form.problem, smallest.result.schedule)
-    words = (f"{describe_bottleneck(form, timeline)} Of the "
+    variant, around = smallest.variant, prepared.surroundings
+    timeline = unroll(variant.problem, smallest.result.schedule)
+    words = (f"{describe_bottleneck(variant, timeline)} Of the "
              f"{format_bytes(smallest.reserved_bytes)} that torch reserves then, "
              f"{format_bytes(smallest.allocated_bytes)} are allocated")
     if around is not None and not around.expandable:
-        found = replace(around, expandable=True).replay(around.planned(form.graph, timeline))
+        found = replace(around, expandable=True).replay(around.planned(variant.graph, timeline))
         words += (f"; with expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True) it "
                   f"reserves {format_bytes(found.reserved_bytes)}")
     return InfeasibleBudget(budget_bytes, smallest.reserved_bytes, f"{words}.",

@@ -10,13 +10,13 @@ from collections.abc import Set
 
 from planner._graph_capture.training_graph import Phase
 from planner.solvers.problem import Schedule
-from planner.step.form import Form
+from planner.step.variant import Variant
 
 
-def schedule_saving(form: Form, saved: Set[int]) -> Schedule:
+def schedule_saving(variant: Variant, saved: Set[int]) -> Schedule:
     """The schedule that keeps the buffers `saved` (and what may not be recomputed) for the backward
     and computes what else it needs once more, just before it is needed first."""
-    graph, problem = form.graph, form.problem
+    graph, problem = variant.graph, variant.problem
     schedule: list[int] = []
     available: set[int] = set(saved)
 
@@ -26,7 +26,7 @@ def schedule_saving(form: Form, saved: Set[int]) -> Schedule:
                 and not graph.buffers[buffer].kept_to_end
                 and problem.may_replay(producer, before))
 
-    def remake(buffer: int, before: int) -> None:
+    def recompute(buffer: int, before: int) -> None:
         pending = [buffer]
         while pending:
             producer = graph.buffers[pending[-1]].producer
@@ -46,14 +46,14 @@ def schedule_saving(form: Form, saved: Set[int]) -> Schedule:
             for buffer in op.inputs:
                 producer = graph.buffers[buffer].producer
                 if graph.ops[producer].phase is Phase.FORWARD and is_missing(buffer, index):
-                    remake(buffer, index)
+                    recompute(buffer, index)
         schedule.append(index)
     return tuple(schedule)
 
 
-def saved_buffers(form: Form, schedule: Schedule) -> frozenset[int]:
+def saved_buffers(variant: Variant, schedule: Schedule) -> frozenset[int]:
     """Buffers of the forward whose first result the backward reads."""
-    graph = form.graph
+    graph = variant.graph
     return frozenset(
-        instance.storage for instance in form.saved_instances(schedule)
+        instance.storage for instance in variant.saved_instances(schedule)
         if graph.ops[graph.buffers[instance.storage].producer].phase is Phase.FORWARD)

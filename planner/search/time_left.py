@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from planner.step.compiled_account import CompiledAccount
+    from planner.step.compiled_breakdown import CompiledBreakdown
 
 _GRACE = 0.4
 """Part of the limit by which it may be overrun for what has been begun, a bound besides."""
@@ -21,13 +21,13 @@ _GRACE = 0.4
 class TimeLeft:
     """The time of one search; mutable, since it learns what its parts take."""
 
-    def __init__(self, limit: float, account: CompiledAccount, started: float | None = None
+    def __init__(self, limit: float, breakdown: CompiledBreakdown, started: float | None = None
                  ) -> None:
         """`limit` seconds begin now, or began at `started`, of `time.monotonic`."""
-        self._account = account
+        self._breakdown = breakdown
         self.started = time.monotonic() if started is None else started
         self._latest = self.started + (1 + _GRACE) * limit
-        self.deadline = min(self.started + limit, self._latest - account.whole_seconds)
+        self.deadline = min(self.started + limit, self._latest - breakdown.whole_seconds)
         """When no more schedules are to be looked for."""
         self.code_seconds = 0.0
         """What it took to follow the code of one step, at most."""
@@ -37,10 +37,10 @@ class TimeLeft:
     def is_late(self, solver_seconds: float) -> bool:
         """Whether there is no time for another try, which is then left out: the limit has struck,
         or a try would leave none for the code of the whole step."""
-        done = time.monotonic() + solver_seconds + self.code_seconds + self._account.whole_seconds
+        done = time.monotonic() + solver_seconds + self.code_seconds + self._breakdown.whole_seconds
         self.is_over |= time.monotonic() > self.deadline or done > self._latest
         return self.is_over
 
     def allows_whole(self) -> bool:
         """Whether there is time to generate the code of the whole step."""
-        return time.monotonic() + self._account.whole_seconds <= self._latest
+        return time.monotonic() + self._breakdown.whole_seconds <= self._latest

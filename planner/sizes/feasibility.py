@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from planner.errors import InfeasibleBudget
 from planner.search.effort import Effort
-from planner.search.forms import cheapest
 from planner.search.reserved import schedule_reserving
+from planner.search.variants import cheapest
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.sized_steps import SizedSteps
 from planner.solvers.actions import as_order
@@ -23,8 +23,8 @@ from planner.solvers.minimum import minimum_peak
 from planner.solvers.problem import Problem, Schedule
 from planner.solvers.result import Result
 from planner.solvers.simulator import IllegalSchedule, simulate
-from planner.step.form import Form
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 from planner.units import format_fraction
 
 _BRIEF = 0.25
@@ -75,8 +75,9 @@ class Feasibility:
             self._proven.add(number)
             return False
         net_bytes = step.budget.net_bytes(self._budget_bytes)
-        return any(self._try_known(number, step, form, net_bytes) for form in step.forms) or (
-            self._search(number, step, net_bytes, thorough))
+        return any(
+            self._try_known(number, step, variant, net_bytes) for variant in step.variants
+        ) or (self._search(number, step, net_bytes, thorough))
 
     def _close_in(self, first: int, last: int, above: int | None = None) -> Bracket:
         def brief(number: int) -> bool | None:
@@ -92,53 +93,55 @@ class Feasibility:
             return Bracket(bracket.low, above)
         return bracket
 
-    def _try_known(self, number: int, step: PreparedStep, form: Form, net_bytes: int) -> bool:
+    def _try_known(self, number: int, step: PreparedStep, variant: Variant, net_bytes: int) -> bool:
         """Whether a schedule of another size fits."""
-        known = [form.problem.keep_all_schedule, *self.schedules.values(), *self._small]
-        return any(self._accept(number, step, form, schedule, net_bytes)
-                   for schedule in known if _transfers(schedule, form.problem))
+        known = [variant.problem.keep_all_schedule, *self.schedules.values(), *self._small]
+        return any(self._accept(number, step, variant, schedule, net_bytes)
+                   for schedule in known if _transfers(schedule, variant.problem))
 
     def _search(self, number: int, step: PreparedStep, net_bytes: int, thorough: bool) -> bool:
         effort = self._effort if thorough else replace(
             self._effort, time_limit=_BRIEF * self._effort.time_limit)
         if not thorough and self._overhead_limit is None and effort.solver == "auto":
-            return any(self._try_smallest(number, step, form, net_bytes)
-                       for form in step.forms)
+            return any(self._try_smallest(number, step, variant, net_bytes)
+                       for variant in step.variants)
         if thorough:
             self._asked.add(number)
         found: Result | Refusal
         if step.budget_of == "reserved":
             try:
-                form, found = schedule_reserving(step, self._budget_bytes, effort)
+                variant, found = schedule_reserving(step, self._budget_bytes, effort)
             except InfeasibleBudget as refusal:
                 self.minimum_bytes[number] = refusal.minimum_bytes
                 return False
         else:
-            form, found = cheapest(step.forms, net_bytes, effort)
+            variant, found = cheapest(step.variants, net_bytes, effort)
         if isinstance(found, Refusal):
             self.minimum_bytes[number] = step.budget.whole_bytes(found.minimum_bytes)
             return False
-        if self._accept(number, step, form, found.schedule, net_bytes):
+        if self._accept(number, step, variant, found.schedule, net_bytes):
             return True
         limit = self._overhead_limit
         if limit is not None and found.overhead_bound > limit:
             self._proven.add(number)
         return False
 
-    def _try_smallest(self, number: int, step: PreparedStep, form: Form, net_bytes: int) -> bool:
+    def _try_smallest(
+        self, number: int, step: PreparedStep, variant: Variant, net_bytes: int
+    ) -> bool:
         """Whether the smallest schedule found of a form fits."""
-        schedule = minimum_peak(form.problem, target_bytes=net_bytes)
+        schedule = minimum_peak(variant.problem, target_bytes=net_bytes)
         self._small.append(schedule)
-        return self._accept(number, step, form, schedule, net_bytes)
+        return self._accept(number, step, variant, schedule, net_bytes)
 
-    def _accept(self, number: int, step: PreparedStep, form: Form, schedule: Schedule,
+    def _accept(self, number: int, step: PreparedStep, variant: Variant, schedule: Schedule,
                 net_bytes: int) -> bool:
         """Note what a schedule of a form is worth; whether it will do."""
-        peak, cost = simulate(form.problem, schedule)
+        peak, cost = simulate(variant.problem, schedule)
         if peak > net_bytes or (step.budget_of == "reserved" and (
-                step.takes_bytes(form, schedule) > self._budget_bytes)):
+                step.takes_bytes(variant, schedule) > self._budget_bytes)):
             return False
-        base = form.base_seconds
+        base = variant.base_seconds
         overhead = (cost - base) / base if base else 0.0
         self._overheads[number] = min(overhead, self._overheads.get(number, math.inf))
         if self._overhead_limit is not None and overhead > self._overhead_limit:
@@ -171,9 +174,9 @@ class Feasibility:
             self._small.append(minimum_peak(captured[number].base.problem))
         guesses = []
         for schedule in self._small:
-            peaks = {number: float(form.peak_bytes(schedule))
-                     for number, step in captured.items() for form in step.forms
-                     if _transfers(schedule, form.problem)}
+            peaks = {number: float(variant.peak_bytes(schedule))
+                     for number, step in captured.items() for variant in step.variants
+                     if _transfers(schedule, variant.problem)}
             guesses.append(secant(peaks, self._budget_bytes))
         return max((guess for guess in guesses if guess is not None), default=None)
 

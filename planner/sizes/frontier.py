@@ -19,14 +19,14 @@ from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.search.compiled import smallest_plan
 from planner.search.eager import make_plan, schedule_within, smallest_result
-from planner.search.forms import choose, over_all_forms, solve_form
 from planner.search.planning import Effort, plan_within
+from planner.search.variants import choose, over_all_variants, solve_variant
 from planner.solvers.curve import solve_all
 from planner.solvers.errors import InfeasibleBudget
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
-from planner.step.form import Form
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,32 +108,32 @@ def trace_frontier(prepared: PreparedStep, points: int, effort: Effort, *,
         each = effort.time_limit * min(1.0, _TIME_FACTOR / points)
         return Frontier(_undominated(_compiled_plans(
             prepared, points, replace(effort, time_limit=each))))
-    form, smallest = smallest_result(
+    variant, smallest = smallest_result(
         prepared, replace(effort, time_limit=effort.time_limit / points))
-    low, high = form.peak_bytes(smallest.schedule), prepared.keep_all_peak_bytes
+    low, high = variant.peak_bytes(smallest.schedule), prepared.keep_all_peak_bytes
     budgets = [low + (high - low) * number // (points - 1) for number in range(points)]
-    middle_form, middle = schedule_within(prepared, budgets[points // 2], effort,
+    middle_variant, middle = schedule_within(prepared, budgets[points // 2], effort,
                                           warm_start=smallest.schedule)
     one_plan = capture_seconds + middle.seconds
     left = _TIME_FACTOR * one_plan - capture_seconds - (time.monotonic() - begin)
-    share = max(0.0, left) / len(prepared.forms)
+    share = max(0.0, left) / len(prepared.variants)
     curves = [_curve(one, budgets, effort, share,
-                     start=smallest.schedule if one is form else None,
-                     known={budgets[points // 2]: middle} if one is middle_form else {})
-              for one in prepared.forms]
+                     start=smallest.schedule if one is variant else None,
+                     known={budgets[points // 2]: middle} if one is middle_variant else {})
+              for one in prepared.variants]
     plans = list(_cheapest_of_each(prepared, curves, budgets))
     return Frontier(_undominated(_by_reserved(plans) if prepared.budget_of == "reserved"
                                  else plans))
 
 
-def _curve(form: Form, budgets: Sequence[int], effort: Effort, seconds: float, *,
+def _curve(variant: Variant, budgets: Sequence[int], effort: Effort, seconds: float, *,
            start: Schedule | None, known: Mapping[int, Result]) -> dict[int, Result]:
-    """Results of one form for those of the ascending `budgets` that it can meet; `start` is a
+    """Results of one variant for those of the ascending `budgets` that it can meet; `start` is a
     schedule within the smallest of them."""
-    net_bytes = form.budget.net_bytes
+    net_bytes = variant.budget.net_bytes
     if start is None:
         try:
-            start = solve_form(form, net_bytes(budgets[0]), replace(
+            start = solve_variant(variant, net_bytes(budgets[0]), replace(
                 effort, time_limit=effort.time_limit / len(budgets))).schedule
         except InfeasibleBudget as refusal:
             budgets = [budget for budget in budgets if net_bytes(budget) >= refusal.minimum_bytes]
@@ -141,29 +141,35 @@ def _curve(form: Form, budgets: Sequence[int], effort: Effort, seconds: float, *
     if not budgets:
         return {}
     results = solve_all(
-        form.problem, [net_bytes(budget) for budget in budgets], seconds=seconds,
+        variant.problem, [net_bytes(budget) for budget in budgets], seconds=seconds,
         most_seconds=effort.time_limit, solver=effort.solver, seed=effort.seed, start=start,
         progress=effort.progress,
         known={net_bytes(budget): result for budget, result in known.items()})
-    return {budget: replace(result, keep_all_cost=form.base_seconds)
+    return {budget: replace(result, keep_all_cost=variant.base_seconds)
             for budget, result in zip(budgets, results, strict=True)}
 
 
 def _cheapest_of_each(prepared: PreparedStep, curves: Sequence[Mapping[int, Result]],
                       budgets: Sequence[int]) -> Iterator[Plan]:
-    """The cheapest plan for each budget, over all forms."""
+    """The cheapest plan for each budget, over all variants."""
     for budget in budgets:
-        known = {form: curve[budget] for form, curve in zip(prepared.forms, curves, strict=True)
-                 if budget in curve}
+        known = {
+            variant: curve[budget]
+            for variant, curve in zip(prepared.variants, curves, strict=True)
+            if budget in curve
+        }
         found = choose(known, known.__getitem__)
         if found is None:
             continue
         net_bytes = prepared.budget.net_bytes(budget)
         # Nothing is known of a form for which no schedule was found, though one may exist.
-        bounds = [known[form].lower_bound if form in known else form.base_seconds
-                  for form in prepared.forms if form in known or form.may_fit(net_bytes)]
-        form, result = found
-        yield make_plan(prepared, form, budget, over_all_forms(result, bounds))
+        bounds = [
+            known[variant].lower_bound if variant in known else variant.base_seconds
+            for variant in prepared.variants
+            if variant in known or variant.may_fit(net_bytes)
+        ]
+        variant, result = found
+        yield make_plan(prepared, variant, budget, over_all_variants(result, bounds))
 
 
 def _by_reserved(plans: Sequence[Plan]) -> list[Plan]:

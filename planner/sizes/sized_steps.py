@@ -35,7 +35,7 @@ class SizedSteps:
     def __init__(self, model: nn.Module, make_inputs: MakeInputs, planning: Planning, *,
                  what: str, make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
                  accumulation_of: Callable[[int], int] | None = None) -> None:
-        """`what`: the size in words, such as `batch`; `accumulation_of`: micro-steps to a step of
+        """`what`: the size in words, such as `batch`; `accumulation_of`: micro-batches to a step of
         the optimizer, by size; by default those of `planning`."""
         if not callable(make_inputs):
             raise TypeError(f"make_inputs must be a function from a {what} size to the inputs of a "
@@ -57,7 +57,7 @@ class SizedSteps:
         self._accumulation_of = accumulation_of
         self.planning = planning
         self._steps: dict[int, PreparedStep | None] = {}
-        self._plain: set[int] = set()  # sizes whose step was captured without pieces
+        self._plain: set[int] = set()  # sizes whose step was captured without chunks
         self.skipped: dict[int, str] = {}
         """Sizes at which the step cannot be captured, with the reason."""
 
@@ -78,9 +78,9 @@ class SizedSteps:
         return self._steps[size]
 
     def plain_at(self, size: int) -> PreparedStep | None:
-        """As `at`, for what is said of the plain step: forms in pieces, which take as long to make
+        """As `at`, for what is said of the plain step: forms in chunks, which take as long to make
         as the rest, may be left out."""
-        if size in self._steps or not self.planning.pieces:
+        if size in self._steps or not self.planning.chunks:
             return self.at(size)
         allow = tuple(choice for choice in self.planning.allow if choice != "chunk")
         step = self._steps[size] = self._capture(size, replace(self.planning, allow=allow))

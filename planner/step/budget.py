@@ -4,9 +4,9 @@ The model of the world: resident memory (parameters, buffers, inputs, optimizer 
 before the step to after it.  Above it the step has two phases: forward, loss and backward, which a
 schedule orders; then the optimizer's step, during which all that is kept to the end of the first
 phase (gradients, the model's output) is alive, and its own temporaries.  The peak is the maximum
-over both, and no schedule changes the second.  Gradients of earlier micro-steps are resident until
-the new ones are added to them, which is after the backward; so is what other calls of the step have
-saved for theirs.
+over both, and no schedule changes the second.  Gradients of earlier micro-batches are resident
+until the new ones are added to them, which is after the backward; so is what other calls of the
+step have saved for theirs.
 
 Bytes are of the whole step, except where the name says *net*: above resident memory, during
 forward, loss and backward, as the solvers count.
@@ -26,7 +26,7 @@ from planner.step.categories import MemoryByCategory
 
 
 @dataclass(frozen=True, slots=True)
-class StepAccount:
+class StepBreakdown:
     """Memory of one training step under one schedule."""
 
     memory: MemoryByCategory
@@ -63,7 +63,7 @@ class StepBudget:
         for buffer in graph.buffers:
             if buffer.kept_to_end:
                 made[buffer.kind.value] += buffer.size_bytes
-        # The new gradients were added to those of earlier micro-steps.
+        # The new gradients were added to those of earlier micro-batches.
         return cls(optimizer, resident, _plus(replace(resident, gradients=0, activations=0), made))
 
     @property
@@ -99,13 +99,13 @@ class StepBudget:
         """Resident memory, and what forward and backward have made besides, by category."""
         return _plus(self.resident, made)
 
-    def account(self, net_peak_bytes: int, made: Mapping[str, int]) -> StepAccount:
-        """The account of a step whose forward and backward peak at `net_peak_bytes`, when they
+    def breakdown(self, net_peak_bytes: int, made: Mapping[str, int]) -> StepBreakdown:
+        """The breakdown of a step whose forward and backward peak at `net_peak_bytes`, when they
         have `made` so much by category."""
         forward_backward, floor = self.resident_bytes + net_peak_bytes, self.optimizer_step_bytes
         memory = self.optimizer_step if floor > forward_backward else self.with_resident(made)
         assert memory.total_bytes == max(forward_backward, floor), "every byte has a category"
-        return StepAccount(memory, forward_backward)
+        return StepBreakdown(memory, forward_backward)
 
 
 def _plus(memory: MemoryByCategory, made: Mapping[str, int]) -> MemoryByCategory:

@@ -54,7 +54,7 @@ CATEGORIES = tuple(field.name for field in fields(MemoryByCategory))
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryCourse:
+class MemoryTimeline:
     """Bytes by category, moment after moment."""
 
     bytes_of: tuple[tuple[int, ...], ...]

@@ -1,15 +1,15 @@
 """The whole training loop, put together from its parts: every block that it takes, in order.
 
 The model of the world: parameters and buffers are loaded and the optimizer is made; then come
-iterations, each of one or more micro-steps (forward, loss, backward) and a step of the optimizer.
-Where that step evaluates the model itself, by a closure, the micro-steps are within it, after a
+iterations, each of one or more micro-batches (forward, loss, backward) and a step of the optimizer.
+Where that step evaluates the model itself, by a closure, the micro-batches are within it, after a
 reset of the gradients, and the last gradients stay until the next one.
 Two iterations stand for all: in the first the optimizer makes its state and the parameters get
-their gradients; from the second on everything repeats.  Two micro-steps stand for any larger
+their gradients; from the second on everything repeats.  Two micro-batches stand for any larger
 number: the first after a reset of the gradients, and one that adds to them.
 
-Parts are traced or planned one by one (`graph_capture.plain_step.micro_step`,
-`graph_capture.optimizer.step`, `planner.step.planned_micro_step`); what outlives a part, and
+Parts are traced or planned one by one (`graph_capture.plain_step.micro_batch`,
+`graph_capture.optimizer.step`, `planner.step.planned_micro_batch`); what outlives a part, and
 until when, is decided here.
 
 Blind spots: what the loop does beside these parts (metrics, an average of the weights); a copy of
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroStep, OpRun
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroBatch, OpRun
 
 if TYPE_CHECKING:
     from planner._graph_capture.optimizer.step import OptimizerTrace
 
-MicroSteps = Callable[[frozenset[str]], MicroStep]
-"""The micro-step before which the parameters of these names have a gradient."""
+MicroBatches = Callable[[frozenset[str]], MicroBatch]
+"""The micro-batch before which the parameters of these names have a gradient."""
 
 
 class StepPhase(StrEnum):
@@ -51,7 +51,7 @@ class TrainingLoop:
     """How the user's loop goes about a step."""
 
     accumulation: int = 1
-    """Micro-steps to each step of the optimizer."""
+    """Micro-batches to each step of the optimizer."""
     set_to_none: bool = True
     """As in `optimizer.zero_grad`: gradients are released between steps, or stay as zeros."""
     zero_grad: Literal["after_step", "before_backward"] = "after_step"
@@ -60,7 +60,7 @@ class TrainingLoop:
     hold_output: Literal["backward", "step", "loop"] = "step"
     """How long the model's output, and the loss, are held.  `backward`: they go as the backward
     ends.  `step`: the names are local to a function that makes a whole step, and bound anew in
-    each micro-step.  `loop`: they live on until the next iteration binds them, and so does the
+    each micro-batch.  `loop`: they live on until the next iteration binds them, and so does the
     batch: a loop that is no function."""
     load_state_dict: bool = False
     """Whether the parameters are loaded from a state dict that is on the device as well."""
@@ -73,7 +73,7 @@ class Span:
     phase: StepPhase
     iteration: int
     """0 for loading, 1 for the first step, 2 for any later one."""
-    micro_step: int
+    micro_batch: int
     start: int
     """Number of events before it."""
     stop: int
@@ -89,20 +89,20 @@ class LoopTrace:
     """In order; each begins where the one before ends."""
 
 
-def compose(resident: Sequence[Block], micro_steps: MicroSteps,
+def compose(resident: Sequence[Block], micro_batches: MicroBatches,
             optimizer: OptimizerTrace | None, loop: TrainingLoop) -> LoopTrace:
     """The trace of the loop.
 
     `resident`: the blocks of parameters, buffers and inputs.  Without an optimizer its step is
     missing, and `model.zero_grad` resets the gradients.
     """
-    return _Composer(resident, micro_steps, optimizer, loop).run()
+    return _Composer(resident, micro_batches, optimizer, loop).run()
 
 
 class _Composer:
-    def __init__(self, resident: Sequence[Block], micro_steps: MicroSteps,
+    def __init__(self, resident: Sequence[Block], micro_batches: MicroBatches,
                  optimizer: OptimizerTrace | None, loop: TrainingLoop) -> None:
-        self.resident, self.micro_steps = resident, micro_steps
+        self.resident, self.micro_batches = resident, micro_batches
         self.optimizer, self.loop = optimizer, loop
         self.blocks: list[Block] = []
         self.events: list[int] = []
@@ -126,7 +126,7 @@ class _Composer:
             if evaluations:
                 self._step_by_closure(iteration, (start, *evaluations, stop))
             else:
-                self._micro_steps(iteration)
+                self._micro_batches(iteration)
                 self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
                 self._play_optimizer(start, stop)
                 self._reset_gradients()
@@ -172,7 +172,7 @@ class _Composer:
             self._play_optimizer(start, event)
             start = event
             self._reset_gradients()
-            self._micro_steps(iteration)
+            self._micro_batches(iteration)
             self._release(self.output)
             if event == evaluations[0]:
                 returned, self.loss = self.loss, []
@@ -199,16 +199,16 @@ class _Composer:
             if block not in before:
                 self.of_optimizer[block] = self._make(trace.blocks[block])
 
-    def _micro_steps(self, iteration: int) -> None:
+    def _micro_batches(self, iteration: int) -> None:
         for number in range(min(self.loop.accumulation, 2)):
-            self._micro_step(iteration, number)
+            self._micro_batch(iteration, number)
 
-    def _micro_step(self, iteration: int, number: int) -> None:
+    def _micro_batch(self, iteration: int, number: int) -> None:
         self._begin(StepPhase.FORWARD, iteration, number)
         if not self.batch:
             self._make_batch()
         self._release(self.left)
-        step = self.micro_steps(frozenset(self.gradients))
+        step = self.micro_batches(frozenset(self.gradients))
         ours: dict[int, int] = {}
         self._play(step.trace, 0, step.loss_begins, ours)
         self._release(self.output)  # the name is bound to the new one
@@ -249,12 +249,12 @@ class _Composer:
             self._make_batch()
             self._release(last)
 
-    def _begin(self, phase: StepPhase, iteration: int, micro_step: int) -> None:
+    def _begin(self, phase: StepPhase, iteration: int, micro_batch: int) -> None:
         here = len(self.events)
         if self.spans:
             last = self.spans[-1]
-            self.spans[-1] = Span(last.phase, last.iteration, last.micro_step, last.start, here)
-        self.spans.append(Span(phase, iteration, micro_step, here, here))
+            self.spans[-1] = Span(last.phase, last.iteration, last.micro_batch, last.start, here)
+        self.spans.append(Span(phase, iteration, micro_batch, here, here))
 
     def _make(self, block: Block) -> int:
         self.blocks.append(block)

@@ -8,7 +8,7 @@ replayed in them, and a recomputation just before them has no place to stand.
 Where there is a link to the host, what the forward saves for its own backward, and nothing else,
 may be stored there.
 
-Resident memory is not part of the problem; `planner.step.accounting` adds it.
+Resident memory is not part of the problem; `planner.step.breakdown` adds it.
 """
 
 from __future__ import annotations

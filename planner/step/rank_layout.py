@@ -30,11 +30,11 @@ from planner._graph_capture.dynamo.blocks import (
     find_blocks,
     has_repeated_blocks,
 )
+from planner._graph_capture.fake_copies.fake import FakeCopy, make_fake_copy
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.optimizer.named import instances
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.training_graph import ResidentMemory
-from planner._graph_capture.twins.fake import FakeTwin, make_twin
 
 if TYPE_CHECKING:
     from planner.arguments.parallel import DataParallel
@@ -56,19 +56,19 @@ class _Layout:
     units: tuple[tuple[str, int], ...] = ()
     holds_optimizer: bool = True
 
-    def __init__(self, model: nn.Module, twin: FakeTwin, parallel: DataParallel) -> None:
-        self._model, self._twin, self._parallel = model, twin, parallel
+    def __init__(self, model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel) -> None:
+        self._model, self._fake_copy, self._parallel = model, fake_copy, parallel
 
     @property
     def whole_gradient_bytes(self) -> int:
         """See `graph_capture.rank.RankLayout`."""
-        return sum(allocated_bytes(p.nbytes, self._twin.device)
-                   for p in self._twin.model.parameters() if p.requires_grad)
+        return sum(allocated_bytes(p.nbytes, self._fake_copy.device)
+                   for p in self._fake_copy.model.parameters() if p.requires_grad)
 
     @property
     def resident(self) -> ResidentMemory:
         """Held between steps; buckets count as buffers."""
-        held = self._twin.resident
+        held = self._fake_copy.resident
         return ResidentMemory(
             self.parameters_bytes,
             held.buffers_bytes + self.gradients_bytes + self.communication_bytes,
@@ -78,12 +78,15 @@ class _Layout:
 class Replicated(_Layout):
     """Each rank holds the whole model, and buckets for its gradients (`ddp`, `zero1`)."""
 
-    def __init__(self, model: nn.Module, twin: FakeTwin, parallel: DataParallel) -> None:
-        super().__init__(model, twin, parallel)
-        self.parameters_bytes = twin.resident.parameters_bytes
+    def __init__(self, model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel) -> None:
+        super().__init__(model, fake_copy, parallel)
+        self.parameters_bytes = fake_copy.resident.parameters_bytes
         self.bucket_bytes = tuple(
-            allocated_bytes(size, twin.device) for size in assign_buckets(
-                [p for p in twin.model.parameters() if p.requires_grad], parallel.bucket_cap_mb))
+            allocated_bytes(size, fake_copy.device)
+            for size in assign_buckets(
+                [p for p in fake_copy.model.parameters() if p.requires_grad], parallel.bucket_cap_mb
+            )
+        )
         whole = sum(self.bucket_bytes)
         self.gradients_bytes = whole if parallel.gradient_as_bucket_view else 0
         self.communication_bytes = whole - self.gradients_bytes
@@ -91,14 +94,14 @@ class Replicated(_Layout):
     def wrapper(self) -> Wrapper:
         return IntoBuckets() if self._parallel.gradient_as_bucket_view else Wrapper()
 
-    def share_of(self, optimizer: object) -> tuple[object, FakeTwin]:
+    def share_of(self, optimizer: object) -> tuple[object, FakeCopy]:
         """See `graph_capture.rank.RankLayout`."""
         if self._parallel.kind == "ddp":
-            return optimizer, self._twin
+            return optimizer, self._fake_copy
         parts = partition([p for p in self._model.parameters() if p.requires_grad],
                           self._parallel.ranks)
         most = max(parts, key=lambda part: sum(p.numel() for p in part))
-        return _share({p: p.shape for p in most}, optimizer, self._twin.device)
+        return _share({p: p.shape for p in most}, optimizer, self._fake_copy.device)
 
 
 class FullyShardedLayout(_Layout):
@@ -108,30 +111,30 @@ class FullyShardedLayout(_Layout):
     def whole_gradient_bytes(self) -> int:
         """See `graph_capture.rank.RankLayout`; they wait in the dtype in which they are reduced."""
         dtype = self._precision.reduced
-        return sum(allocated_bytes(p.numel() * (dtype or p.dtype).itemsize, self._twin.device)
-                   for p in self._twin.model.parameters() if p.requires_grad)
+        return sum(allocated_bytes(p.numel() * (dtype or p.dtype).itemsize, self._fake_copy.device)
+                   for p in self._fake_copy.model.parameters() if p.requires_grad)
 
-    def __init__(self, model: nn.Module, twin: FakeTwin, parallel: DataParallel) -> None:
-        super().__init__(model, twin, parallel)
+    def __init__(self, model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel) -> None:
+        super().__init__(model, fake_copy, parallel)
         self._reshard = {"zero2": False, "zero3": True}.get(
             parallel.kind, parallel.reshard_after_forward)
-        self._names = unit_names(twin.model, parallel.units)
-        units = make_units(twin.model, self._names, self._reshard)
+        self._names = unit_names(fake_copy.model, parallel.units)
+        units = make_units(fake_copy.model, self._names, self._reshard)
         self._precision = _precision(model, parallel)
         # In the host's memory, which on a CPU is the device's own, too.
-        self.holds_optimizer = not parallel.offloads or twin.device.type == "cpu"
+        self.holds_optimizer = not parallel.offloads or fake_copy.device.type == "cpu"
         self.parameters_bytes = 0 if not self.holds_optimizer else sum(
             allocated_bytes(padded_shard_bytes(p, parallel.ranks, self._precision.shards),
-                            twin.device) for unit in units for p in unit.parameters)
+                            fake_copy.device) for unit in units for p in unit.parameters)
         self.units = tuple((unit.name, unit.whole_bytes(parallel.ranks))
                            for unit in (*units[1:], units[0]))
 
     def wrapper(self) -> Wrapper:
         return Sharded(self._names, self._parallel.ranks, reshard_after_forward=self._reshard,
-                       library_copies=self._twin.device.type == "cpu",  # gloo
+                       library_copies=self._fake_copy.device.type == "cpu",  # gloo
                        precision=self._precision)
 
-    def share_of(self, optimizer: object) -> tuple[object, FakeTwin]:
+    def share_of(self, optimizer: object) -> tuple[object, FakeCopy]:
         """See `graph_capture.rank.RankLayout`."""
         ranks, given = self._parallel.ranks, instances(optimizer)
         # While a model runs, some of its parameters are gathered: no optimizer knows those.
@@ -140,7 +143,7 @@ class FullyShardedLayout(_Layout):
         shards: dict[torch.Tensor, torch.Size] = {
             p: torch.Size((math.ceil(p.shape[0] / ranks), *p.shape[1:]))
                   for p in parameters if p.requires_grad}
-        return _share(shards, optimizer, self._twin.device, self._precision.shards)
+        return _share(shards, optimizer, self._fake_copy.device, self._precision.shards)
 
 
 def _precision(model: nn.Module, parallel: DataParallel) -> Precision:
@@ -153,10 +156,12 @@ def _precision(model: nn.Module, parallel: DataParallel) -> Precision:
                      parallel.dtype_of(parallel.param_dtype))
 
 
-def layout_of(model: nn.Module, twin: FakeTwin, parallel: DataParallel
+def layout_of(model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel
               ) -> Replicated | FullyShardedLayout:
-    """How a rank of a run under `parallel` holds the model that the twin was made from."""
-    return (Replicated if parallel.is_replicated else FullyShardedLayout)(model, twin, parallel)
+    """How a rank of a run under `parallel` holds the model that the fake copy was made from."""
+    return (Replicated if parallel.is_replicated else FullyShardedLayout)(
+        model, fake_copy, parallel
+    )
 
 
 def assign_buckets(parameters: Sequence[torch.Tensor], cap_mb: float | None) -> list[int]:
@@ -220,32 +225,32 @@ def unit_names(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, .
 
 def regions_of_rank(model: nn.Module, parallel: DataParallel,
                     regions: str | Sequence[str] | None) -> str | Sequence[str]:
-    """What is compiled as one piece on a rank; `regions`: as for `planner.plan`.
+    """What is compiled as one chunk on a rank; `regions`: as for `planner.plan`.
 
     By default the repeated blocks, if there are any: one graph would hand over all gradients at its
     end, with nothing left to do while they are sent, and units are gathered and released between
-    pieces.  Raises `ValueError` for a unit inside of a piece.
+    chunks.  Raises `ValueError` for a unit inside of a chunk.
     """
     chosen = regions or (REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL)
     if parallel.is_replicated:
         return chosen
-    pieces = find_blocks(model, chosen) or ("",)
+    chunks = find_blocks(model, chosen) or ("",)
     for unit in unit_names(model, parallel.units):
-        inside = next((piece for piece in pieces if unit.startswith(f"{piece}." if piece else "")
+        inside = next((piece for piece in chunks if unit.startswith(f"{piece}." if piece else "")
                        and unit != piece), None)
         if inside == "":
             raise ValueError(
                 f"under {parallel.kind} the unit {unit} is gathered and released by itself, so the "
-                'model cannot be compiled as one piece: leave out regions, or write '
+                'model cannot be compiled as one chunk: leave out regions, or write '
                 'regions="blocks" or names of modules such as the units')
         if inside is not None:
             raise ValueError(
-                f"the unit {unit} lies inside of {inside}, which is compiled as one piece: write "
+                f"the unit {unit} lies inside of {inside}, which is compiled as one chunk: write "
                 f"units=({inside!r},) or a wildcard for it and its like, or regions=({unit!r},)")
     return chosen
 
 
-class _StandIn(nn.Module):
+class _ShapesOnly(nn.Module):
     """Parameters of given shapes, and nothing else."""
 
     def __init__(self, shapes: Mapping[torch.Tensor, torch.Size], dtype: torch.dtype | None
@@ -258,14 +263,14 @@ class _StandIn(nn.Module):
 
 
 def _share(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object, device: torch.device,
-           dtype: torch.dtype | None = None) -> tuple[object, FakeTwin]:
+           dtype: torch.dtype | None = None) -> tuple[object, FakeCopy]:
     """The optimizer on parts of its parameters; `dtype`: of floats among them, where it is another
     than theirs."""
-    stand_in = _StandIn(shapes, dtype)
+    stand_in = _ShapesOnly(shapes, dtype)
     if (given := instances(optimizer)) is not None:
         optimizer = [_moved(each, stand_in.of) for each in given]
     stand_in.of = {}
-    return optimizer, make_twin(stand_in, device=device)
+    return optimizer, make_fake_copy(stand_in, device=device)
 
 
 def _moved(optimizer: Optimizer, part_of: Mapping[int, nn.Parameter]) -> Optimizer:

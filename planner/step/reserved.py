@@ -27,11 +27,11 @@ from planner._graph_capture.memory.caching_allocator import (
     replay,
     takes_first_made,
 )
-from planner._graph_capture.memory.trace import Block, MicroStep
+from planner._graph_capture.memory.trace import Block, MicroBatch
 from planner._graph_capture.training_graph import TrainingGraph
 from planner.solvers.simulator import Timeline
-from planner.step.loop_trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
-from planner.step.planned_micro_step import planned_micro_step
+from planner.step.loop_trace import LoopTrace, MicroBatches, StepPhase, TrainingLoop, compose
+from planner.step.planned_micro_batch import planned_micro_batch
 
 if TYPE_CHECKING:
     from planner._graph_capture.capture import CapturedStep
@@ -129,7 +129,7 @@ class StepSurroundings:
     workspace_bytes: int
     """Of cuBLAS, for each thread."""
     expandable: bool
-    plain: MicroSteps | None
+    plain: MicroBatches | None
     """Forward and backward as they run today; `None` where they were not followed."""
 
     @classmethod
@@ -143,16 +143,20 @@ class StepSurroundings:
             return None
         first, later = step.baseline.blocks, step.later and step.later.blocks
 
-        def plain(with_gradient: frozenset[str]) -> MicroStep:
+        def plain(with_gradient: frozenset[str]) -> MicroBatch:
             assert first is not None
             return later if with_gradient and later else first
 
         is_followed = first is not None and (accumulation == 1 or later is not None)
         return cls(
-            step.resident_blocks(), frozenset(step.tracing.twin.parameters), step.optimizer_steps,
+            step.resident_blocks(),
+            frozenset(step.tracing.fake_copy.parameters),
+            step.optimizer_steps,
             TrainingLoop(accumulation, hold_output="step" if accumulation == 1 else "backward"),
-            step.held_workspace_bytes, expandable_segments(),
-            plain if is_followed else None)
+            step.held_workspace_bytes,
+            expandable_segments(),
+            plain if is_followed else None,
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -161,16 +165,16 @@ class StepSurroundings:
                 ("what is reserved is predicted with expandable segments, which the environment "
                  "asks for",))
 
-    def replay(self, micro_steps: MicroSteps) -> Replay:
+    def replay(self, micro_batches: MicroBatches) -> Replay:
         """The loop whose forward and backward are these."""
-        loop = compose(self.resident, micro_steps, self.optimizer, self.loop)
+        loop = compose(self.resident, micro_batches, self.optimizer, self.loop)
         return replay_loop(loop, self.workspace_bytes, expandable=self.expandable)
 
     def plain_reserved_bytes(self) -> int | None:
         """What is reserved as the step runs today."""
         return None if self.plain is None else self.replay(self.plain).reserved_bytes
 
-    def planned(self, graph: TrainingGraph, timeline: Timeline) -> MicroSteps:
+    def planned(self, graph: TrainingGraph, timeline: Timeline) -> MicroBatches:
         """Forward and backward under a schedule."""
-        return lambda with_gradient: planned_micro_step(graph, timeline, self.parameters,
+        return lambda with_gradient: planned_micro_batch(graph, timeline, self.parameters,
                                                         with_gradient)

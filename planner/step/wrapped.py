@@ -2,7 +2,7 @@
 
 The model of the world: `DistributedDataParallel` holds the user's module, and is seen from inside
 while its forward runs; `fully_shard` changes modules in place, which then are seen as they were
-before (`graph_capture.twins.before_sharding`).
+before (`graph_capture.fake_copies.before_sharding`).
 
 Blind spots: of modules that are sharded in different ways the first speaks for all; a
 ZeroRedundancyOptimizer is counted as what it is, an optimizer of a part of the parameters.
@@ -116,7 +116,7 @@ def beneath_wrappers(model: nn.Module, parallel: DataParallel | None) -> nn.Modu
     dtype = None if parallel is None else parallel.dtype_of(parallel.param_dtype)
     if not is_sharded and dtype is None:
         return model
-    from planner._graph_capture.twins.before_sharding import before_sharding
+    from planner._graph_capture.fake_copies.before_sharding import before_sharding
 
     return before_sharding(model, dtype)
 

@@ -1,4 +1,4 @@
-"""`planner.memory`: the account of the whole training loop, as it runs today or under a plan."""
+"""`planner.memory`: the breakdown of the whole training loop, as it runs today or under a plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
 from planner.progress import Progress, watched
-from planner.step.loop_trace import LoopTrace, MicroSteps, TrainingLoop, compose
-from planner.training_loop.account import account_of, floor_of
+from planner.step.loop_trace import LoopTrace, MicroBatches, TrainingLoop, compose
+from planner.training_loop.breakdown import breakdown_of, floor_of
 from planner.training_loop.report import MemoryReport
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
             torch will do, and with an instance its groups and settings count.  An instance that
             updates copies of the parameters (fp32 master weights) is taken to get the model's
             gradients copied before each step.  Where `step` takes a closure (L-BFGS), the closure
-            is taken to reset the gradients and to make the micro-steps, and nothing precedes it.
+            is taken to reset the gradients and to make the micro-batches, and nothing precedes it.
         plan: a plan for this model and these inputs; `None`: the step as it runs today.
-        accumulation: micro-steps to each step of the optimizer; `inputs` are those of one.
+        accumulation: micro-batches to each step of the optimizer; `inputs` are those of one.
         autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
             the backward outside; an autocast that is active at the time of the call counts too.
         grad_clip: largest norm of the gradients, by `torch.nn.utils.clip_grad_norm_`.
@@ -68,7 +68,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         parallel: how the run is spread over ranks; the loop is then that of one rank.
 
     Raises:
-        CaptureError: the step cannot be traced; a sparse gradient with more than one micro-step.
+        CaptureError: the step cannot be traced; a sparse gradient with more than one micro-batch.
         PlanMismatch: the plan was made for another step.
         TypeError, ValueError: an argument is wrong in itself, an unknown optimizer for one.
     """
@@ -80,16 +80,16 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         raise ValueError(f"accumulation={accumulation}: gradients of shards that add up are not "
                          "followed through the loop; planner.plan(accumulation=…, parallel=…) "
                          "counts them")
+    from planner._graph_capture.fake_copies.fake import device_planned_for
     from planner._graph_capture.optimizer.named import optimizer_name
     from planner._graph_capture.optimizer.step import OptimizerSettings
     from planner._graph_capture.plain_step.loop import PlainLoop
-    from planner._graph_capture.twins.fake import device_planned_for
     from planner.step.rank_layout import layout_of
     from planner.step.wrapped import beneath_wrappers
 
     if plan is not None and plan.backend != "eager":
         raise ValueError(f"plan: the blocks of a plan for the backend {plan.backend!r} are not "
-                         "known one by one; its own figures (peak_bytes, memory) are the account")
+                         "known one by one; its own figures (peak_bytes, memory) are the breakdown")
     if optimizer is not None:
         optimizer_name(optimizer)  # a wrong name fails before the model is looked at
     args, kwargs = split_inputs(model, inputs)
@@ -101,16 +101,16 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
             beneath_wrappers(model, parallel), args, kwargs, loss_fn=loss_fn,
             device=device_planned_for(model, device), gpu=gpu, probe=probe, autocast=dtype,
             grad_scaler=grad_scaler, make_layout=None if parallel is None else (
-                lambda twin: layout_of(model, twin, parallel)))
-        plain.micro_step()
-        micro_steps: MicroSteps = plain.micro_step
+                lambda fake_copy: layout_of(model, fake_copy, parallel)))
+        plain.micro_batch()
+        micro_batches: MicroBatches = plain.micro_batch
         if plan is not None:
             report("capturing the step that the plan is for")
-            micro_steps = _planned(model, inputs, plan, plain, loss_fn, parallel)
-        return _report(plain, micro_steps, optimizer, settings, loop, plan, report)
+            micro_batches = _planned(model, inputs, plan, plain, loss_fn, parallel)
+        return _report(plain, micro_batches, optimizer, settings, loop, plan, report)
 
 
-def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
+def _report(plain: PlainLoop, micro_batches: MicroBatches, optimizer: Any,
             settings: OptimizerSettings, loop: TrainingLoop, plan: Plan | None,
             say: Progress) -> MemoryReport:
     from planner.training_loop.proposals import PresentLoop, propose
@@ -121,22 +121,22 @@ def _report(plain: PlainLoop, micro_steps: MicroSteps, optimizer: Any,
         traced = plain.optimizer(optimizer, settings)
     resident = plain.resident()
     say("putting the step together")
-    trace = compose(resident, micro_steps, traced, loop)
-    account = account_of(trace)
+    trace = compose(resident, micro_batches, traced, loop)
+    breakdown = breakdown_of(trace)
     say("tracing the forward without gradients")
     inference = plain.inference()
     floor = floor_of(trace)
     say("looking for what would lower the peak")
-    proposals = propose(PresentLoop(trace, loop, plain, micro_steps, optimizer, traced, settings,
+    proposals = propose(PresentLoop(trace, loop, plain, micro_batches, optimizer, traced, settings,
                                     floor, plan is not None))
     return MemoryReport(
-        account.loading, account.first, account.steady, account.resident,
-        trace=trace, loop=loop, device=str(plain.twin.device),
+        breakdown.loading, breakdown.first, breakdown.steady, breakdown.resident,
+        trace=trace, loop=loop, device=str(plain.fake_copy.device),
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
         floor=floor, proposals=proposals,
-        reserved_bytes=_reserved(trace, plain.twin.device, plain.gpu),
+        reserved_bytes=_reserved(trace, plain.fake_copy.device, plain.gpu),
         notes=(*plain.notes, *_notes_on(traced)))
 
 
@@ -167,16 +167,16 @@ def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
 
 
 def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop, loss_fn: Any,
-             parallel: DataParallel | None) -> MicroSteps:
-    """The micro-steps of a plan; raises `PlanMismatch` where it was made for another step."""
+             parallel: DataParallel | None) -> MicroBatches:
+    """The micro-batches of a plan; raises `PlanMismatch` where it was made for another step."""
     from planner.api import capture_for
-    from planner.step.planned_micro_step import planned_micro_step
+    from planner.step.planned_micro_batch import planned_micro_batch
 
-    form, timeline = capture_for(plan, model, inputs, loss_fn=loss_fn, parallel=parallel,
-                                 device=plain.twin.device, gpu=plain.gpu,
-                                 autocast=plain.twin.autocast)
-    names = plain.twin.parameters.keys()
-    return lambda with_gradient: planned_micro_step(form.graph, timeline, names, with_gradient)
+    variant, timeline = capture_for(plan, model, inputs, loss_fn=loss_fn, parallel=parallel,
+                                 device=plain.fake_copy.device, gpu=plain.gpu,
+                                 autocast=plain.fake_copy.autocast)
+    names = plain.fake_copy.parameters.keys()
+    return lambda with_gradient: planned_micro_batch(variant.graph, timeline, names, with_gradient)
 
 
 def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from planner._graph_capture.memory.trace import Block, Category
-from planner.step.loop_trace import LoopTrace, MicroSteps, StepPhase, TrainingLoop, compose
-from planner.training_loop.account import Floor, account_of
+from planner.step.loop_trace import LoopTrace, MicroBatches, StepPhase, TrainingLoop, compose
+from planner.training_loop.breakdown import Floor, breakdown_of
 from planner.training_loop.report import Proposal
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PresentLoop:
     trace: LoopTrace
     loop: TrainingLoop
     plain: PlainLoop
-    micro_steps: MicroSteps
+    micro_batches: MicroBatches
     optimizer: Any
     """As the user gave it; `None` for none."""
     traced: OptimizerTrace | None
@@ -53,7 +53,7 @@ class PresentLoop:
 
 def propose(present: PresentLoop) -> tuple[Proposal, ...]:
     """The remedies that lower the peak by more than a hundredth, the most effective first."""
-    peak = account_of(present.trace).peak_bytes
+    peak = breakdown_of(present.trace).peak_bytes
     found = [proposal for remedy in (_loop_remedies, _optimizer_remedies, _step_remedies)
              for proposal in remedy(present) if proposal.peak_bytes < _WORTH * peak]
     return tuple(sorted(found, key=lambda proposal: proposal.peak_bytes))
@@ -63,9 +63,9 @@ def _loop_remedies(present: PresentLoop) -> Iterator[Proposal]:
     loop = present.loop
 
     def with_loop(change: str, **changes: Any) -> Proposal:
-        changed = compose(present.plain.resident(), present.micro_steps, present.traced,
+        changed = compose(present.plain.resident(), present.micro_batches, present.traced,
                           replace(loop, **changes))
-        return Proposal(change, account_of(changed).peak_bytes, exact=True)
+        return Proposal(change, breakdown_of(changed).peak_bytes, exact=True)
 
     if not loop.set_to_none:
         yield with_loop("release gradients between steps: zero_grad(set_to_none=True)",
@@ -87,15 +87,15 @@ def _loop_remedies(present: PresentLoop) -> Iterator[Proposal]:
 def _optimizer_remedies(present: PresentLoop) -> Iterator[Proposal]:
     if present.optimizer is None or present.traced is None:
         return
-    account = account_of(present.trace)
-    peak = account.peak_bytes
-    in_step = account.fullest.phase is StepPhase.OPTIMIZER_STEP
+    breakdown = breakdown_of(present.trace)
+    peak = breakdown.peak_bytes
+    in_step = breakdown.fullest.phase is StepPhase.OPTIMIZER_STEP
     variants: list[tuple[str, Any, Any, str]] = []
     if in_step:
         variants += [
             ("fused=True in the optimizer", present.optimizer, "fused", ""),
             ("foreach=False in the optimizer", present.optimizer, "for-loop", "slower on a GPU")]
-    if account.fullest.memory.optimizer > _SHARE * peak:
+    if breakdown.fullest.memory.optimizer > _SHARE * peak:
         variants.append(("Adafactor instead, whose state is a row and a column of each matrix",
                          "adafactor", None, "training takes another course"))
     for change, optimizer, implementation, caveat in variants:
@@ -104,14 +104,14 @@ def _optimizer_remedies(present: PresentLoop) -> Iterator[Proposal]:
                 optimizer, replace(present.settings, implementation=implementation))
         except Exception:  # an optimizer without that variant
             continue
-        changed = compose(present.plain.resident(), present.micro_steps, traced, present.loop)
-        yield Proposal(change, account_of(changed).peak_bytes, exact=True, caveat=caveat)
+        changed = compose(present.plain.resident(), present.micro_batches, traced, present.loop)
+        yield Proposal(change, breakdown_of(changed).peak_bytes, exact=True, caveat=caveat)
 
 
 def _step_remedies(present: PresentLoop) -> Iterator[Proposal]:
     trace = present.trace.trace
-    account = account_of(present.trace)
-    fullest = account.fullest
+    breakdown = breakdown_of(present.trace)
+    fullest = breakdown.fullest
     if fullest.phase not in (StepPhase.FORWARD, StepPhase.LOSS, StepPhase.BACKWARD):
         return
     if not present.planned:
@@ -123,16 +123,16 @@ def _step_remedies(present: PresentLoop) -> Iterator[Proposal]:
                   if trace.blocks[number].op in _CROSS_ENTROPY)
     if in_loss > _SHARE * fullest.peak_bytes:
         yield Proposal(
-            f"run the cross-entropy in {_CHUNKS} pieces, each with its backward: "
+            f"run the cross-entropy in {_CHUNKS} chunks, each with its backward: "
             'planner.plan(..., allow=("recompute", "chunk"))',
             _peak_if(present.trace, lambda block: (
                 block.size_bytes // _CHUNKS if block.op in _CROSS_ENTROPY else block.size_bytes)),
             exact=False)
     growing = sum(fullest.memory[category.value] for category in _GROWS_WITH_BATCH)
-    adds_up = not present.plain.micro_step().sparse_gradients
+    adds_up = not present.plain.micro_batch().sparse_gradients
     if adds_up and growing > _SHARE * fullest.peak_bytes:
         halved = replace(present.loop, accumulation=2 * present.loop.accumulation)
-        changed = compose(present.plain.resident(), present.micro_steps, present.traced, halved)
+        changed = compose(present.plain.resident(), present.micro_batches, present.traced, halved)
         yield Proposal(
             f"half of the micro-batch, with accumulation={halved.accumulation}",
             _peak_if(changed, lambda block: (

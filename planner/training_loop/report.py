@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any
 
-from planner.step.categories import CATEGORIES, MemoryByCategory, MemoryCourse
+from planner.step.categories import CATEGORIES, MemoryByCategory, MemoryTimeline
 from planner.step.loop_trace import LoopTrace, StepPhase, TrainingLoop
-from planner.training_loop.account import (
+from planner.training_loop.breakdown import (
     Floor,
-    LoopAccount,
+    LoopBreakdown,
     MemoryHolder,
     PhaseMemory,
     holders_at,
@@ -35,7 +35,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class LoopTimeline(MemoryCourse):
+class LoopTimeline(MemoryTimeline):
     """Bytes by category before any event of loading and two iterations, and after each."""
 
     phases: tuple[tuple[str, int, int, int], ...]
@@ -43,14 +43,14 @@ class LoopTimeline(MemoryCourse):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReport(LoopAccount):
+class MemoryReport(LoopBreakdown):
     """Memory of a whole training loop, and what it comes from."""
 
     trace: LoopTrace = field(repr=False)
     """Every block of loading and of two iterations, in order."""
     loop: TrainingLoop
     device: str
-    """The device that the account is for."""
+    """The device that the breakdown is for."""
     optimizer: str | None
     """Name of its class; `None`: no optimizer is counted."""
     planned: bool
@@ -66,9 +66,9 @@ class MemoryReport(LoopAccount):
     cuBLAS included; `None` on a CPU, whose allocator reserves nothing beyond what is allocated."""
 
     @property
-    def account(self) -> LoopAccount:
+    def breakdown(self) -> LoopBreakdown:
         """The memory of each phase by itself."""
-        return LoopAccount(self.loading, self.first, self.steady, self.resident)
+        return LoopBreakdown(self.loading, self.first, self.steady, self.resident)
 
     @property
     def memory(self) -> MemoryByCategory:
@@ -96,7 +96,7 @@ class MemoryReport(LoopAccount):
         save_snapshot(self.trace, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """The account as JSON values; sizes are bytes."""
+        """The breakdown as JSON values; sizes are bytes."""
         return {
             "peak_bytes": self.peak_bytes,
             "peak_phase": self.fullest.phase.value,

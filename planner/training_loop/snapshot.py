@@ -44,7 +44,7 @@ def snapshot(loop: LoopTrace) -> dict[str, Any]:
     events = [*_nothing_unknown()]
     for span in loop.spans:
         when = (span.phase.value if span.iteration == 0 else
-                f"{span.phase.value}, step {span.iteration}, micro-step {span.micro_step + 1}")
+                f"{span.phase.value}, step {span.iteration}, micro-batch {span.micro_batch + 1}")
         for event in trace.events[span.start:span.stop]:
             number = event if event >= 0 else ~event
             block = trace.blocks[number]
@@ -114,9 +114,11 @@ class _AddressSpace:
         self.size_bytes = 0
 
     def take(self, size: int) -> int:
-        for place, (start, room) in enumerate(self._gaps):
-            if room >= size:
-                self._gaps[place:place + 1] = [(start + size, room - size)] if room > size else []
+        for place, (start, headroom) in enumerate(self._gaps):
+            if headroom >= size:
+                self._gaps[place : place + 1] = (
+                    [(start + size, headroom - size)] if headroom > size else []
+                )
                 return start
         start = _BASE_ADDRESS + self.size_bytes
         if self._gaps and sum(self._gaps[-1]) == start:
@@ -130,6 +132,6 @@ class _AddressSpace:
             size += self._gaps.pop(place)[1]
         if place and sum(self._gaps[place - 1]) == start:
             place -= 1
-            before, room = self._gaps.pop(place)
-            start, size = before, room + size
+            before, headroom = self._gaps.pop(place)
+            start, size = before, headroom + size
         insort(self._gaps, (start, size))

@@ -156,7 +156,7 @@ def test_a_plan_for_eval_mode_runs_in_eval_mode():
 
 
 def test_training_with_an_optimizer_takes_the_same_course():
-    courses = []
+    timelines = []
     for planned in (False, True):
         case = models.dropout_everywhere(layers=1)
         model = case.model
@@ -173,9 +173,9 @@ def test_training_with_an_optimizer_takes_the_same_course():
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        courses.append((losses, [p.detach().clone() for p in model.parameters()]))
-    assert courses[0][0] == courses[1][0] and len(set(courses[0][0])) == 4
-    assert all(torch.equal(a, b) for a, b in zip(courses[0][1], courses[1][1], strict=True))
+        timelines.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert timelines[0][0] == timelines[1][0] and len(set(timelines[0][0])) == 4
+    assert all(torch.equal(a, b) for a, b in zip(timelines[0][1], timelines[1][1], strict=True))
 
 
 def test_shared_parameters_get_the_sum_of_their_gradients():

@@ -18,7 +18,7 @@ from torch import nn
 
 import planner
 from planner._apply.runtime import attach, detach
-from planner._graph_capture.module_forward import StandIn
+from planner._graph_capture.module_forward import ForwardOverride
 from tests.support.models import Case, language_model
 from tests.support.training import measured_peak, reference, train
 
@@ -140,14 +140,14 @@ def test_in_place_and_back(plan, by_blocks, regions):
     mine = language_model(layers=2)
     fields = {name: set(vars(module)) for name, module in mine.model.named_modules()}
     before = list(mine.model.state_dict())
-    assert attach(mine.model, (used.recipe,), in_place=True) is mine.model
+    assert attach(mine.model, (used.spec,), in_place=True) is mine.model
     assert list(mine.model.state_dict()) == before
     assert measured_peak(mine.model, mine) == above_resident(used)
-    assert attach(mine.model, (used.recipe,), in_place=True) is mine.model
+    assert attach(mine.model, (used.spec,), in_place=True) is mine.model
     assert measured_peak(mine.model, mine) == above_resident(used)
     again = plan_of(mine, budget=used.budget_bytes)  # The plan is none of the model's.
-    assert again.recipe.regions[0].forward == plan.recipe.regions[0].forward
-    assert not any(isinstance(vars(m).get("forward"), StandIn)
+    assert again.spec.regions[0].forward == plan.spec.regions[0].forward
+    assert not any(isinstance(vars(m).get("forward"), ForwardOverride)
                    for m in attach(mine.model, (), in_place=False).modules()
                    if m is not mine.model and type(m) is not type(mine.model))
     detach(mine.model)
@@ -202,8 +202,8 @@ def test_names_are_those_of_the_model_whatever_wraps_its_forward(plan):
     mine = language_model(layers=2)
     rebind(rebind(mine.model))
     again = plan_of(mine)
-    assert [key.name for key in again.recipe.regions[0].forward] == [
-        key.name for key in plan.recipe.regions[0].forward]
+    assert [key.name for key in again.spec.regions[0].forward] == [
+        key.name for key in plan.spec.regions[0].forward]
 
 
 def test_the_signature_is_that_of_the_model(case, plan):
@@ -241,7 +241,8 @@ def test_blocks_that_are_not_called_are_missed(case, by_blocks):
     assert planner.steps_of(applied).unplanned == 1
 
 
-# --- Several recipes ------------------------------------------------------------------------------
+# --- Several rewrite specs
+# ------------------------------------------------------------------------------
 
 
 def test_the_recipe_that_serves_is_taken_and_others_are_asked_for_once():
@@ -250,7 +251,7 @@ def test_the_recipe_that_serves_is_taken_and_others_are_asked_for_once():
 
     def replan(model: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]):
         asked.append(len(args[0]))
-        return planner.plan(model, args, time_limit=1).recipe
+        return planner.plan(model, args, time_limit=1).spec
 
     applied = attach(mine.model, replan=replan, in_place=False)
     for batch in (3, 2, 5, 4, 3, 5, 2):

@@ -113,7 +113,7 @@ def test_layers_may_differ_in_what_they_recompute():
 def test_equal_decisions_are_compiled_once(layers):
     case = language_model(layers=layers)
     plan = plan_within(prepared(case), None)
-    assert len(plan.recipe.regions) == layers
+    assert len(plan.spec.regions) == layers
     with mock.patch.object(PlanBackend, "_matching_region", autospec=True,
                            side_effect=PlanBackend._matching_region) as matched:
         train(plan.apply(case.model), case)

@@ -62,7 +62,7 @@ def test_the_plan_is_made_on_the_graph_that_inductor_partitions(prepared):
     targets = {op.target for op in prepared.base.graph.ops}
     assert "prims.inductor_random.default" in targets
     assert not any("dropout" in target for target in targets)
-    assert len(prepared.forms) == 1  # nothing is concatenated
+    assert len(prepared.variants) == 1  # nothing is concatenated
 
 
 def test_random_numbers_are_drawn_once_and_computed_from_seeds_any_number_of_times(prepared):
@@ -135,7 +135,7 @@ def test_categories_account_for_every_byte(tight):
 def test_a_saved_plan_is_the_same_plan(tight):
     again = loads(dumps(tight))
     assert again == tight
-    assert again.recipe.backend == "inductor"
+    assert again.spec.backend == "inductor"
     assert dumps(again) == dumps(tight)
 
 
@@ -160,7 +160,7 @@ def test_the_compiled_step_takes_what_was_predicted_and_its_gradients_are_right(
     applied = tight.apply(model)
     assert applied.state_dict().keys() == model.state_dict().keys()
     assert measured_peak(applied) == tight.peak_bytes - tight.resident_bytes
-    # In a later micro-step the gradients from before are resident, and new ones are made beside
+    # In a later micro-batch the gradients from before are resident, and new ones are made beside
     # them until the backward returns.
     step(applied)
     assert record_peak(lambda: loss_of(applied(INPUT)).backward(), "cpu").peak_bytes <= (
@@ -214,7 +214,7 @@ def test_in_half_precision_emulated_casts_keep_recomputed_values_identical():
             # How near a budget can come depends on what matrix products in bfloat16 take for
             # themselves, and that on the number of threads.
             tight = smallest_plan(prepared, EFFORT)
-            assert any(region.insertions for region in tight.recipe.regions)
+            assert any(region.insertions for region in tight.spec.regions)
             gradients = []
             for plan in (default, tight):
                 model.zero_grad(set_to_none=True)
@@ -248,7 +248,7 @@ def test_several_regions_take_what_was_predicted_and_what_compiled_them_holds_no
 
     case = Case(Broken(), (batch(),), loss_of)
     plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor")
-    assert len(plan.recipe.regions) == 2
+    assert len(plan.spec.regions) == 2
     model = plan.apply(case.model)
     # The first call compiles, and what that left behind would count here.
     assert training.measured_peak(model, case) == (
@@ -280,8 +280,8 @@ def test_caches_tell_plans_apart_and_know_them_again(default, tight):
     from planner._apply.inductor import uuid_of
     from planner._graph_capture.torch_compat.inductor import JointPartitioner
 
-    assert uuid_of(default.recipe) != uuid_of(tight.recipe)
-    assert uuid_of(loads(dumps(tight)).recipe) == uuid_of(tight.recipe)
-    assert uuid_of(replace(tight.recipe, training=False)) != uuid_of(tight.recipe)
-    pickled = pickle.dumps(JointPartitioner(lambda *_: None, uuid_of(tight.recipe)))
-    assert pickle.loads(pickled).uuid() == uuid_of(tight.recipe)
+    assert uuid_of(default.spec) != uuid_of(tight.spec)
+    assert uuid_of(loads(dumps(tight)).spec) == uuid_of(tight.spec)
+    assert uuid_of(replace(tight.spec, training=False)) != uuid_of(tight.spec)
+    pickled = pickle.dumps(JointPartitioner(lambda *_: None, uuid_of(tight.spec)))
+    assert pickle.loads(pickled).uuid() == uuid_of(tight.spec)

@@ -92,8 +92,8 @@ def check_step(plan, case):
 
 def test_equal_blocks_run_one_code_and_the_step_takes_what_was_predicted(prepared):
     default = plan_within(prepared, None, EFFORT)
-    assert len(default.recipe.regions) == 4
-    assert [len(group.blocks) for group in shared_code(default.recipe)] == [4]
+    assert len(default.spec.regions) == 4
+    assert [len(group.blocks) for group in shared_code(default.spec)] == [4]
     check_step(loads(dumps(default)), stack())
 
 
@@ -101,11 +101,11 @@ def test_code_is_generated_once_for_each_decision(prepared, tight, monkeypatch):
     def refuse(*args):
         raise AssertionError("its code was generated before")
 
-    groups = shared_code(tight.recipe)
+    groups = shared_code(tight.spec)
     assert sorted(name for group in groups for name in group.blocks) == [
         f"blocks.{layer}" for layer in range(4)]
     for group in groups:
-        codes = {tight.recipe.regions[index].code for index in group.regions}
+        codes = {tight.spec.regions[index].code for index in group.regions}
         assert len(codes) == 1
         assert all(codes)
     monkeypatch.setattr(PlanBackend, "_matching_region", refuse)

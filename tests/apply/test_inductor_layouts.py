@@ -40,7 +40,7 @@ def prepared():
 @pytest.fixture(scope="module")
 def tight(prepared):
     default = plan_within(prepared, None, EFFORT)
-    assert not default.recipe.lean_code  # it is what Inductor does by itself
+    assert not default.spec.low_memory_codegen  # it is what Inductor does by itself
     return plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
 
 
@@ -63,8 +63,8 @@ def check_as_predicted(plan, make_model):
 
 def test_no_copy_in_the_layout_of_convolutions_is_held(prepared):
     search = CompiledSearch(prepared, prepared.base, EFFORT)
-    own = search.recipe(search.proposals.default, strict_order=False)
-    peaks = [prepared.base.compiled.trace(replace(own, lean_code=lean)).peak_bytes
+    own = search.spec(search.proposals.default, kernel_order=False)
+    peaks = [prepared.base.compiled.trace(replace(own, low_memory_codegen=lean)).peak_bytes
              for lean in (True, False)]
     copied = 4 * (IMAGES.numel() + sum(p.numel() for p in convolutions()[2:].parameters()
                                        if p.dim() == 4))
@@ -72,12 +72,12 @@ def test_no_copy_in_the_layout_of_convolutions_is_held(prepared):
 
 
 def test_a_plan_within_a_budget_holds_none_and_is_as_predicted(prepared, tight):
-    assert tight.recipe.lean_code and tight.overhead > 0
+    assert tight.spec.low_memory_codegen and tight.overhead > 0
     check_as_predicted(tight, convolutions)
 
 
 def test_a_file_says_so(tight):
-    assert loads(dumps(tight)).recipe == tight.recipe
+    assert loads(dumps(tight)).spec == tight.spec
     assert '"lean_code": true' in dumps(tight)
 
 

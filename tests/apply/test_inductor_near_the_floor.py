@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from planner._apply.layouts import lay_out_weights
 from planner._apply.realized import realize_across_library_calls
-from planner._apply.recipe import Insertion, RunAgain
 from planner._apply.rewrite import rewrite
+from planner._apply.rewrite_spec import Insertion, RunAgain
 from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
 from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from planner._graph_capture.torch_compat.inductor import is_stored
@@ -155,14 +155,14 @@ def prepared():
 
 
 def test_the_copy_is_a_buffer_and_costs_time(prepared):
-    form = prepared.forms[1]
-    assert form.low_peak
-    copies = [op for op in form.graph.ops
+    variant = prepared.variants[1]
+    assert variant.low_peak
+    copies = [op for op in variant.graph.ops
               if op.target == "checkpoint_planner.realized_copy.default"]
     assert copies
     assert all(op.seconds > 0 for op in copies)
-    assert all(form.graph.buffers[op.outputs[0]].size_bytes > 0 for op in copies)
-    assert 0 < form.extra_seconds <= sum(op.seconds for op in copies) * 1.01
+    assert all(variant.graph.buffers[op.outputs[0]].size_bytes > 0 for op in copies)
+    assert 0 < variant.extra_seconds <= sum(op.seconds for op in copies) * 1.01
     part = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)[:, :2]
     assert torch.equal(REALIZED_COPY(part), part)
     assert REALIZED_COPY(part).untyped_storage().nbytes() == part.numel() * part.element_size()
@@ -181,9 +181,9 @@ def test_pools_belong_to_generated_kernels(prepared):
 @pytest.mark.slow
 def test_the_smallest_low_peak_step_takes_what_was_predicted_with_the_same_gradients(prepared):
     case = small()
-    plan = smallest_plan(replace(prepared, forms=prepared.forms[1:]), Effort(time_limit=4.0))
-    assert plan.recipe.low_peak
-    assert plan.recipe.strict_order
+    plan = smallest_plan(replace(prepared, variants=prepared.variants[1:]), Effort(time_limit=4.0))
+    assert plan.spec.low_peak
+    assert plan.spec.kernel_order
     assert any("copied" in note for note in plan.notes)
     again = loads(dumps(plan))
     assert again == plan

@@ -11,9 +11,9 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
 
-from planner._apply.runtime import apply_recipe
+from planner._apply.runtime import apply_spec
 from planner.api import capture
-from planner.search.candidate import recipe_for_inductor
+from planner.search.candidate import spec_for_inductor
 from planner.search.saving import saved_buffers, schedule_saving
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case
@@ -70,12 +70,12 @@ def compiled(case, keep):
         b for b in saved_buffers(step.base, step.base.problem.keep_all_schedule)
         if graph.ops[graph.buffers[b].producer].replay_state_bytes
         and keep(graph.ops[graph.buffers[b].producer].target))
-    recipe = recipe_for_inductor(step, step.base, schedule_saving(step.base, saved))
-    again = {action.op for region in recipe.regions for insertion in region.insertions
+    spec = spec_for_inductor(step, step.base, schedule_saving(step.base, saved))
+    again = {action.op for region in spec.regions for insertion in region.insertions
              for action in insertion.actions}
     random = {op.name for op in graph.ops if op.replay_state_bytes}
-    peak = step.base.compiled.trace(recipe).peak_bytes
-    return apply_recipe(case.model, recipe), peak, random & again, random - again
+    peak = step.base.compiled.trace(spec).peak_bytes
+    return apply_spec(case.model, spec), peak, random & again, random - again
 
 
 def check(case, model, predicted_peak):

@@ -56,7 +56,7 @@ def test_the_budget_holds_for_every_smaller_size(plan):
     peaks = set()
     for batch in SMALLER:
         small = prepare(build(batch))
-        step = small.base.compiled.trace(plan.recipe)
+        step = small.base.compiled.trace(plan.spec)
         assert step.peak_bytes <= plan.forward_backward_peak_bytes - plan.resident_bytes
         peaks.add(step.peak_bytes)
     assert len(peaks) == len(SMALLER)
@@ -83,8 +83,8 @@ def test_a_larger_batch_is_refused(plan):
 
 def test_code_that_takes_more_than_planned_is_refused(plan):
     nothing = tuple(CodeMemory(0, 0) for _ in range(2))
-    recipe = replace(plan.recipe, regions=tuple(
-        replace(region, code=nothing) for region in plan.recipe.regions))
+    spec = replace(plan.spec, regions=tuple(
+        replace(region, code=nothing) for region in plan.spec.regions))
     small = build(SMALLER[1])
     with pytest.raises(planner.PlanMismatch, match="these smaller inputs takes"):
-        train(replace(plan, recipe=recipe).apply(small.model), small)
+        train(replace(plan, spec=spec).apply(small.model), small)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner._apply import host_store
-from planner._apply.host_store import StandIn
+from planner._apply.host_store import SharedHost
 from planner.plans.decisions import schedule_of
 from planner.search.planning import plan_within
 from planner.solvers import Fetch, Store
@@ -47,16 +47,16 @@ def test_any_transfers_beside_any_recomputations(name, seed):
 def test_a_plan_that_stores_on_the_host_takes_less_than_recomputation_can(name):
     owner = subject(name)
     step = with_link(owner.step, 1e9)
-    form = step.base
+    variant = step.base
     budget = (step.keep_all_peak_bytes + owner.smallest.peak_bytes) // 2
     plan = plan_within(step, budget, EFFORT)
     alone = plan_within(owner.step, budget, EFFORT)
     assert plan.overhead <= alone.overhead
-    schedule = schedule_of(step.form_of(plan.recipe), plan.recipe)
+    schedule = schedule_of(step.variant_of(plan.spec), plan.spec)
     assert any(isinstance(action, Store) for action in schedule)
     assert any(row.action == "offload" for row in plan.decisions)
-    assert form.budget.whole_bytes(simulate(
-        step.form_of(plan.recipe).problem, schedule).peak_bytes) == plan.peak_bytes
+    assert variant.budget.whole_bytes(simulate(
+        step.variant_of(plan.spec).problem, schedule).peak_bytes) == plan.peak_bytes
     model = plan.apply(owner.case.model)
     assert train(model, owner.case).differences(owner.reference) == []
     assert measured_peak(model, owner.case) + plan.resident_bytes == plan.peak_bytes <= budget
@@ -75,7 +75,7 @@ class Late:
         self.target.copy_(self.source)
 
 
-class LateHost(StandIn):
+class LateHost(SharedHost):
     def copy(self, target, source):
         return Late(target, source)
 

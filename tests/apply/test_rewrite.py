@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner._apply.recipe import Insertion, RunAgain
 from planner._apply.rewrite import rewrite
+from planner._apply.rewrite_spec import Insertion, RunAgain
 from tests.support.regions import lowered
 
 

@@ -148,7 +148,7 @@ def test_a_pattern_that_names_nothing_is_refused():
         capture(models.language_model(**SMALL), keep=("blocks.7",))
 
 
-# --- Models in pieces -----------------------------------------------------------------------------
+# --- Models in chunks -----------------------------------------------------------------------------
 
 
 class TwoRegions(nn.Module):
@@ -231,7 +231,7 @@ for regions in ("model", None):
 
 @pytest.mark.slow
 def test_a_graph_break_in_a_loop_is_told():
-    """torch gives up on the loop, and compiles one piece of code for both layers; in a process of
+    """torch gives up on the loop, and compiles one chunk of code for both layers; in a process of
     its own, since what torch does depends on what it has compiled."""
     done = subprocess.run([sys.executable, "-c", BREAK_IN_LOOP], capture_output=True, text=True,
                           check=True, env={**os.environ, "PYTHONPATH": "."})
@@ -263,7 +263,7 @@ for size in range(1, 4):
     with torch._dynamo.config.patch(recompile_limit=1):
         torch.compile(case.model, backend="eager", dynamic=False)(case.args[0][:, :8 * size])
 plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn)
-print(len(plan.recipe.regions), "regions")
+print(len(plan.rewrite spec.regions), "regions")
 """
 
 
@@ -304,7 +304,7 @@ class Logged(nn.Module):
 x = torch.randn(4, 8)
 torch.compile(Logged(True), backend="eager")(x)
 plan = planner.plan(Logged(False), (x,))
-print(len(plan.recipe.regions), "regions")
+print(len(plan.rewrite spec.regions), "regions")
 """
 
 

@@ -122,7 +122,7 @@ def test_muon_beside_adamw(monkeypatch, options):
                             **options)
     by_name = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer="muon", **options)
     assert report.optimizer == by_name.optimizer == "Muon + AdamW"
-    assert report.account == by_name.account
+    assert report.breakdown == by_name.breakdown
     monkeypatch.setattr(planner, "memory", lambda *args, **kwargs: report)
     check(lambda model: Both(matrices_and_rest(model)), model=model, **options)
 
@@ -166,7 +166,7 @@ def test_sparse_gradients_beside_dense_ones():
     model = Sparse()
     loop = {"model": model, "inputs": (TOUCHED,), "loss_fn": lambda y: y.square().mean()}
     report = planner.memory(**loop, optimizer=sparse_and_rest(model))
-    assert report.account == planner.memory(**loop, optimizer="sparseadam").account
+    assert report.breakdown == planner.memory(**loop, optimizer="sparseadam").breakdown
     real, held = copy.deepcopy(model), []
 
     def step():
@@ -183,7 +183,7 @@ def test_sparse_gradients_beside_dense_ones():
     # Without the batch's values every row may be another one.
     unknown = planner.memory(**{**loop, "inputs": (TOUCHED.to("meta"),)}, optimizer="sparseadam")
     assert unknown.peak_bytes > report.peak_bytes
-    with pytest.raises(planner.CaptureError, match="grows with each micro-step"):
+    with pytest.raises(planner.CaptureError, match="grows with each micro-batch"):
         planner.memory(**loop, optimizer="sparseadam", accumulation=2)
     with pytest.raises(planner.CaptureError, match="makes a sparse tensor"):
         planner.plan(**loop)

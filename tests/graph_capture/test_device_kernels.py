@@ -27,7 +27,7 @@ from planner._graph_capture.op_costs.cuda_workspace import (
     product_workspace_bytes,
 )
 from planner._graph_capture.op_costs.devices import known_gpu
-from planner._graph_capture.plain_step.micro_step import trace_micro_step
+from planner._graph_capture.plain_step.micro_batch import trace_micro_batch
 from planner._graph_capture.torch_compat.dispatch import has_kernel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch chooses by the GPU here")
@@ -218,7 +218,7 @@ def test_batch_norm_of_the_plain_step_is_by_cudnn_where_torch_takes_it(dtype, ke
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).to("meta", dtype)
     x = torch.empty(4, 3, 16, 16, dtype=dtype, device="meta")
     step = captured(model, x, gpu="A100")
-    kernels = step.tracing.twin.kernels
+    kernels = step.tracing.fake_copy.kernels
     assert kernels is not None
     step.tracing.plain_step(step.tracing.loss_fn)
     assert set(kernels.rules) == {f"batch norm by {kernel}"}
@@ -230,7 +230,9 @@ def test_recurrent_layers_are_captured_op_by_op_as_torch_compile_has_them_on_cud
     step = capture_step(model, (x,), loss_fn=lambda out: out[0].sum(), device="cuda", probe=False)
     targets = {op.target for op in step.graph.ops}
     assert "aten.sigmoid.default" in targets and not any("rnn" in each for each in targets)
-    plain = trace_micro_step(step.tracing.twin, step.tracing.loss_fn, workspace=lambda *call: 0)
+    plain = trace_micro_batch(
+        step.tracing.fake_copy, step.tracing.loss_fn, workspace=lambda *call: 0
+    )
     ops = {run.op for run in plain.trace.runs}
     assert "aten.sigmoid" in ops and not any("rnn" in each for each in ops)
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.fake import make_fake_copy
 from planner._graph_capture.memory.allocator import AllocationRecord, record_peak
 from planner._graph_capture.op_costs.probe import OpProbe
-from planner._graph_capture.plain_step import micro_step
+from planner._graph_capture.plain_step import micro_batch
 from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import objective
-from planner._graph_capture.twins.fake import make_twin
 from tests.support import models
 from tests.support.models import BUILDERS, Case
 
@@ -57,8 +57,10 @@ def measure(case: Case, context: Callable[[], Any] = nullcontext) -> AllocationR
 
 
 def trace(case: Case, probe: OpProbe, autocast: torch.dtype | None = None) -> EagerStep:
-    twin = dataclasses.replace(make_twin(case.model, case.args, case.kwargs), autocast=autocast)
-    return trace_eager_step(twin, case.loss_fn, workspace=probe.workspace_bytes)
+    fake_copy = dataclasses.replace(
+        make_fake_copy(case.model, case.args, case.kwargs), autocast=autocast
+    )
+    return trace_eager_step(fake_copy, case.loss_fn, workspace=probe.workspace_bytes)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -66,7 +68,7 @@ def test_peak_and_end_equal_the_real_step(name: str, probe: OpProbe):
     case = build(name)
     step, real = trace(case, probe), measure(case)
     tolerance = 0.02 if name in models.CONVOLUTIONAL else 0.001
-    assert step.data_less
+    assert step.storage_less
     assert step.peak_bytes == pytest.approx(real.peak_bytes, rel=tolerance)
     assert step.end_bytes == pytest.approx(real.end_bytes, abs=256)
     assert sum(step.by_category.values()) == step.peak_bytes >= step.forward_peak_bytes
@@ -76,13 +78,13 @@ def test_peak_and_end_equal_the_real_step(name: str, probe: OpProbe):
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "block_twice", "views", "unet", "autocast"])
 def test_fake_tensors_give_the_same_where_code_does_not_ask(name, probe, monkeypatch):
-    """The way taken where data-less tensors cannot be: sums of gradients are the same."""
+    """The way taken where storage-less tensors cannot be: sums of gradients are the same."""
     case = build(name)
-    data_less = trace(case, probe)
-    monkeypatch.setattr(micro_step, "data_less_twin", None)
+    storage_less = trace(case, probe)
+    monkeypatch.setattr(micro_batch, "storage_less_copy", None)
     fake = trace(case, probe)
-    assert not fake.data_less
-    assert dataclasses.replace(fake, data_less=True) == data_less
+    assert not fake.storage_less
+    assert dataclasses.replace(fake, storage_less=True) == storage_less
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -133,11 +135,11 @@ def test_nothing_of_the_model_or_the_random_state_changes(probe):
     case = build("dropout_everywhere")
     state = {name: (id(t), t._version, t.clone()) for name, t in case.model.state_dict().items()}
     random = torch.get_rng_state()
-    twin = make_twin(case.model, case.args, case.kwargs)
-    first = trace_eager_step(twin, case.loss_fn, workspace=probe.workspace_bytes)
-    assert trace_eager_step(twin, case.loss_fn, workspace=probe.workspace_bytes) == first
+    fake_copy = make_fake_copy(case.model, case.args, case.kwargs)
+    first = trace_eager_step(fake_copy, case.loss_fn, workspace=probe.workspace_bytes)
+    assert trace_eager_step(fake_copy, case.loss_fn, workspace=probe.workspace_bytes) == first
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(p.grad is None for p in (*case.model.parameters(), *twin.model.parameters()))
+    assert all(p.grad is None for p in (*case.model.parameters(), *fake_copy.model.parameters()))
     for name, tensor in case.model.state_dict().items():
         assert torch.equal(tensor, state[name][2])
 
@@ -145,8 +147,8 @@ def test_nothing_of_the_model_or_the_random_state_changes(probe):
 def test_linear_layer_by_hand():
     """The caller holds the output and its cotangent to the end."""
     layer = nn.Linear(32, 16)
-    twin = make_twin(layer, (torch.ones(8, 32),))
-    step = trace_eager_step(twin, workspace=lambda *call: 0)
+    fake_copy = make_fake_copy(layer, (torch.ones(8, 32),))
+    step = trace_eager_step(fake_copy, workspace=lambda *call: 0)
     output, weight, bias = 4 * 8 * 16, 4 * 32 * 16, 4 * 16
     assert step.peak_bytes == 2 * output + weight + bias
     assert step.by_category == {"activations": output, "gradients": weight + bias,
@@ -167,9 +169,9 @@ class Gate(nn.Module):
 
 
 def test_control_flow_on_unknown_values_is_an_error(probe):
-    twin = make_twin(Gate(), (torch.ones(2, 4),))
+    fake_copy = make_fake_copy(Gate(), (torch.ones(2, 4),))
     with pytest.raises(CaptureError, match="the model's code asks for the value"):
-        trace_eager_step(twin, workspace=probe.workspace_bytes)
+        trace_eager_step(fake_copy, workspace=probe.workspace_bytes)
 
 
 def test_footprint_of_a_loss_inside_the_model_is_its_cotangent(probe):

@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import planner
+from planner._graph_capture.fake_copies.fake import make_fake_copy
 from planner._graph_capture.op_costs import devices
 from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.op_costs.devices import assumption, device_model
 from planner._graph_capture.op_costs.flops import bytes_moved, op_flops
-from planner._graph_capture.twins.fake import make_twin
 from planner.api import capture
 from tests.support.models import BUILDERS
 
@@ -42,10 +42,10 @@ def count(target, *args, **kwargs) -> int:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "resnet", "unet", "language_model"])
 def test_models_agree_with_torchs_counter_on_the_ops_that_it_knows(name):
     case = BUILDERS[name]()
-    twin = make_twin(case.model, case.args, case.kwargs)
+    fake_copy = make_fake_copy(case.model, case.args, case.kwargs)
     ours, theirs = Count(), FlopCounterMode(display=False)
-    with twin.mode, theirs, ours:
-        output = twin.model(*twin.args, **twin.kwargs)
+    with fake_copy.mode, theirs, ours:
+        output = fake_copy.model(*fake_copy.args, **fake_copy.kwargs)
         (output.loss if case.loss_fn is None else output.sum()).backward()
     known = {packet: flops for packet, flops in ours.flops.items() if packet in flop_registry}
     assert known == theirs.get_flop_counts()["Global"] and known

@@ -32,10 +32,10 @@ def prepare(monkeypatch, tmp_path, model, x):
 def test_the_kernels_that_are_timed_are_those_of_the_step(monkeypatch, tmp_path):
     prepared = prepare(monkeypatch, tmp_path, Scale(), torch.randn(5, 7))
     plan_within(prepared, None)
-    account, calls = prepared.base.compiled, []
-    monkeypatch.setattr(account.tracer.costs, "seconds_of_kernels",
+    breakdown, calls = prepared.base.compiled, []
+    monkeypatch.setattr(breakdown.tracer.costs, "seconds_of_kernels",
                         lambda found: calls.extend(found) or 1.0)
-    account.seconds(next(iter(account._known)))
+    breakdown.seconds(next(iter(breakdown._known)))
     call = calls[0]
     x, weight, out = torch.randn(5, 7), torch.randn(7), torch.empty(5, 7)
     given = {tuple(tensor.shape): tensor for tensor in (x, weight)}
@@ -56,11 +56,11 @@ def test_overhead_is_the_ratio_of_timed_steps_and_kernels_are_timed_once(monkeyp
         raise AssertionError("it was timed before")
 
     monkeypatch.setattr(Kernel, "build", refuse)
-    account = prepared.base.compiled
-    account._seconds.clear()
-    recipes = [next(known for known in account._known
-                    if account.with_code(known) == replace(made.recipe, ops=(), buffers=()))
+    breakdown = prepared.base.compiled
+    breakdown._seconds.clear()
+    specs = [next(known for known in breakdown._known
+                    if breakdown.with_code(known) == replace(made.spec, ops=(), buffers=()))
                for made in (default, plan)]
-    before, after = map(account.seconds, recipes)
+    before, after = map(breakdown.seconds, specs)
     assert before > 0
     assert plan.overhead == pytest.approx(after / before - 1)

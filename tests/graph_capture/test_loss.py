@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.fake import make_fake_copy
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import objective, trace_loss
-from planner._graph_capture.twins.fake import make_twin
 
 pytestmark = pytest.mark.compat
 
@@ -53,10 +53,10 @@ class TwoHeads(nn.Module):
 def test_footprint_of_a_loss_outside_the_model():
     """Cross-entropy keeps the log-probabilities, and makes their gradient before the logits'."""
     labels = torch.zeros(6, dtype=torch.long)
-    twin = make_twin(TwoHeads(), (torch.ones(6, 8),))
-    with twin.mode:
-        output = twin.model(*twin.args)
-    footprint = trace_loss(lambda out: F.cross_entropy(out.logits, labels), output, twin,
+    fake_copy = make_fake_copy(TwoHeads(), (torch.ones(6, 8),))
+    with fake_copy.mode:
+        output = fake_copy.model(*fake_copy.args)
+    footprint = trace_loss(lambda out: F.cross_entropy(out.logits, labels), output, fake_copy,
                            lambda *call: 0)
     logits = 4 * 6 * 16
     assert footprint.retained_bytes == logits + 4 + 4  # log-probabilities, total weight, loss
@@ -72,9 +72,9 @@ def test_output_tensors_are_found_through_containers_and_dataclasses():
 
 
 def test_several_outputs_have_cotangents_of_their_own_size():
-    twin = make_twin(TwoHeads(), (torch.ones(6, 8),))
-    with twin.mode:
-        output = twin.model(*twin.args)
-    footprint = trace_loss(None, output, twin, lambda *call: 0)
+    fake_copy = make_fake_copy(TwoHeads(), (torch.ones(6, 8),))
+    with fake_copy.mode:
+        output = fake_copy.model(*fake_copy.args)
+    footprint = trace_loss(None, output, fake_copy, lambda *call: 0)
     assert [g.size_bytes for g in footprint.outputs] == [4 * 6 * 16, 4 * 6 * 4]
     assert footprint.retained_bytes == footprint.backward_peak_bytes == 4 * 6 * 20

@@ -9,8 +9,8 @@ from torch import nn
 import planner
 from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner.search.eager import make_plan, schedule_within
-from planner.search.forms import cheapest
 from planner.search.planning import Effort, plan_within
+from planner.search.variants import cheapest
 from planner.solvers.errors import InfeasibleBudget
 from planner.solvers.minimum import minimum_peak, working_set_floor
 from planner.solvers.simulator import simulate
@@ -66,11 +66,11 @@ def test_what_is_read_late_is_found():
 
 
 def test_what_is_read_soon_is_left_alone():
-    class Beside(Joined):
+    class Outside(Joined):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cat([x * self.skip, x * self.steps[0]], 1).sin().sum()
 
-    assert parts_of(Beside(1)) == []
+    assert parts_of(Outside(1)) == []
 
 
 def test_more_than_half_of_the_whole_is_left_alone():
@@ -89,7 +89,7 @@ def test_a_gradient_that_the_backward_returns_is_left_alone():
 
 @pytest.mark.slow
 def test_a_transformer_has_nothing_to_copy():
-    assert len(captured(gpt2(layers=2)).forms) == 1
+    assert len(captured(gpt2(layers=2)).variants) == 1
 
 
 @pytest.mark.parametrize("layout", [
@@ -97,7 +97,7 @@ def test_a_transformer_has_nothing_to_copy():
 def test_gradients_and_peaks_of_low_peak_steps(layout):
     case = layout(unet(image=32))
     step = captured(case)
-    _, low_peak = step.forms
+    _, low_peak = step.variants
     assert low_peak.low_peak
     expected = reference(case)
     for seed in range(3):
@@ -125,14 +125,14 @@ def test_the_low_peak_step_fits_where_the_other_cannot(tmp_path):
     case = channels_last(unet(batch=4, width=16))
     step = captured(case)
     floor = working_set_floor(step.base.problem)
-    low_peak = step.forms[1]
+    low_peak = step.variants[1]
     least = low_peak.net_peak_bytes(minimum_peak(low_peak.problem))
     assert least < floor
     budget = step.resident_bytes + (least + floor) // 2
     path = tmp_path / "plan.json"
     plan_within(step, budget, Effort(time_limit=4.0)).save(path)
     plan = planner.load(path)
-    assert plan.recipe.low_peak
+    assert plan.spec.low_peak
     assert any("copied" in note for note in plan.notes)
     model = plan.apply(case.model)
     assert measured_peak(model, case) == plan.peak_bytes - step.resident_bytes
@@ -144,7 +144,7 @@ def test_the_low_peak_step_fits_where_the_other_cannot(tmp_path):
 
 def test_copies_are_counted_as_extra_time():
     step = captured(channels_last(unet()))
-    low_peak = step.forms[1]
+    low_peak = step.variants[1]
     copies = sum(op.seconds for op in low_peak.graph.ops if op.target == "aten.clone.default")
     assert copies > 0
     assert low_peak.extra_seconds == pytest.approx(copies)
@@ -155,31 +155,31 @@ def test_copies_are_counted_as_extra_time():
 
 @pytest.mark.slow
 def test_the_cheaper_form_is_taken_and_the_bound_holds_for_both():
-    """At every budget, against each form solved alone."""
+    """At every budget, against each variant solved alone."""
     step = captured(unet(image=32, depth=1))
     high, _ = simulate(step.base.problem, step.base.problem.keep_all_schedule)
-    low = working_set_floor(step.forms[1].problem)
+    low = working_set_floor(step.variants[1].problem)
     for share in (0.3, 0.5, 0.8):
         net = low + int(share * (high - low))
-        chosen, result = cheapest(step.forms, net, Effort(time_limit=2.0))
-        alone = [solve(form.problem, net, time_limit=1.0) for form in step.forms]
+        chosen, result = cheapest(step.variants, net, Effort(time_limit=2.0))
+        alone = [solve(variant.problem, net, time_limit=1.0) for variant in step.variants]
         assert result.cost <= min(one.cost for one in alone) * (1 + 1e-3)
         assert result.lower_bound <= min(one.cost for one in alone) * (1 + 1e-9)
-        assert chosen in step.forms
+        assert chosen in step.variants
         assert result.keep_all_cost == pytest.approx(step.base.problem.keep_all_cost)
 
 
 def test_a_budget_that_no_form_meets_is_refused_with_the_smaller_minimum():
     step = captured(channels_last(unet(image=32)))
-    floors = [working_set_floor(form.problem) for form in step.forms]
+    floors = [working_set_floor(variant.problem) for variant in step.variants]
     net = min(floors) - 1
-    nearest, refused = cheapest(step.forms, net, Effort(time_limit=1.0))
+    nearest, refused = cheapest(step.variants, net, Effort(time_limit=1.0))
     assert isinstance(refused, InfeasibleBudget)
     minimum = refused.minimum_bytes
     assert nearest.net_peak_bytes(refused.schedule) <= minimum
-    for form in step.forms:
+    for variant in step.variants:
         with pytest.raises(InfeasibleBudget) as alone:
-            solve(form.problem, net, time_limit=1.0)
+            solve(variant.problem, net, time_limit=1.0)
         assert minimum <= alone.value.minimum_bytes * 1.02
 
 
@@ -188,7 +188,7 @@ def test_the_frontier_has_plans_of_both_forms():
     case = channels_last(unet(batch=4, width=16))
     curve = planner.frontier(case.model, case.inputs, loss_fn=case.loss_fn, points=5,
                              time_limit=2.0)
-    assert {plan.recipe.low_peak for plan in curve} == {True, False}
+    assert {plan.spec.low_peak for plan in curve} == {True, False}
     plans = list(curve)
     assert [plan.overhead for plan in plans] == sorted(plan.overhead for plan in plans)
     assert all(plan.overhead_bound <= plan.overhead for plan in plans)
@@ -200,7 +200,7 @@ def test_a_low_peak_plan_serves_smaller_images():
     step = captured(case)
     budget = step.resident_bytes + working_set_floor(step.base.problem)
     plan = plan_within(step, budget - 1, Effort(time_limit=3.0))
-    assert plan.recipe.low_peak
+    assert plan.spec.low_peak
     model = plan.apply(case.model)
     other = channels_last(unet(batch=2, width=16, image=32))
     smaller = Case(case.model, other.args, other.loss_fn)

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from planner._graph_capture.memory.allocator import record_peak, record_peak_of_op
 from planner._graph_capture.op_costs import probe as op_probe
 from planner._graph_capture.op_costs.cache import ENVIRONMENT_VARIABLE, OpCache, cache_directory
+from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.op_costs.probe import OpProbe, signature
-from planner._graph_capture.op_costs.room import ProbeRoom
 
 pytestmark = pytest.mark.compat
 
@@ -287,11 +287,11 @@ def test_what_the_budget_has_no_room_for_is_measured_elsewhere(tmp_path):
     expected = measured(aten.cumsum.default, rows.bool(), 1)
     asked = []
 
-    def room() -> int:
+    def headroom() -> int:
         asked.append(True)
         return 300_000  # a MB of operands and results
 
-    probe = OpProbe("cpu", directory=tmp_path, room=room)
+    probe = OpProbe("cpu", directory=tmp_path, headroom=headroom)
     found = []
     peak = record_peak(lambda: found.append(
         probed(probe, aten.cumsum.default, rows.bool(), 1)), "cpu").peak_bytes
@@ -303,8 +303,8 @@ def test_what_the_budget_has_no_room_for_is_measured_elsewhere(tmp_path):
 
 def test_room_is_what_the_budget_leaves_at_the_moment():
     held = [600]
-    of_bytes = ProbeRoom(1000, lambda: held[0], resident_bytes=500).left(lambda: 1 // 0)
-    of_share = ProbeRoom(Fraction(1, 2), lambda: held[0], resident_bytes=500).left(lambda: 1500)
+    of_bytes = ProbeHeadroom(1000, lambda: held[0], resident_bytes=500).left(lambda: 1 // 0)
+    of_share = ProbeHeadroom(Fraction(1, 2), lambda: held[0], resident_bytes=500).left(lambda: 1500)
     assert (of_bytes(), of_share()) == (400, 400)
     held[0] = 1200
     assert (of_bytes(), of_share()) == (0, 0)

@@ -15,15 +15,15 @@ from tests.support.models import Case
 from tests.support.training import train
 
 ROOT = Path(__file__).parents[2]
-STEPS = {"clean_joint_graph", "lower_backward_peak", "hoist_updates", "remake_dropout",
+STEPS = {"clean_joint_graph", "lower_backward_peak", "hoist_updates", "recompute_dropout",
          "saved_by_default", "ops_to_hoist", "hoist", "lower"}
-HOMES = {"joint", "low_peak_backward", "hoisting", "remade_dropout", "lower"}
+HOMES = {"joint", "low_peak_backward", "hoisting", "recomputed_dropout", "lower"}
 
 
 def test_the_steps_of_the_rewriting_are_imported_by_the_pipeline_alone():
     importers = {}
-    for room in ("graph_capture", "apply", "planner", "benchmarks"):
-        for path in (ROOT / room).rglob("*.py"):
+    for headroom in ("graph_capture", "apply", "planner", "benchmarks"):
+        for path in (ROOT / headroom).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if (isinstance(node, ast.ImportFrom) and node.module
                         and node.module.startswith("planner._graph_capture.joint_graph")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from planner._graph_capture.joint_graph.lower import last_forward_node, lower
-from planner._graph_capture.joint_graph.remade_dropout import remake_dropout
+from planner._graph_capture.joint_graph.recomputed_dropout import recompute_dropout
 from tests.support.regions import joint_graph
 
 pytestmark = pytest.mark.compat
@@ -15,7 +15,7 @@ DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class Viewed(nn.Module):
-    """Dropouts whose results are read as they are, transposed, in pieces, and by no product."""
+    """Dropouts whose results are read as they are, transposed, in chunks, and by no product."""
 
     def __init__(self, probability=0.3):
         super().__init__()
@@ -53,7 +53,7 @@ def test_the_backward_reads_operands_and_masks_and_gives_the_same_gradients():
     joint = joint_graph(Viewed(), torch.rand(8, 8), loss_fn=torch.sum)
     expected = values(joint)
     assert any(result for result, _ in read_in_backward(joint))
-    remake_dropout(joint)
+    recompute_dropout(joint)
     joint.graph.lint()
     assert read_in_backward(joint) == [(False, True)] * 3
     for found, value in zip(values(joint), expected, strict=True):
@@ -68,7 +68,7 @@ def test_the_forward_is_as_it_was():
         return [str(node) for node in nodes[:nodes.index(last_forward_node(joint)) + 1]]
 
     before = forward()
-    remake_dropout(joint)
+    recompute_dropout(joint)
     assert forward() == before
 
 
@@ -76,6 +76,6 @@ def test_the_forward_is_as_it_was():
 def test_where_nothing_or_everything_is_dropped_the_graph_stays(probability):
     joint = joint_graph(Viewed(probability), torch.rand(8, 8), loss_fn=torch.sum)
     expected = values(joint)
-    remake_dropout(joint)
+    recompute_dropout(joint)
     for found, value in zip(values(joint), expected, strict=True):
         assert torch.equal(found, value)

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import planner
+from planner._graph_capture.fake_copies.fake import make_fake_copy
+from planner._graph_capture.fake_copies.storage_less import storage_less_copy
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.op_costs.isolated import is_trusted
 from planner._graph_capture.optimizer.step import trace_optimizer
 from planner._graph_capture.plain_step.resident import resident_blocks
-from planner._graph_capture.twins.data_less import data_less_twin
-from planner._graph_capture.twins.fake import make_twin
 from planner.errors import CaptureError
 
 aten = torch.ops.aten
@@ -155,16 +155,16 @@ def held_bytes(model):
 
 def test_what_a_quantized_weight_consists_of_is_resident(quantize):
     model = model_of(quantize)
-    twin = make_twin(model, (batch(),))
-    resident = twin.resident
+    fake_copy = make_fake_copy(model, (batch(),))
+    resident = fake_copy.resident
     assert resident.parameters_bytes + resident.buffers_bytes == held_bytes(model)
-    blocks = resident_blocks(twin, resident)
+    blocks = resident_blocks(fake_copy, resident)
     assert sum(block.size_bytes for block in blocks) == held_bytes(model) + batch().nbytes
 
 
 def test_copies_without_data_are_of_the_same_class(quantize):
     model = model_of(quantize)
-    again = data_less_twin(make_twin(model, (batch(),)))
+    again = storage_less_copy(make_fake_copy(model, (batch(),)))
     for (name, real), copy in zip(model.named_parameters(), again.model.parameters(), strict=True):
         assert type(copy) is type(real), name
         assert isinstance(copy, nn.Parameter)
@@ -247,7 +247,9 @@ def _averaged(average, gradient):
 
 def test_state_of_tensor_subclasses_is_counted():
     model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 16, bias=False))
-    memory = trace_optimizer(EightBit(model.parameters()), make_twin(model, (torch.ones(2, 64),)))
+    memory = trace_optimizer(
+        EightBit(model.parameters()), make_fake_copy(model, (torch.ones(2, 64),))
+    )
     elements, rows = 64 * 32 + 32 * 16, 32 + 16
     assert memory.state_bytes == elements + 4 * rows + 4 * 256
     assert memory.step_peak_bytes >= 4 * 64 * 32

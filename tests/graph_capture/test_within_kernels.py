@@ -102,6 +102,6 @@ def test_code_takes_what_ops_are_said_to_take(fraction):
     search = CompiledSearch(prepared, prepared.base, Effort(time_limit=100.0, work_limit=20.0))
     net = int(fraction * search.default().peak_bytes)
     for schedule in search.proposals.within(net):
-        account = search.net_peak_bytes(schedule)
-        code = search.judge(schedule, strict_order=True).peak_bytes
-        assert 0.8 * account <= code <= 1.03 * account
+        breakdown = search.net_peak_bytes(schedule)
+        code = search.evaluate(schedule, kernel_order=True).peak_bytes
+        assert 0.8 * breakdown <= code <= 1.03 * breakdown

@@ -19,17 +19,17 @@ from torch import nn
 
 import planner
 from planner._apply.plan_backend import _first_difference
-from planner._apply.recipe import InplaceReuse
+from planner._apply.rewrite_spec import InplaceReuse
 from planner._apply.same_step import difference_from_step, outputs_let_go
 from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner.errors import InfeasibleBudget
-from planner.plans.checking import stated_form
+from planner.plans.checking import stated_variant
 from planner.plans.decisions import schedule_of
 from planner.plans.file import from_dict
 from planner.plans.plan import Plan
 from planner.search.planning import plan_within
 from planner.solvers.simulator import Timeline, unroll
-from planner.step.form import Form
+from planner.step.variant import Variant
 from tests.support.altered_plans import altered, forged, signed
 from tests.support.compiler import needs_compiler
 from tests.support.loss_head import Head, batch
@@ -90,7 +90,7 @@ class Original:
 
     case: Case
     plan: Plan
-    form: Form
+    variant: Variant
     met: dict[int, LoweredRegion]
     """The regions that a step met when the plan was applied; none where it cannot be applied."""
     reference: Trace | None
@@ -98,24 +98,24 @@ class Original:
     def refuses(self, plan: Plan) -> bool:
         """Whether the model's own graph tells that a plan is not for it."""
         mine, theirs = ([(region.block, region.cotangents, region.hoisted)
-                         for region in recipe.regions]
-                        for recipe in (self.plan.recipe, plan.recipe))
-        return mine != theirs or any(_first_difference(plan.recipe.regions[index], lowered)
-                   or difference_from_step(plan.recipe, index, lowered)
-                   for index, lowered in self.met.items() if index < len(plan.recipe.regions))
+                         for region in spec.regions]
+                        for spec in (self.plan.spec, plan.spec))
+        return mine != theirs or any(_first_difference(plan.spec.regions[index], lowered)
+                   or difference_from_step(plan.spec, index, lowered)
+                   for index, lowered in self.met.items() if index < len(plan.spec.regions))
 
     def is_said(self, plan: Plan) -> bool:
         """Whether a plan counts on outputs being let go that the plan as it was made holds, which
         is said in a warning where the caller holds them."""
-        return any(outputs_let_go(plan.recipe, index, lowered)
-                   != outputs_let_go(self.plan.recipe, index, lowered)
+        return any(outputs_let_go(plan.spec, index, lowered)
+                   != outputs_let_go(self.plan.spec, index, lowered)
                    for index, lowered in self.met.items())
 
-    def judge(self, plan: Plan) -> str:
+    def evaluate(self, plan: Plan) -> str:
         """What the schedule of a plan that was not refused does to the graph that the model has."""
-        timeline = unroll(self.form.problem, schedule_of(self.form, plan.recipe))
+        timeline = unroll(self.variant.problem, schedule_of(self.variant, plan.spec))
         if plan.backend == "eager":
-            if not all(_is_legal(self.form, timeline, reuse) for region in plan.recipe.regions
+            if not all(_is_legal(self.variant, timeline, reuse) for region in plan.spec.regions
                        for reuse in region.inplace_reuses):
                 return "WRONG REUSES"
             net_bytes = plan.peak_bytes - plan.resident_bytes
@@ -124,12 +124,12 @@ class Original:
         return "harmless"
 
 
-def _is_legal(form: Form, timeline: Timeline, reuse: InplaceReuse) -> bool:
+def _is_legal(variant: Variant, timeline: Timeline, reuse: InplaceReuse) -> bool:
     """Whether the operand that is written over dies there, and was made in the same segment."""
-    index = form.graph.index_of[reuse.op]
+    index = variant.graph.index_of[reuse.op]
     position = [at for at, op in timeline.runs if op == index][reuse.run]
-    storage = form.graph.ops[index].inplace[reuse.candidate]
-    return not form.problem.storages[storage].kept_to_end and any(
+    storage = variant.graph.ops[index].inplace[reuse.candidate]
+    return not variant.problem.storages[storage].kept_to_end and any(
         each.storage == storage and each.death == position
         and timeline.segments[each.birth] == timeline.segments[position]
         for each in timeline.instances)
@@ -148,14 +148,14 @@ def original(kind: str) -> Original:
         plan = plan_within(step, refusal.minimum_bytes, EFFORT)
     met: dict[int, LoweredRegion] = {}
     if kind == "ranks":
-        return Original(case, plan, stated_form(plan), met, None)
+        return Original(case, plan, stated_variant(plan), met, None)
 
-    def meet(recipe: object, index: int, lowered: LoweredRegion) -> None:
+    def meet(spec: object, index: int, lowered: LoweredRegion) -> None:
         met[index] = lowered
 
     with mock.patch("planner._apply.plan_backend.difference_from_step", side_effect=meet):
         train(plan.apply(case.model), case, steps=1)
-    return Original(case, plan, stated_form(plan), met, reference(case))
+    return Original(case, plan, stated_variant(plan), met, reference(case))
 
 
 def load_and_simulate(kind: str, count: int, seed: int) -> Counter[str]:
@@ -180,7 +180,7 @@ def load_and_simulate(kind: str, count: int, seed: int) -> Counter[str]:
             found["refused"] += 1
             continue
         found["not for this graph" if owner.refuses(plan) else
-              "said in a warning" if owner.is_said(plan) else owner.judge(plan)] += 1
+              "said in a warning" if owner.is_said(plan) else owner.evaluate(plan)] += 1
     return found
 
 
@@ -221,7 +221,7 @@ def apply_and_train(kind: str, count: int, seed: int) -> Counter[str]:
             planned = plan.apply(owner.case.model)
             trained = train(planned, owner.case)
             # Sums over chunks are rounded in another order than the plain model's.
-            if (trained.distance(owner.reference) > 1e-5 if owner.plan.recipe.is_variant
+            if (trained.distance(owner.reference) > 1e-5 if owner.plan.spec.is_variant
                     else trained.differences(owner.reference)):
                 found["WRONG GRADIENTS"] += 1
                 continue

@@ -39,7 +39,7 @@ def test_the_step_is_planned_and_verified_under_autocast(name, autocast):
 def test_autocast_around_the_call_gives_the_same_plan():
     case = BUILDERS["gpt2"](layers=1)
     plan = planned(case, autocast="bf16", budget="90%")
-    assert plan.recipe.circumstances.autocast == "cpu bfloat16"
+    assert plan.spec.signature.autocast == "cpu bfloat16"
     with torch.autocast("cpu", torch.bfloat16):
         assert planned(case, budget="90%") == plan
     assert planner.memory(case.model, case.inputs, autocast="bf16", plan=plan,

@@ -77,7 +77,7 @@ def test_one_budget_holds_for_all_graphs_and_from_the_first_step_on(compile_mode
     assert max(peaks) + resident <= budget
     assert "from the next on they are planned together" in caplog.text
     plan = planner.plan_of(plain)
-    assert plan.peak_bytes <= budget and len(plan.recipe.regions) == 2
+    assert plan.peak_bytes <= budget and len(plan.spec.regions) == 2
     assert planner.steps_of(plain).unplanned == 0
 
 
@@ -108,7 +108,7 @@ def test_under_inductor():
     assert max(peaks[1:]) + resident <= budget
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)  # it runs op by op
     assert all(abs(loss) < 10 for loss in losses)
-    assert planner.plan_of(plain).recipe.backend == "inductor"
+    assert planner.plan_of(plain).spec.backend == "inductor"
 
 
 def test_steps_without_gradients_run_as_they_did():

@@ -28,14 +28,14 @@ def cost(prepared, saved, costs):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_single_result_is_cheaper_to_give_up(prepared, seed):
-    form, graph = prepared.base, prepared.base.graph
+    variant, graph = prepared.base, prepared.base.graph
     rng = random.Random(seed)
-    everything = saved_buffers(form, form.problem.keep_all_schedule)
+    everything = saved_buffers(variant, variant.problem.keep_all_schedule)
     saved = frozenset(b for b in everything if rng.random() < 0.8)
     # Costs of the same order as the ops', so that some are worth their while and some are not.
     costs = SavingCosts({b: rng.choice((0.1, 1.0, 10.0)) * seconds
-                         for b, seconds in form.compiled.saving_costs.to_save.items()})
-    kept = without_cheap(form, saved, costs)
+                         for b, seconds in variant.compiled.saving_costs.to_save.items()})
+    kept = without_cheap(variant, saved, costs)
     assert kept <= saved
     least = cost(prepared, kept, costs)
     assert least <= cost(prepared, saved, costs) + 1e-12

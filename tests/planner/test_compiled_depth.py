@@ -12,7 +12,7 @@ import torch
 from planner._graph_capture.torch_compat import kernel_sketch
 from planner._graph_capture.training_graph import Phase
 from planner.api import capture
-from planner.search.candidate import foreseen_step, recipe_for_inductor
+from planner.search.candidate import foreseen_step, spec_for_inductor
 from planner.search.cheap_to_recompute import saving_seconds
 from planner.search.compiled import CUT_OFF
 from planner.search.compiled_search import CompiledSearch
@@ -37,24 +37,24 @@ def deep():
     return prepare(8)
 
 
-def recipe_saving(prepared, saved, strict_order=False):
+def spec_saving(prepared, saved, kernel_order=False):
     schedule = schedule_saving(prepared.base, saved)
-    return replace(recipe_for_inductor(prepared, prepared.base, schedule),
-                   strict_order=strict_order)
+    return replace(spec_for_inductor(prepared, prepared.base, schedule),
+                   kernel_order=kernel_order)
 
 
-@pytest.mark.parametrize(("given_up", "strict_order"), [
+@pytest.mark.parametrize(("given_up", "kernel_order"), [
     (2, False), pytest.param(0, False, marks=pytest.mark.slow),
     pytest.param(3, True, marks=pytest.mark.slow)])
-def test_layers_left_out_are_accounted_for(deep, given_up, strict_order):
+def test_layers_left_out_are_accounted_for(deep, given_up, kernel_order):
     """`given_up`: how many of the first layers save nothing but what they are made from."""
-    form, account = deep.base, deep.base.compiled
-    saved = account.saved_by_default
-    wide = sorted(b for b in saved if form.graph.buffers[b].size_bytes == 4 * 256 * 128)
-    recipe = recipe_saving(deep, saved.difference(wide[:given_up]), strict_order)
-    estimate = account.estimate(recipe)
-    assert not account.is_known(recipe)  # layers were left out
-    whole = account.trace(recipe)
+    variant, breakdown = deep.base, deep.base.compiled
+    saved = breakdown.saved_by_default
+    wide = sorted(b for b in saved if variant.graph.buffers[b].size_bytes == 4 * 256 * 128)
+    spec = spec_saving(deep, saved.difference(wide[:given_up]), kernel_order)
+    estimate = breakdown.estimate(spec)
+    assert not breakdown.is_known(spec)  # layers were left out
+    whole = breakdown.trace(spec)
     assert estimate.peak_bytes == whole.peak_bytes
     assert estimate.by_category == whole.by_category
 
@@ -62,8 +62,8 @@ def test_layers_left_out_are_accounted_for(deep, given_up, strict_order):
 def test_kernels_sketched_without_their_loops_take_the_same_memory(monkeypatch):
     def step():
         prepared = prepare(1)
-        account = prepared.base.compiled
-        return account.trace(recipe_saving(prepared, account.saved_by_default))
+        breakdown = prepared.base.compiled
+        return breakdown.trace(spec_saving(prepared, breakdown.saved_by_default))
 
     sketched = step()
     monkeypatch.setattr(kernel_sketch, "_told", lambda node: False)
@@ -74,29 +74,29 @@ def test_what_is_generated_for_a_try_does_not_grow_with_depth():
     compiled = []
     for layers in (6, 9):
         prepared = prepare(layers, dropout=0.0)  # its seeds are outside of the layers
-        account = prepared.base.compiled
-        recipe = recipe_saving(prepared, account.saved_by_default)
-        account.estimate(recipe)
-        assert not account.is_known(recipe)
-        compiled.append(account.compiled_ops)
+        breakdown = prepared.base.compiled
+        spec = spec_saving(prepared, breakdown.saved_by_default)
+        breakdown.estimate(spec)
+        assert not breakdown.is_known(spec)
+        compiled.append(breakdown.compiled_ops)
     assert compiled[0] == compiled[1]
 
 
 @pytest.mark.parametrize("fraction", [0.6, 0.8])
 def test_no_choice_of_what_is_saved_is_below_the_bound(fraction):
     prepared = prepare(2)
-    form, costs = prepared.base, prepared.base.compiled.saving_costs
-    net_bytes = int(fraction * form.net_peak_bytes(form.problem.keep_all_schedule))
-    everything = sorted(saved_buffers(form, form.problem.keep_all_schedule))
-    largest = sorted(everything, key=lambda b: -form.graph.buffers[b].size_bytes)[:11]
+    variant, costs = prepared.base, prepared.base.compiled.saving_costs
+    net_bytes = int(fraction * variant.net_peak_bytes(variant.problem.keep_all_schedule))
+    everything = sorted(saved_buffers(variant, variant.problem.keep_all_schedule))
+    largest = sorted(everything, key=lambda b: -variant.graph.buffers[b].size_bytes)[:11]
     always = set(everything).difference(largest)
-    bound = least_cost(form, net_bytes, costs.to_save, 60.0)
+    bound = least_cost(variant, net_bytes, costs.to_save, 60.0)
     found = []
     for count in range(len(largest) + 1):
         for chosen in itertools.combinations(largest, count):
-            schedule = schedule_saving(form, always.union(chosen))
-            if form.net_peak_bytes(schedule) <= net_bytes:
-                found.append(form.cost(schedule) + saving_seconds(form, schedule, costs))
+            schedule = schedule_saving(variant, always.union(chosen))
+            if variant.net_peak_bytes(schedule) <= net_bytes:
+                found.append(variant.cost(schedule) + saving_seconds(variant, schedule, costs))
     assert found
     assert bound <= min(found) * (1 + 1e-9)
 
@@ -113,7 +113,7 @@ def test_a_slow_machine_finds_the_same_plan(monkeypatch):
                                Effort(time_limit=1000.0, work_limit=4.0))
 
     calm, busy = planned(1.0), planned(10.0)
-    assert calm.recipe == busy.recipe
+    assert calm.spec == busy.spec
     assert (calm.overhead, calm.overhead_bound) == (busy.overhead, busy.overhead_bound)
     assert 0 <= calm.overhead_bound <= calm.overhead
 
@@ -135,7 +135,7 @@ def test_a_search_that_is_late_follows_no_further_try_where_the_whole_step_does_
     net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
     search = CompiledSearch(deep, deep.base, EFFORT)
     search.time.deadline = time.monotonic()
-    judge, confirmed, tries, wholes = search.judge, search.confirmed, [], []
+    evaluate, confirmed, tries, wholes = search.evaluate, search.confirmed, [], []
 
     def first_is_too_large(found):
         whole = confirmed(found)
@@ -144,8 +144,8 @@ def test_a_search_that_is_late_follows_no_further_try_where_the_whole_step_does_
             return whole
         return replace(whole, step=replace(whole.step, peak_bytes=net + net // 50))
 
-    monkeypatch.setattr(search, "judge", lambda *args, **kwargs: (
-        tries.append(args) or judge(*args, **kwargs)))
+    monkeypatch.setattr(search, "evaluate", lambda *args, **kwargs: (
+        tries.append(args) or evaluate(*args, **kwargs)))
     monkeypatch.setattr(search, "confirmed", first_is_too_large)
     found = search.within(net)
     assert len(tries) == 1 and len(wholes) == 2 and search.time.is_over
@@ -160,9 +160,9 @@ def one_try(deep, monkeypatch):
     net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
     search = CompiledSearch(deep, deep.base, EFFORT)
     search.time.deadline = time.monotonic()
-    judge, tries = search.judge, []
-    monkeypatch.setattr(search, "judge", lambda *args, **kwargs: (
-        tries.append(args) or judge(*args, **kwargs)))
+    evaluate, tries = search.evaluate, []
+    monkeypatch.setattr(search, "evaluate", lambda *args, **kwargs: (
+        tries.append(args) or evaluate(*args, **kwargs)))
     monkeypatch.setattr(CompiledSearch, "_has_one_try_left", lambda search: search.is_late())
     return search, net, tries
 
@@ -178,7 +178,7 @@ def test_the_last_try_leaves_what_code_may_need(one_try):
 def test_the_last_try_leaves_what_another_one_needed(one_try):
     search, net, _ = one_try
     least = search.proposals.least[1]
-    seen = replace(search.judge(least), schedule=least)
+    seen = replace(search.evaluate(least), schedule=least)
     search.followed[:] = [replace(seen, step=replace(
         seen.step, peak_bytes=search.net_peak_bytes(least) + net // 10))]
     found = search.within(net)
@@ -187,17 +187,17 @@ def test_the_last_try_leaves_what_another_one_needed(one_try):
 
 def test_where_the_last_try_takes_too_much_the_least_memory_is_next(one_try, monkeypatch):
     search, net, tries = one_try
-    judge = search.judge
+    evaluate = search.evaluate
 
     def takes_more(*args, **kwargs):
-        found = judge(*args, **kwargs)
+        found = evaluate(*args, **kwargs)
         return replace(found, step=replace(found.step, peak_bytes=net + 1))
 
-    monkeypatch.setattr(search, "judge", takes_more)
+    monkeypatch.setattr(search, "evaluate", takes_more)
     assert search.within(net) is None
-    monkeypatch.setattr(search, "judge", judge)
+    monkeypatch.setattr(search, "evaluate", evaluate)
     found, least = search.smallest(net)
-    assert len(tries) == 2 and found.recipe.strict_order
+    assert len(tries) == 2 and found.spec.kernel_order
     assert found.step.peak_bytes <= min(net, least)
 
 
@@ -209,7 +209,7 @@ def test_a_late_search_without_workspace_leaves_the_last_try_to_the_other_accoun
     search = CompiledSearch(deep, deep.base, EFFORT, started=time.monotonic() - 1000)
     lean = search.without_workspace()
     assert lean.time.deadline == search.time.deadline
-    monkeypatch.setattr(lean, "judge", lambda *args, **kwargs: pytest.fail("a try"))
+    monkeypatch.setattr(lean, "evaluate", lambda *args, **kwargs: pytest.fail("a try"))
     assert lean.within(net) is None and lean.time.is_over
 
 
@@ -223,16 +223,20 @@ def test_what_there_is_no_time_to_generate_is_the_account_of_ops_and_what_was_se
 def test_near_the_default_code_is_taken_to_need_what_that_of_the_default_does(deep):
     search = CompiledSearch(deep, deep.base, EFFORT)
     default = search.proposals.default
-    by_account = search.net_peak_bytes(default)
-    near, far = int(0.9 * by_account), int(0.5 * by_account)
-    assert search._expected_beside(near)[0] > 0
+    by_breakdown = search.net_peak_bytes(default)
+    near, far = int(0.9 * by_breakdown), int(0.5 * by_breakdown)
+    assert search._expected_codegen_overhead(near)[0] > 0
     code_bytes = search.default().peak_bytes
-    assert search._expected_beside(near)[0] == code_bytes - by_account + int(0.004 * near)
+    assert search._expected_codegen_overhead(near)[0] == code_bytes - by_breakdown + int(
+        0.004 * near
+    )
     # Inductor decides on layouts, and these on the workspace that is accounted for here.
     assert search.depends_on_workspace(far)
-    assert search._expected_beside(far)[0] == max(code_bytes - by_account, int(0.015 * far))
+    assert search._expected_codegen_overhead(far)[0] == max(
+        code_bytes - by_breakdown, int(0.015 * far)
+    )
     lean = search.without_workspace()
-    assert lean._expected_beside(far)[0] == max(
+    assert lean._expected_codegen_overhead(far)[0] == max(
         code_bytes - lean.net_peak_bytes(default), int(0.004 * far))
 
 
@@ -244,9 +248,9 @@ def test_what_was_found_for_less_starts_a_later_proposal(deep, monkeypatch):
     proposals, asked = proposals_of(deep), []
     ask = proposals._ask
 
-    def noted(form, net_bytes, least_seconds=0.0, start=None):
+    def noted(variant, net_bytes, least_seconds=0.0, start=None):
         asked.append((net_bytes, start))
-        return ask(form, net_bytes, least_seconds, start)
+        return ask(variant, net_bytes, least_seconds, start)
 
     monkeypatch.setattr(proposals, "_ask", noted)
     first = int(0.6 * deep.base.net_peak_bytes(proposals.default))
@@ -293,10 +297,10 @@ def test_no_decision_of_plans_by_blocks_is_better_in_the_whole_model():
     inputs = {**case.inputs, "attention_mask": mask}
     prepared, blocks = (capture(case.model, inputs, regions=regions, backend="inductor")
                         for regions in ("model", "blocks"))
-    form, account = prepared.base, prepared.base.compiled
+    variant, breakdown = prepared.base, prepared.base.compiled
     names = {buffer: name for name, buffer in of_layers(blocks.base.graph).items()}
-    there, proposals = of_layers(form.graph), proposals_of(prepared, effort)
-    outside = account.saved_by_default.difference(there.values())
+    there, proposals = of_layers(variant.graph), proposals_of(prepared, effort)
+    outside = breakdown.saved_by_default.difference(there.values())
     default = plan_within(prepared, None, effort)
     budget = budget_at(prepared, default, 0.8)
     plan = plan_within(prepared, budget, effort)
@@ -307,10 +311,10 @@ def test_no_decision_of_plans_by_blocks_is_better_in_the_whole_model():
     mapped = {there[names[buffer]] for buffer in saved if names.get(buffer) in there}
     assert mapped
     for choice in (mapped, mapped | outside):
-        schedule = schedule_saving(form, choice)
+        schedule = schedule_saving(variant, choice)
         extra = (proposals.cost(schedule) - proposals.cost(proposals.default)
-                 ) / form.problem.keep_all_cost
+                 ) / variant.problem.keep_all_cost
         if extra < plan.overhead:  # then it takes more than there is, in either order
             for strict in (False, True):
-                step = account.trace(recipe_saving(prepared, choice, strict))
+                step = breakdown.trace(spec_saving(prepared, choice, strict))
                 assert prepared.budget.whole_bytes(step.peak_bytes) > budget

@@ -17,7 +17,7 @@ from torch.cuda import _memory_viz as viewer
 import planner
 from planner.search.planning import Effort, plan_within
 from planner.step.categories import CATEGORIES
-from planner.training_loop.account import account_of
+from planner.training_loop.breakdown import breakdown_of
 from tests.support.loops import (
     IDS,
     LABELS,
@@ -66,9 +66,9 @@ def test_a_planned_loop_takes_what_the_real_one_does(planned, accumulation):
     loss_fn(applied(IDS)).backward()  # compiles
     applied.zero_grad()
     measured = RealLoop(applied, (IDS,), loss_fn, adamw(), accumulation=accumulation).measure()
-    for phase, off in deviations(report.account, measured).items():
+    for phase, off in deviations(report.breakdown, measured).items():
         assert abs(off) < 0.003, (phase, off)
-    assert resident_error_bytes(report.account, measured) == 0
+    assert resident_error_bytes(report.breakdown, measured) == 0
 
 
 def test_a_plan_of_another_step_is_refused(planned):
@@ -81,7 +81,7 @@ def test_a_plan_of_another_step_is_refused(planned):
 
 def test_a_plan_for_inductor_is_refused_with_what_to_do(planned):
     model, plan = planned
-    with pytest.raises(ValueError, match="are the account"):
+    with pytest.raises(ValueError, match="are the breakdown"):
         planner.memory(model, (IDS,), loss_fn=loss_fn, plan=replace(plan, backend="inductor"))
 
 
@@ -144,7 +144,7 @@ def test_large_logits_are_named_as_the_floor_and_a_remedy_is_known():
     assert report.floor.working_set_bytes == pytest.approx(2 * 4 * IDS.numel() * 5000, rel=0.01)
     chunked = next(p for p in report.proposals if "cross-entropy" in p.change)
     assert not chunked.exact and chunked.peak_bytes < 0.7 * report.peak_bytes
-    assert "cross-entropy in 8 pieces" in str(report)
+    assert "cross-entropy in 8 chunks" in str(report)
 
 
 @pytest.mark.parametrize(("options", "remedy", "change"), [
@@ -238,7 +238,7 @@ def test_nothing_of_the_model_or_the_optimizer_changes():
     random = torch.get_rng_state()
     first = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer=optimizer)
     again = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer=optimizer)
-    assert first.trace == again.trace and account_of(first.trace) == again.account
+    assert first.trace == again.trace and breakdown_of(first.trace) == again.breakdown
     assert not optimizer.state and torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and model.training
@@ -284,7 +284,7 @@ def test_a_plan_for_accumulation_counts_the_gradients_from_before():
     unlimited = planner.plan(model, (IDS,), **call)
     budget = int(0.9 * unlimited.peak_bytes)
     plan = planner.plan(model, (IDS,), budget=budget, time_limit=5, **call)
-    assert plan.peak_bytes <= budget and any("micro-steps add up" in note for note in plan.notes)
+    assert plan.peak_bytes <= budget and any("micro-batches add up" in note for note in plan.notes)
     plain = planner.memory(model, (IDS,), hold_output="backward", **call)
     assert plan.baseline_peak_bytes == plain.peak_bytes
     report = planner.memory(model, (IDS,), plan=plan, hold_output="backward", **call)
@@ -294,11 +294,11 @@ def test_a_plan_for_accumulation_counts_the_gradients_from_before():
     applied.zero_grad()
     measured = RealLoop(applied, (IDS,), loss_fn, adamw(), accumulation=3,
                         hold_output="backward").measure()
-    assert max(map(abs, deviations(report.account, measured).values())) < 0.003
+    assert max(map(abs, deviations(report.breakdown, measured).values())) < 0.003
     once = planner.plan(model, (IDS,), loss_fn=loss_fn, optimizer=adamw()(model))
     gradients = 4 * sum(p.numel() for n, p in model.named_parameters() if "unused" not in n)
     assert (unlimited.forward_backward_peak_bytes
             == once.forward_backward_peak_bytes + gradients)
     assert unlimited.optimizer_step_peak_bytes == once.optimizer_step_peak_bytes
-    with pytest.raises(planner.InfeasibleBudget, match="gradients of earlier micro-steps"):
+    with pytest.raises(planner.InfeasibleBudget, match="gradients of earlier micro-batches"):
         planner.plan(model, (IDS,), budget=once.resident_bytes, time_limit=5, **call)

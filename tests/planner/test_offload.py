@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._apply.recipe import Fetch, Release, Store
+from planner._apply.rewrite_spec import Fetch, Release, Store
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from tests.support.offloading import with_link
@@ -34,7 +34,7 @@ def test_a_plan_for_a_gpu_stores_on_the_host_what_is_dear_to_compute():
     alone, plan = make("60%", ("recompute",)), make("60%", ALLOW)
     assert alone.overhead > plan.overhead >= plan.overhead_bound
     assert plan.peak_bytes <= plan.budget_bytes
-    kinds = [type(action) for group in plan.recipe.regions[0].insertions
+    kinds = [type(action) for group in plan.spec.regions[0].insertions
              for action in group.actions]
     assert kinds.count(Store) == kinds.count(Release) == kinds.count(Fetch) > 0
     assert plan.offloaded_bytes > 0 == alone.offloaded_bytes
@@ -94,9 +94,9 @@ def test_what_the_user_keeps_and_what_the_caller_holds_stays():
     case = subject("dropout_everywhere").case
     kept = capture(case.model, case.inputs, loss_fn=case.loss_fn, keep=("blocks.*",))
     for step, inside in ((with_link(captured(case), 1e9), True), (with_link(kept, 1e9), False)):
-        form = step.base
-        movable = [index for index, s in enumerate(form.problem.storages) if s.offloadable]
-        makers = [form.graph.ops[form.graph.buffers[index].producer] for index in movable]
+        variant = step.base
+        movable = [index for index, s in enumerate(variant.problem.storages) if s.offloadable]
+        makers = [variant.graph.ops[variant.graph.buffers[index].producer] for index in movable]
         assert movable and inside == any(op.module.startswith("blocks.") for op in makers)
-        outputs = {output.buffer for output in form.graph.outputs}
+        outputs = {output.buffer for output in variant.graph.outputs}
         assert outputs.isdisjoint(movable)

@@ -113,7 +113,7 @@ def test_the_plan_says_what_it_counts_on(tmp_path):
     arguments = {"loss_fn": case.loss_fn, "optimizer": "sgd"}
     held, dropped = (planner.plan(case.model, case.inputs, output=output, **arguments)
                      for output in ("held", "dropped"))
-    assert held.recipe.holds_output and not dropped.recipe.holds_output
+    assert held.spec.holds_output and not dropped.spec.holds_output
     dropped.save(tmp_path / "plan.json")
     assert planner.load(tmp_path / "plan.json") == dropped
     assert planner.memory(case.model, case.inputs, plan=dropped, hold_output="backward",
@@ -126,7 +126,7 @@ def test_a_plan_by_blocks_says_it_where_no_region_lets_go_of_it():
     case = BUILDERS["gpt2"](layers=2, vocab=1024)
     plan = planner.plan(case.model, case.inputs, regions="blocks", output="dropped", budget="80%",
                         time_limit=1)
-    assert not plan.recipe.holds_output
+    assert not plan.spec.holds_output
     assert planner.verify(case.model, plan, case.inputs).peak_bytes == plan.peak_bytes
     assert planner.memory(case.model, case.inputs, plan=plan,
                           hold_output="backward").peak_bytes == plan.peak_bytes
@@ -180,7 +180,7 @@ def test_within_sees_what_happens_to_the_output(name):
         model = planner.within(case.model, "1GB", time_limit=2)
         peaks = train(model, case, output)
         plan = plans[output] = planner.plan_of(model)
-        assert plan.recipe.holds_output == (output == "held")
+        assert plan.spec.holds_output == (output == "held")
         loss = model.forward.running.loss  # what of it the caller holds counts as resident, too
         resident = plan.resident_bytes - (0 if loss is None else loss.held_bytes)
         assert {resident + peak for peak in peaks[2:]} == {plan.peak_bytes}

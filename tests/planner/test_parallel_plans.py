@@ -38,7 +38,7 @@ def test_three_accounts_of_a_rank_agree(case, kind):
     plan = plan_of(case, parallel)
     assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
     assert sum(plan.memory.values()) == plan.peak_bytes
-    assert plan.recipe.blocks == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
+    assert plan.spec.blocks == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
     plain = planner.data_parallel(case.model, case.inputs, parallel=parallel, optimizer="adamw")
     loop = planner.memory(case.model, case.inputs, parallel=parallel, optimizer="adamw")
     assert plan.baseline_peak_bytes == plain.peak_bytes == loop.steady.peak_bytes
@@ -130,14 +130,14 @@ def test_units_and_blocks_that_do_not_go_together(case):
         plan_of(case, planner.DataParallel("fsdp2", 2, units=("layers.*",)))
     # One unit, the model itself: there is nothing that is gathered in between.
     whole = plan_of(case, planner.DataParallel("fsdp2", 2, units=()), regions="model")
-    assert whole.recipe.blocks == () and whole.peak_bytes <= whole.budget_bytes
+    assert whole.spec.blocks == () and whole.peak_bytes <= whole.budget_bytes
 
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"param_dtype": "bf32"}, "param_dtype must be one of bf16"),
     ({"kind": "ddp", "param_dtype": "bf16"}, "settings of fsdp2"),
     ({"kind": "zero3", "offloads": True}, "settings of fsdp2"),
-    ({"kind": "zero1", "requires_gradient_sync": False}, "whole in every micro-step"),
+    ({"kind": "zero1", "requires_gradient_sync": False}, "whole in every micro-batch"),
 ])
 def test_settings_that_do_not_belong_together(settings, message):
     with pytest.raises(ValueError, match=message):

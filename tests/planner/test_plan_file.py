@@ -229,7 +229,11 @@ def test_a_value_of_the_wrong_type_is_refused(data):
 
 def test_a_file_changed_by_hand_is_refused():
     document = make_plan().to_dict()
-    for field, value in (("budget_bytes", 1901), ("lean_code", True), ("notes", ["other"])):
+    for field, value in (
+        ("budget_bytes", 1901),
+        ("low_memory_codegen", True),
+        ("notes", ["other"]),
+    ):
         with pytest.raises(planner.PlanFileError, match="fingerprint"):
             from_dict({**document, field: value})
 
@@ -260,17 +264,17 @@ def test_a_file_changed_by_hand_is_refused():
     refused(lambda whole, _: whole["ops"][3].update(inputs=[400]), "names buffer 400")
     refused(lambda whole, _: whole["ops"][3].update(region=4), "is of region 4")
     refused(lambda whole, _: whole["ops"][3].update(name=whole["ops"][2]["name"]), "two ops")
-    refused(lambda whole, _: whole.update(pieces=10 ** 9), "pieces")
-    refused(lambda whole, _: whole["course"]["gradients"].pop(), "different lengths")
+    refused(lambda whole, _: whole.update(chunks=10 ** 9), "chunks")
+    refused(lambda whole, _: whole["memory_timeline"]["gradients"].pop(), "different lengths")
 
 
 def test_a_plan_that_was_changed_in_a_program_is_not_applied():
     plan = make_plan()
     model = torch.nn.Linear(3, 2)
     for changed in (replace(plan, peak_bytes=plan.peak_bytes - 1),
-                    replace(plan, recipe=replace(plan.recipe, ops=())),
-                    replace(plan, recipe=replace(plan.recipe, regions=tuple(
-                        replace(region, insertions=()) for region in plan.recipe.regions)))):
+                    replace(plan, spec=replace(plan.spec, ops=())),
+                    replace(plan, spec=replace(plan.spec, regions=tuple(
+                        replace(region, insertions=()) for region in plan.spec.regions)))):
         for use in (changed.apply, lambda model, plan=changed: planner.within(model, plan=plan)):
             with pytest.raises(planner.PlanMismatch, match="not a plan as it was made"):
                 use(model)

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from planner._graph_capture.memory.trace import Category
 from planner._graph_capture.training_graph import BufferKind
 from planner.solvers.simulator import unroll
-from planner.step.accounting import memory_at
+from planner.step.breakdown import memory_at
 from planner.step.lowering import lower
-from planner.step.planned_micro_step import planned_micro_step
+from planner.step.planned_micro_batch import planned_micro_batch
 from tests.support.graphs import legal_schedule, steps
 
 
@@ -21,7 +21,7 @@ def labels(graph):
 def test_every_run_takes_what_the_simulator_says(step, data):
     problem = lower(step.graph)
     timeline = unroll(problem, legal_schedule(data, problem))
-    made = planned_micro_step(step.graph, timeline, labels(step.graph))
+    made = planned_micro_batch(step.graph, timeline, labels(step.graph))
     trace, levels = made.trace, made.trace.levels()
     starts = [run.event for run in trace.runs] + [len(trace.events)]
     assert len(trace.runs) == len(timeline.schedule)
@@ -39,7 +39,7 @@ def test_every_run_takes_what_the_simulator_says(step, data):
 def test_what_is_left_at_the_end_is_what_is_kept(step, data):
     graph, problem = step.graph, lower(step.graph)
     timeline = unroll(problem, legal_schedule(data, problem))
-    made = planned_micro_step(graph, timeline, labels(graph))
+    made = planned_micro_batch(graph, timeline, labels(graph))
     left = set(made.trace.alive_after(len(made.trace.events)))
     groups = (set(made.gradients), made.output_blocks, made.loss_blocks, made.left_blocks)
     assert left == set().union(*groups) and len(left) == sum(map(len, groups))
@@ -47,7 +47,7 @@ def test_what_is_left_at_the_end_is_what_is_kept(step, data):
     assert made.loss_begins <= made.backward_begins <= len(made.trace.events)
 
     before = frozenset(labels(graph))
-    again = planned_micro_step(graph, timeline, before, before)
+    again = planned_micro_batch(graph, timeline, before, before)
     assert not again.gradients
     kept = sum(b.size_bytes for b in graph.buffers if b.kept_to_end
                and not (b.kind is BufferKind.GRADIENT and b.label in before))

@@ -84,7 +84,7 @@ def test_neither_planning_nor_verifying_changes_the_model(tight):
 def test_a_plan_made_on_meta_serves_a_real_model(tight):
     plan = planner.plan(make_model().to("meta"), torch.empty(512, 64, device="meta"),
                         loss_fn=mean_square, budget=tight.budget_bytes, time_limit=10.0)
-    assert plan.recipe.regions[0].forward == tight.recipe.regions[0].forward
+    assert plan.spec.regions[0].forward == tight.spec.regions[0].forward
     assert planner.verify(make_model(), plan, batch(), loss_fn=mean_square).ok
 
 

@@ -64,7 +64,7 @@ def test_options_of_the_backend_are_those_that_no_graph_says():
     ({"gpu": "H100"}, ValueError, "device='cuda'"),
     ({"backend": "jax"}, ValueError, "unknown backend 'jax'; known: eager, inductor"),
     ({"time_limit": "1"}, TypeError, "time_limit must be a number of seconds"),
-    ({"accumulation": 1.5}, TypeError, "accumulation must be a whole number of micro-steps"),
+    ({"accumulation": 1.5}, TypeError, "accumulation must be a whole number of micro-batches"),
     ({"keep": "a"}, TypeError, "for one name write keep="),
     ({"loss_fn": 3}, TypeError, "loss_fn must be a function of the model's output, got int"),
 ])

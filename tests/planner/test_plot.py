@@ -22,14 +22,18 @@ def plan():
 def whole(plan):
     """Memory of the whole step at each moment of forward and backward."""
     fixed = sum(plan.memory[name] for name in ("parameters", "buffers", "inputs", "optimizer"))
-    rows = (plan.course.gradients, plan.course.activations, plan.course.temporaries)
+    rows = (
+        plan.memory_timeline.gradients,
+        plan.memory_timeline.activations,
+        plan.memory_timeline.temporaries,
+    )
     return [fixed + sum(row) for row in zip(*rows, strict=True)]
 
 
 def test_the_course_peaks_where_the_plan_and_the_plain_step_do(plan):
     assert max(whole(plan)) == plan.forward_backward_peak_bytes <= plan.budget_bytes
-    assert max(plan.course.plain.whole_bytes) == plan.baseline_peak_bytes
-    assert 0 < plan.course.backward_begins < len(plan.course.activations)
+    assert max(plan.memory_timeline.plain.whole_bytes) == plan.baseline_peak_bytes
+    assert 0 < plan.memory_timeline.backward_begins < len(plan.memory_timeline.activations)
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
@@ -74,4 +78,4 @@ def test_the_course_of_a_compiled_step():
     plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor",
                         time_limit=5)
     assert max(whole(plan)) == plan.peak_bytes
-    assert 0 < plan.course.backward_begins < len(plan.course.activations)
+    assert 0 < plan.memory_timeline.backward_begins < len(plan.memory_timeline.activations)

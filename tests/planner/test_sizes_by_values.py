@@ -128,7 +128,7 @@ def test_layers_in_a_loop_that_select_by_masks_are_planned_in_pieces():
     found, peaks = run(net)
     assert found == losses
     assert held + max(peaks) <= budget
-    assert len(planner.plan_of(net).recipe.regions) == 3
+    assert len(planner.plan_of(net).spec.regions) == 3
     assert planner.steps_of(net).planned == 3
     assert all(torch.equal(mine.grad, other.grad) for mine, other
                in zip(net.parameters(), plain.parameters(), strict=True))

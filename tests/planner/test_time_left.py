@@ -24,13 +24,13 @@ def test_a_limit_leaves_the_time_to_generate_the_whole_step(clock):
 
 
 def test_nothing_is_begun_that_would_end_too_late(clock):
-    account = SimpleNamespace(whole_seconds=10.0)
-    time = TimeLeft(60.0, account)
+    breakdown = SimpleNamespace(whole_seconds=10.0)
+    time = TimeLeft(60.0, breakdown)
     time.code_seconds = 15.0
     clock.seconds = 150.0
     assert not time.is_late(solver_seconds=5.0)
     assert not time.is_over
-    account.whole_seconds = 20.0  # the machine has begun to do other things
+    breakdown.whole_seconds = 20.0  # the machine has begun to do other things
     assert time.is_late(solver_seconds=5.0)
     assert time.is_over and time.allows_whole()
     clock.seconds = 170.0

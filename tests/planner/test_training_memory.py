@@ -1,4 +1,4 @@
-"""The account of a whole training loop against real ones, measured by the allocator's events."""
+"""The breakdown of a whole training loop against real ones, measured by the allocator's events."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_models_with_embeddings_attention_and_convolutions(name, size, optimizer
     report = planner.memory(case.model, case.inputs, loss_fn=case.loss_fn,
                             optimizer=make(case.model), **options)
     measured = RealLoop(case.model, case.inputs, case.loss_fn, make, **options).measure()
-    for phase, off in deviations(report.account, measured).items():
+    for phase, off in deviations(report.breakdown, measured).items():
         assert abs(off) < 0.01, (phase, off)
-    assert resident_error_bytes(report.account, measured) == 0
+    assert resident_error_bytes(report.breakdown, measured) == 0
 
 
 @pytest.mark.parametrize("options", [

@@ -315,7 +315,7 @@ def test_code_that_asks_for_values_is_planned_in_pieces():
     assert found == losses
     assert max(measured) <= budget
     assert plans_of(net).steps.planned == 3
-    assert len(planner.plan_of(net).recipe.regions) == 2
+    assert len(planner.plan_of(net).spec.regions) == 2
 
 
 class Branching(nn.Module):
@@ -382,7 +382,7 @@ def test_by_blocks():
     assert found == plain
     assert max(peaks) <= budget < max(plain_peaks)
     plan = planner.plan_of(net)
-    assert len(plan.recipe.blocks) == 2 and plan.recompute_flops > 0
+    assert len(plan.spec.blocks) == 2 and plan.recompute_flops > 0
     assert plans_of(net).steps.planned == 4
 
 

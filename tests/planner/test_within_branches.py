@@ -68,7 +68,7 @@ def test_a_branch_with_nothing_to_compile_at_first_is_planned_when_it_does_more(
     small = planner.plan_of(net)
     assert train(net, [1, 1]) == train(plain, [1, 1])
     large = planner.plan_of(net)
-    assert (len(small.recipe.regions), len(large.recipe.regions)) == (1, 2)
+    assert (len(small.spec.regions), len(large.spec.regions)) == (1, 2)
     assert planner.steps_of(net).planned == 4
     assert train(net, [-1]) == train(plain, [-1])
     assert planner.steps_of(net).planned == 5

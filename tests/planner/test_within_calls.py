@@ -27,7 +27,7 @@ def nbytes(*models: nn.Module) -> int:
     return sum(p.nbytes for model in models for p in model.parameters())
 
 
-def run(net: nn.Module, loop: Loop, beside_bytes: int = 0) -> tuple[list[float], list[int]]:
+def run(net: nn.Module, loop: Loop, outside_bytes: int = 0) -> tuple[list[float], list[int]]:
     """Losses, and the peak of each step, with the parameters and what the loop holds."""
     step = loop(net)
     losses = []
@@ -37,7 +37,7 @@ def run(net: nn.Module, loop: Loop, beside_bytes: int = 0) -> tuple[list[float],
         losses.append(step().item())
 
     records = record_stages([lambda number=number: one(number) for number in range(STEPS)])
-    return losses, [nbytes(net) + beside_bytes + record.peak_bytes for record in records]
+    return losses, [nbytes(net) + outside_bytes + record.peak_bytes for record in records]
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
@@ -121,10 +121,10 @@ def test_what_the_loop_holds_beside_the_model_counts():
 
         return step
 
-    beside_bytes = nbytes(layers()) + 200_000
-    losses, peaks = run(layers(), loop, beside_bytes)
+    outside_bytes = nbytes(layers()) + 200_000
+    losses, peaks = run(layers(), loop, outside_bytes)
     net = planner.within(layers(), "80%", time_limit=1)
-    found, measured = run(net, loop, beside_bytes)
+    found, measured = run(net, loop, outside_bytes)
     plan = planner.plan_of(net)
     assert found == losses
     assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.01)
@@ -134,14 +134,14 @@ def test_what_the_loop_holds_beside_the_model_counts():
 
 def test_models_of_one_step_share_its_budget():
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
-        maker, judge = net
-        optimizers = sgd(maker), sgd(judge)
+        maker, evaluate = net
+        optimizers = sgd(maker), sgd(evaluate)
 
         def step() -> torch.Tensor:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             made = maker(torch.randn(256, 32))
-            loss = sum(judge(x).square().mean() for x in (made, torch.randn(256, 32)))
+            loss = sum(evaluate(x).square().mean() for x in (made, torch.randn(256, 32)))
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()

@@ -34,7 +34,7 @@ def check(trial: Trial, steps: int, distance: float) -> None:
     assert trial.budgeted.losses == pytest.approx(trial.plain.losses, rel=2e-7)
     assert trial.budgeted.distance_from(trial.plain) <= distance
     plan = planner.plan_of(trial.budgeted.model)
-    assert plan is not None and plan.recipe.backend == "inductor"
+    assert plan is not None and plan.spec.backend == "inductor"
 
 
 def test_a_plain_loop_draws_the_masks_of_torch_compile_and_computes_its_losses():

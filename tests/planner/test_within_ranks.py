@@ -84,7 +84,7 @@ def in_any_order(rank: int, how: str) -> None:
             found, peaks, weights = train(net, rank, how)
         plan = planner.plan_of(net)
         assert planner.steps_of(net).planned == 4
-        assert len(plan.recipe.blocks) == 3 and plan.recompute_flops > 0
+        assert len(plan.spec.blocks) == 3 and plan.recompute_flops > 0
         kind = {"bucket views": "ddp", "zero1": "ddp", "kept": "fsdp2", "mixed": "fsdp2",
                 "offloaded": "fsdp2"}
         assert plan.parallel.kind == kind.get(how, how) and plan.parallel.ranks == 2
@@ -105,7 +105,7 @@ def test_losses_and_budget_in_any_order(how):
 
 
 def accumulating(rank: int) -> None:
-    """Micro-steps without communication, and clipping, as the user writes them."""
+    """Micro-batches without communication, and clipping, as the user writes them."""
     def run(net: DistributedDataParallel) -> tuple[list[float], torch.Tensor]:
         torch.manual_seed(rank)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

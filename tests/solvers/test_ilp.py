@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.solvers import simulate, unroll
+from planner.solvers.candidate_model import best_of_candidates
+from planner.solvers.candidates import block_offers, offers_of, template
 from planner.solvers.cut_model import CutModel
 from planner.solvers.frontiers import narrow_frontiers, region_after
 from planner.solvers.polish import drop_recomputes
-from planner.solvers.realise import realise
-from planner.solvers.slot_model import best_of_slots
-from planner.solvers.slots import block_offers, offers_of, template
+from planner.solvers.schedule_from_cuts import schedule_from_cuts
 from tests.support.oracle_small import cheapest
-from tests.support.oracles import judge, training_chain
+from tests.support.oracles import evaluate, training_chain
 from tests.support.strategies_small import problems, schedules
 
 SECONDS = 10.0
@@ -60,13 +60,13 @@ def test_any_choice_of_retained_storages_becomes_a_legal_schedule(data: st.DataO
     problem = data.draw(problems(max_ops=10))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(problem) - 1), max_size=3)))
     storages = st.frozensets(st.integers(0, max(0, len(problem.storages) - 1)))
-    schedule = realise(problem, cuts, [data.draw(storages) for _ in cuts])
-    assert judge(problem, schedule) is not None
+    schedule = schedule_from_cuts(problem, cuts, [data.draw(storages) for _ in cuts])
+    assert evaluate(problem, schedule) is not None
 
 
 def test_what_is_not_retained_is_recomputed_just_in_time() -> None:
     problem = training_chain(4)
-    assert realise(problem, (4,), [{1}]) == (0, 1, 2, 3, 4, 2, 5, 6, 0, 7)
+    assert schedule_from_cuts(problem, (4,), [{1}]) == (0, 1, 2, 3, 4, 2, 5, 6, 0, 7)
 
 
 @settings(max_examples=150, deadline=None)
@@ -76,7 +76,7 @@ def test_polish_saves_cost_and_keeps_to_the_budget(data: st.DataObject) -> None:
     schedule = data.draw(schedules(problem))
     before = simulate(problem, schedule)
     budget = data.draw(st.integers(0, before.peak_bytes + 5))
-    after = judge(problem, drop_recomputes(problem, budget, schedule))
+    after = evaluate(problem, drop_recomputes(problem, budget, schedule))
     assert after is not None
     assert after[0] <= max(budget, before.peak_bytes)
     assert after[1] <= before.cost
@@ -90,10 +90,12 @@ def test_slots_find_the_best_part_of_a_template(data: st.DataObject) -> None:
     offered = template(problem, offers_of(problem, [whole]))
     peak, _ = simulate(problem, offered)
     budget = data.draw(st.integers(max(0, peak - 8), peak))
-    found = best_of_slots(problem, budget, offered, deadline=time.monotonic() + SECONDS).schedule
+    found = best_of_candidates(
+        problem, budget, offered, deadline=time.monotonic() + SECONDS
+    ).schedule
     best = min((cost for held, cost in _parts(problem, offered) if held <= budget), default=None)
     if found is not None:
-        held, cost = judge(problem, found)
+        held, cost = evaluate(problem, found)
         assert held <= budget
         assert best is not None and cost >= best
         # The model may refuse to take a buffer over, or hold replay state too long; else it is
@@ -115,7 +117,7 @@ def _parts(problem, offered):
         seen.add(op)
     for chosen in range(1 << len(slots)):
         out = {slot for bit, slot in enumerate(slots) if not chosen >> bit & 1}
-        yield judge(problem, [op for p, op in enumerate(offered) if p not in out])
+        yield evaluate(problem, [op for p, op in enumerate(offered) if p not in out])
 
 
 def test_blocks_offer_what_their_readers_need() -> None:

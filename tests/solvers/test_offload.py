@@ -1,4 +1,4 @@
-"""Storing results on the host: the account of memory and time against a judge written from the
+"""Storing results on the host: the breakdown of memory and time against a judge written from the
 rules, and the joint search against all schedules of tiny problems."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from planner.solvers.offload import relaxed
 from planner.solvers.placement import with_transfers
 from tests.support.offloading import random_transfers
 from tests.support.oracle_small import cheapest
-from tests.support.oracles import judge, training_chain
+from tests.support.oracles import evaluate, training_chain
 from tests.support.problems import without_replay_state
 from tests.support.strategies_small import problems, schedules
 
@@ -135,7 +135,7 @@ def test_without_its_transfers_a_schedule_is_one_of_the_relaxation(
         case: tuple[Problem, _Actions]) -> None:
     problem, schedule = case
     order = tuple(action for action in schedule if isinstance(action, int))
-    found = judge(relaxed(problem), order)
+    found = evaluate(relaxed(problem), order)
     assert found is not None
     peak, cost = simulate(problem, schedule)
     assert found[0] <= peak and found[1] <= cost + 1e-9

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.solvers import IllegalSchedule, Op, Problem, Segment, Storage, simulate, unroll
-from tests.support.oracles import judge, training_chain
+from tests.support.oracles import evaluate, training_chain
 from tests.support.strategies_small import problems, schedules
 
 
@@ -16,7 +16,7 @@ from tests.support.strategies_small import problems, schedules
 def test_it_agrees_with_the_judge(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=10))
     schedule = data.draw(schedules(problem))
-    assert judge(problem, schedule) == tuple(simulate(problem, schedule))
+    assert evaluate(problem, schedule) == tuple(simulate(problem, schedule))
 
 
 @settings(max_examples=300, deadline=None)
@@ -24,7 +24,7 @@ def test_it_agrees_with_the_judge(data: st.DataObject) -> None:
 def test_it_refuses_what_the_judge_refuses(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=5))
     schedule = data.draw(st.lists(st.integers(0, len(problem) - 1), max_size=8))
-    expected = judge(problem, schedule)
+    expected = evaluate(problem, schedule)
     if expected is None:
         with pytest.raises(IllegalSchedule):
             simulate(problem, schedule)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
 from planner.solvers.problem import Op, Segment, Storage
 from tests.support.oracle_small import cheapest
-from tests.support.oracles import judge, training_chain
+from tests.support.oracles import evaluate, training_chain
 from tests.support.strategies_small import problems, schedules
 from tests.support.synthetic_gpt import gpt
 
@@ -29,7 +29,7 @@ def test_a_result_is_legal_within_budget_and_bounded(solver: str, data: st.DataO
         again = solve(problem, error.minimum_bytes, solver=solver, time_limit=5.0)
         assert again.peak_bytes <= error.minimum_bytes
         return
-    assert judge(problem, result.schedule) == (result.peak_bytes, result.cost)
+    assert evaluate(problem, result.schedule) == (result.peak_bytes, result.cost)
     assert result.peak_bytes <= budget
     assert result.lower_bound <= result.cost
     if known.peak_bytes <= budget:
@@ -70,7 +70,7 @@ def test_every_bound_is_below_every_schedule_of_any_solver(data: st.DataObject) 
         except InfeasibleBudget as error:
             assert error.minimum_bytes > budget
     for result in results:
-        assert judge(problem, result.schedule) == (result.peak_bytes, result.cost)
+        assert evaluate(problem, result.schedule) == (result.peak_bytes, result.cost)
         assert result.peak_bytes <= budget
         assert result.lower_bound <= min(other.cost for other in results) + 1e-6
 
@@ -145,7 +145,7 @@ def test_joint_graphs_at_every_budget(layers: int, fraction: float) -> None:
         result = solve(problem, int(plain * fraction), time_limit=2.0)
     except InfeasibleBudget as error:
         result = solve(problem, error.minimum_bytes, time_limit=2.0)
-    assert judge(problem, result.schedule) == (result.peak_bytes, pytest.approx(result.cost))
+    assert evaluate(problem, result.schedule) == (result.peak_bytes, pytest.approx(result.cost))
     assert layers == 1 or result.gap <= 0.03
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.errors import PlanFileError, PlannerError
-from planner.plans.checking import stated_form
+from planner.plans.checking import stated_variant
 from planner.plans.decisions import build_regions, decide, schedule_of
 from planner.plans.document import Document
 from planner.plans.file import _plan_of
@@ -23,8 +23,8 @@ from planner.plans.plan import Plan
 from planner.plans.reader import read
 from planner.plans.writing import fingerprint
 from planner.solvers.simulator import unroll
-from planner.step.accounting import account, memory_over
-from planner.step.course import StepCourse
+from planner.step.breakdown import breakdown, memory_over
+from planner.step.timeline import StepTimeline
 
 Place = tuple[str | int, ...]
 
@@ -127,30 +127,39 @@ def forged(original: dict[str, Any], document: dict[str, Any]) -> Plan | None:
         return None
     try:
         plan = _plan_of(read(document, Document, "forged"))
-        form = stated_form(plan)
-        timeline = unroll(form.problem, schedule_of(form, plan.recipe))
-        regions = build_regions(form.graph, timeline)
+        variant = stated_variant(plan)
+        timeline = unroll(variant.problem, schedule_of(variant, plan.spec))
+        regions = build_regions(variant.graph, timeline)
     except (PlanFileError, PlannerError, ValueError, AssertionError):
         return None
     is_eager = plan.backend == "eager"
     plan = replace(
-        plan, decisions=decide(form, timeline.schedule),
-        offloaded_bytes=form.offloaded_bytes(timeline.schedule),
-        transfer_seconds=form.transfer_seconds(timeline.schedule),
-        step_flops=form.graph.step_flops, recipe=replace(plan.recipe, regions=tuple(
+        plan, decisions=decide(variant, timeline.schedule),
+        offloaded_bytes=variant.offloaded_bytes(timeline.schedule),
+        transfer_seconds=variant.transfer_seconds(timeline.schedule),
+        step_flops=variant.graph.step_flops, spec=replace(plan.spec, regions=tuple(
             replace(found, code=stated.code,
                     inplace_reuses=found.inplace_reuses if is_eager else ())
-            for found, stated in zip(regions, plan.recipe.regions, strict=True))))
+            for found, stated in zip(regions, plan.spec.regions, strict=True))))
     plan = replace(plan, recompute_flops=sum(row.flops * row.recomputations
                                              for row in plan.decisions))
     if not is_eager:
         return plan
-    taken, overhead = account(form, timeline), form.overhead(timeline.schedule)
+    taken, overhead = breakdown(variant, timeline), variant.overhead(timeline.schedule)
     return replace(
-        plan, memory=taken.memory, peak_bytes=taken.peak_bytes, budget_bytes=taken.peak_bytes,
-        resident_bytes=form.budget.resident_bytes,
-        optimizer_step_peak_bytes=form.budget.optimizer_step_bytes,
+        plan,
+        memory=taken.memory,
+        peak_bytes=taken.peak_bytes,
+        budget_bytes=taken.peak_bytes,
+        resident_bytes=variant.budget.resident_bytes,
+        optimizer_step_peak_bytes=variant.budget.optimizer_step_bytes,
         forward_backward_peak_bytes=taken.forward_backward_peak_bytes,
-        overhead=overhead, overhead_bound=min(overhead, plan.overhead_bound),
-        course=StepCourse.of(memory_over(form.graph, timeline), plan.course.backward_begins,
-                             form.budget.resident, plan.course.plain))
+        overhead=overhead,
+        overhead_bound=min(overhead, plan.overhead_bound),
+        memory_timeline=StepTimeline.of(
+            memory_over(variant.graph, timeline),
+            plan.memory_timeline.backward_begins,
+            variant.budget.resident,
+            plan.memory_timeline.plain,
+        ),
+    )

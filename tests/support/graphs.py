@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from planner._apply.recipe import ParameterKey
+from planner._apply.rewrite_spec import ParameterKey
 from planner._graph_capture.training_graph import (
     Buffer,
     BufferKind,
@@ -19,7 +19,7 @@ from planner._graph_capture.training_graph import (
     Phase,
     Region,
     ResidentMemory,
-    StepForm,
+    StepVariant,
     TrainingGraph,
     TrainingOp,
 )
@@ -35,7 +35,7 @@ class Baseline:
     backward_begins: int = 1
 
     @property
-    def course(self) -> tuple[int, ...]:
+    def memory_timeline(self) -> tuple[int, ...]:
         """Memory up to the peak, and down again."""
         return (self.peak_bytes // 2, self.peak_bytes, 0)
 
@@ -54,8 +54,8 @@ class HandMadeStep:
     holds_output: bool = True
 
     @property
-    def forms(self) -> tuple[StepForm, ...]:
-        return (StepForm(self.graph),)
+    def variants(self) -> tuple[StepVariant, ...]:
+        return (StepVariant(self.graph),)
 
     @property
     def baseline(self) -> Baseline:

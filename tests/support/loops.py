@@ -16,7 +16,7 @@ import planner
 from planner._graph_capture.memory.allocator import record_stages
 from planner._graph_capture.plain_step.loss import objective
 from planner.step.loop_trace import StepPhase
-from planner.training_loop.account import LoopAccount
+from planner.training_loop.breakdown import LoopBreakdown
 
 STEPS = 3
 MEASURED_PHASES = (StepPhase.FORWARD, StepPhase.LOSS, StepPhase.BACKWARD,
@@ -120,25 +120,25 @@ class RealLoop:
         self.held["output"] = self.held["goal"] = None
 
 
-def deviations(account: LoopAccount, measured: list[dict[StepPhase, tuple[int, int]]],
+def deviations(breakdown: LoopBreakdown, measured: list[dict[StepPhase, tuple[int, int]]],
                ) -> dict[tuple[int, str], float]:
     """Predicted over measured peak, less 1, of every step and phase, resident memory included."""
-    memory = account.loading.memory
-    base = memory.parameters + memory.buffers + account.resident.inputs
+    memory = breakdown.loading.memory
+    base = memory.parameters + memory.buffers + breakdown.resident.inputs
     found = {}
     for step, phases in enumerate(measured):
-        predicted = account.first if step == 0 else account.steady
+        predicted = breakdown.first if step == 0 else breakdown.steady
         for phase, (peak, _) in phases.items():
             found[step, phase.value] = predicted[phase].peak_bytes / (base + peak) - 1
     return found
 
 
-def resident_error_bytes(account: LoopAccount,
+def resident_error_bytes(breakdown: LoopBreakdown,
                          measured: list[dict[StepPhase, tuple[int, int]]]) -> int:
     """Predicted less measured bytes between steps, the larger of the last two."""
-    memory = account.loading.memory
-    base = memory.parameters + memory.buffers + account.resident.inputs
-    return max((account.resident_bytes - base - phases[StepPhase.OPTIMIZER_STEP][1]
+    memory = breakdown.loading.memory
+    base = memory.parameters + memory.buffers + breakdown.resident.inputs
+    return max((breakdown.resident_bytes - base - phases[StepPhase.OPTIMIZER_STEP][1]
                 for phases in measured[1:]), key=abs)
 
 
@@ -174,16 +174,16 @@ def loss_fn(logits):
 
 
 def check(optimizer=None, *, model=None, step=None, exact=True, **options):
-    """The account of this loop, after it has been compared with the real one."""
+    """The breakdown of this loop, after it has been compared with the real one."""
     model = Network() if model is None else model
     made = optimizer(model) if callable(optimizer) else optimizer
     report = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer=made, **options)
     measured = RealLoop(copy.deepcopy(model), (IDS,), loss_fn, optimizer, step,
                         **options).measure()
-    for (number, phase), off in deviations(report.account, measured).items():
+    for (number, phase), off in deviations(report.breakdown, measured).items():
         assert abs(off) < 0.002, (number, phase, off)
     if exact:
-        assert resident_error_bytes(report.account, measured) == 0
+        assert resident_error_bytes(report.breakdown, measured) == 0
     return report
 
 

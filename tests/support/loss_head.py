@@ -1,4 +1,4 @@
-"""A model with a loss head that can run in pieces, and what its steps give and take."""
+"""A model with a loss head that can run in chunks, and what its steps give and take."""
 
 from __future__ import annotations
 

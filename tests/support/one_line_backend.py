@@ -24,7 +24,7 @@ def compiled(model, dynamic=None, **options):
 
 
 class BreakingLayer(nn.Module):
-    """Dynamo breaks its graph within, and runs the same pieces for each layer."""
+    """Dynamo breaks its graph within, and runs the same chunks for each layer."""
 
     def __init__(self):
         super().__init__()

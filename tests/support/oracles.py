@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from planner.solvers import Op, Problem, Segment, Storage
 
 
-def judge(problem: Problem, schedule: Sequence[int]) -> tuple[int, float] | None:
+def evaluate(problem: Problem, schedule: Sequence[int]) -> tuple[int, float] | None:
     """Peak and cost of a schedule, or `None` where it is illegal: storage by storage and position
     by position, straight from the definitions, in quadratic time."""
     runs = list(schedule)

@@ -8,24 +8,24 @@ from typing import Any
 from torch import nn
 
 from planner._graph_capture.dynamo.record import Recording, record_step
+from planner._graph_capture.fake_copies.fake import make_fake_copy
 from planner._graph_capture.joint_graph.joint import JointGraph, clean_joint_graph
 from planner._graph_capture.joint_graph.lower import LoweredRegion, lower
 from planner._graph_capture.plain_step.loss import objective
-from planner._graph_capture.twins.fake import make_twin
 
 
 def recorded(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None
              ) -> Recording:
     """The calls of captured regions in one step of `model(*args)`."""
-    twin = make_twin(model, args, {}, extra=(loss_fn,))
+    fake_copy = make_fake_copy(model, args, {}, extra=(loss_fn,))
 
     def run(compiled: Callable[..., Any], before_backward: Callable[[], object]) -> object:
-        goal = objective(compiled(*twin.args), twin.extra[0])
+        goal = objective(compiled(*fake_copy.args), fake_copy.extra[0])
         before_backward()
         goal.backward()
         return goal
 
-    return record_step(twin, run, lambda target, args, kwargs, out: 0)
+    return record_step(fake_copy, run, lambda target, args, kwargs, out: 0)
 
 
 def joint_graph(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None,

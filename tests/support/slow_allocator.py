@@ -18,11 +18,11 @@ class Stretch:
     """A segment."""
 
     small: bool
-    pieces: list[Piece] = field(default_factory=list)
+    chunks: list[Piece] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        return sum(piece.size for piece in self.pieces)
+        return sum(piece.size for piece in self.chunks)
 
 
 class SlowAllocator:
@@ -38,7 +38,7 @@ class SlowAllocator:
 
     @property
     def allocated(self) -> int:
-        return sum(piece.size for segment in self.segments for piece in segment.pieces
+        return sum(piece.size for segment in self.segments for piece in segment.chunks
                    if piece.owner is not None)
 
     def allocate(self, number: int, size: int) -> None:
@@ -47,36 +47,36 @@ class SlowAllocator:
         small = size <= MIB
         candidates = [(piece.size, place, position)
                       for place, segment in enumerate(self.segments) if segment.small == small
-                      for position, piece in enumerate(segment.pieces)
+                      for position, piece in enumerate(segment.chunks)
                       if piece.owner is None and piece.size >= size]
         if self.expandable:  # what could grow at its end counts as endless
             others = [(size, place, position) for size, place, position in candidates
-                      if position + 1 < len(self.segments[place].pieces)]
+                      if position + 1 < len(self.segments[place].chunks)]
             if others and min(candidates) not in others:
                 candidates = [min(others)]
         if not candidates:
             candidates = [self._reserve(size, small)]
         _, place, position = min(candidates)
-        pieces = self.segments[place].pieces
-        piece = pieces[position]
+        chunks = self.segments[place].chunks
+        piece = chunks[position]
         rest = piece.size - size
         if (rest >= 512) if small or self.expandable else (rest > MIB):
-            pieces.insert(position + 1, Piece(rest))
+            chunks.insert(position + 1, Piece(rest))
             piece.size = size
         piece.owner = number
 
     def release(self, number: int) -> None:
         for segment in self.segments:
-            for piece in segment.pieces:
+            for piece in segment.chunks:
                 if piece.owner == number:
                     piece.owner = None
             merged: list[Piece] = []
-            for piece in segment.pieces:
+            for piece in segment.chunks:
                 if merged and merged[-1].owner is None and piece.owner is None:
                     merged[-1].size += piece.size
                 else:
                     merged.append(piece)
-            segment.pieces = merged
+            segment.chunks = merged
 
     def _reserve(self, size: int, small: bool) -> tuple[int, int, int]:
         page = 2 * MIB if small else 20 * MIB
@@ -85,12 +85,12 @@ class SlowAllocator:
                 self.segments.append(Stretch(small))
             place = next(place for place, segment in enumerate(self.segments)
                          if segment.small == small)
-            pieces = self.segments[place].pieces
-            if not pieces or pieces[-1].owner is not None:
-                pieces.append(Piece(0))
-            while pieces[-1].size < size:
-                pieces[-1].size += page
-            return pieces[-1].size, place, len(pieces) - 1
+            chunks = self.segments[place].chunks
+            if not chunks or chunks[-1].owner is not None:
+                chunks.append(Piece(0))
+            while chunks[-1].size < size:
+                chunks[-1].size += page
+            return chunks[-1].size, place, len(chunks) - 1
         length = page
         if not small and size >= 10 * MIB:
             length = 2 * MIB

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from planner._apply.runtime import apply_recipe
+from planner._apply.runtime import apply_spec
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.plain_step.loss import objective
 from planner._graph_capture.torch_compat import compile_settings
 from planner.api import capture
 from planner.errors import InfeasibleBudget
-from planner.plans.decisions import build_recipe
+from planner.plans.decisions import build_spec
 from planner.plans.plan import Plan
 from planner.search.planning import Effort, plan_within
 from planner.solvers.problem import Problem, Schedule
 from planner.solvers.simulator import Timeline, unroll
-from planner.step.form import Form
 from planner.step.prepared import PreparedStep
+from planner.step.variant import Variant
 from tests.support.models import BUILDERS, HF, Case
 
 SEED = 5
@@ -142,13 +142,13 @@ def captured(case: Case, **arguments: Any) -> PreparedStep:
 
 
 def apply_schedule(
-    case: Case, step: PreparedStep, schedule: Schedule, form: Form | None = None
+    case: Case, step: PreparedStep, schedule: Schedule, variant: Variant | None = None
 ) -> tuple[nn.Module, Timeline]:
-    """The model that runs `schedule`, one of the base form unless another is given, and what the
+    """The model that runs `schedule`, one of the base variant unless another is given, and what the
     simulator says of it."""
-    form = form or step.base
-    timeline = unroll(form.problem, schedule)
-    return apply_recipe(case.model, build_recipe(step, form, timeline)), timeline
+    variant = variant or step.base
+    timeline = unroll(variant.problem, schedule)
+    return apply_spec(case.model, build_spec(step, variant, timeline)), timeline
 
 
 def random_schedule(problem: Problem, seed: int, share: float) -> Schedule:

@@ -1,4 +1,5 @@
-"""`checkpoint-planner memory TARGET`: the account of the training loop, without a plan or with one.
+"""`checkpoint-planner memory TARGET`: the breakdown of the training loop, without a plan or with
+one.
 """
 
 from __future__ import annotations

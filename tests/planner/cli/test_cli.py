@@ -132,6 +132,6 @@ def test_a_loss_head_may_run_in_pieces(tmp_path):
         options = [word for choice in written for word in ("--allow", choice)]
         found = json.loads(run("plan", *wide, "--budget", least, *options, "--time-limit", "2",
                                "--json").stdout)
-        assert found["pieces"] > 1
+        assert found["chunks"] > 1
     run("plan", *wide, "--budget", least, "--allow", "fuse", code=2)
     run("plan", *wide, "--budget", least, "--allow", "offload", code=2)

@@ -1,4 +1,5 @@
-"""`checkpoint-planner memory`: the account on stdout, mistakes in one line with the right code."""
+"""`checkpoint-planner memory`: the breakdown on stdout, mistakes in one line with the right
+code."""
 
 import json
 import pickle

@@ -26,7 +26,7 @@ def model() -> torch.nn.Module:
 
 
 def train(loop: MeasuredLoop, budget: int | None, *, before: bool, precision: str) -> None:
-    """Two steps of two micro-steps, clipped."""
+    """Two steps of two micro-batches, clipped."""
     accelerate.state.AcceleratorState._reset_state()  # its settings are those of the process
     accelerator = accelerate.Accelerator(
         mixed_precision=precision, cpu=True, gradient_accumulation_steps=2)

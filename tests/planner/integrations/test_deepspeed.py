@@ -67,7 +67,7 @@ def of_a_stage(rank: int, stage: int) -> None:
     losses, size_bytes, net = train(rank, stage, "80%")
     plan = planner.plan_of(net)
     assert losses == plain
-    assert planner.steps_of(net).planned == 4 and len(plan.recipe.blocks) == 3
+    assert planner.steps_of(net).planned == 4 and len(plan.spec.blocks) == 3
     assert size_bytes <= plan.budget_bytes < plain_bytes
 
 

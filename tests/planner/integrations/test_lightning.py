@@ -95,7 +95,7 @@ def trainer(callbacks: list[Any], **settings: Any) -> Any:
 
 
 def train(loop: MeasuredLoop, budget: int | None, precision: str = "32-true") -> None:
-    """An epoch of 6 micro-steps, the last one smaller, clipped, with validation in between."""
+    """An epoch of 6 micro-batches, the last one smaller, clipped, with validation in between."""
     loop.model.loop = loop
     callbacks = [] if budget is None else [MemoryBudget(budget, time_limit=1)]
     fit = trainer(callbacks, precision=precision, accumulate_grad_batches=2,

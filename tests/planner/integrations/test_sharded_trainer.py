@@ -56,7 +56,7 @@ def model() -> nn.Module:
 
 
 def train(
-    folder: str, by: str, micro_steps: int, budget: str | None
+    folder: str, by: str, micro_batches: int, budget: str | None
 ) -> tuple[list[float], int, nn.Module]:
     """Losses, the most that this rank takes after the first step, the model."""
     settings: dict[str, Any] = {} if by == "loading" else {
@@ -64,7 +64,7 @@ def train(
     arguments = transformers.TrainingArguments(
         folder, max_steps=STEPS, per_device_train_batch_size=8, report_to=[], use_cpu=True,
         save_strategy="no", ddp_backend="gloo", disable_tqdm=True, logging_strategy="no",
-        gradient_accumulation_steps=micro_steps, **settings)
+        gradient_accumulation_steps=micro_batches, **settings)
     if by == "loading":
         from transformers.distributed import DistributedConfig
 
@@ -87,24 +87,24 @@ def train(
     return trainer.losses, there + max(peaks[2:]), net
 
 
-def sharded(rank: int, folder: str, by: str, micro_steps: int) -> None:
+def sharded(rank: int, folder: str, by: str, micro_batches: int) -> None:
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
     if rank == 0:
         model().save_pretrained(folder)
     dist.barrier()
-    plain, plain_bytes, _ = train(folder, by, micro_steps, None)
-    losses, size_bytes, net = train(folder, by, micro_steps, "80%")
+    plain, plain_bytes, _ = train(folder, by, micro_batches, None)
+    losses, size_bytes, net = train(folder, by, micro_batches, "80%")
     plan = planner.plan_of(net)
     assert losses == plain and planner.steps_of(net).planned == len(losses)
     assert plan.parallel.kind == "fsdp2" and "model.layers.0" in plan.parallel.units
-    assert plan.parallel.requires_gradient_sync is (micro_steps == 1)
+    assert plan.parallel.requires_gradient_sync is (micro_batches == 1)
     assert size_bytes <= plan.budget_bytes < plain_bytes, (size_bytes, plan.budget_bytes)
     assert size_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
     assert plain_bytes == pytest.approx(plan.baseline_peak_bytes, rel=0.01)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("by", "micro_steps"), [("trainer", 1), ("trainer", 2), ("loading", 2)])
-def test_a_sharded_model_is_trained_within_a_budget(by, micro_steps, tmp_path):
-    on_ranks(sharded, str(tmp_path), by, micro_steps)
+@pytest.mark.parametrize(("by", "micro_batches"), [("trainer", 1), ("trainer", 2), ("loading", 2)])
+def test_a_sharded_model_is_trained_within_a_budget(by, micro_batches, tmp_path):
+    on_ranks(sharded, str(tmp_path), by, micro_batches)

@@ -57,7 +57,7 @@ class EndOfStep(transformers.TrainerCallback):
 
 def train(loop: MeasuredLoop, budget: int | None, *, folder: Path, resume: bool = False,
           **settings: Any) -> None:
-    """An epoch of 22 examples in batches of 4, in 6 micro-steps and 3 steps of the optimizer."""
+    """An epoch of 22 examples in batches of 4, in 6 micro-batches and 3 steps of the optimizer."""
     settings = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "save_strategy": "no",
                 "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "eval_strategy": "steps",
                 "eval_steps": 1, "logging_strategy": "no", "report_to": [], "disable_tqdm": True,

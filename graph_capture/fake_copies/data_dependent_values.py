@@ -1,0 +1,69 @@
+"""What a model's code asks of the values of tensors, learned by calling it.
+
+Code that decides by a value (`if x.sum() > 0`), logs one (`x.max().item()`), or selects by values
+(`x[x > 0]`, `nonzero`) cannot be followed without data.  One call without gradients, which takes
+little memory, gives the values, and the sizes of what is selected; random state and buffers are as
+before afterwards, so that a call which follows asks for the same ones.
+
+Blind spots: those of `graph_capture.model_state`; a value that is read behind the dispatcher's back
+(`tolist`) is not seen, and is 0 in the capture unless the tensor is an input of integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner._graph_capture.errors import DataDependentValue
+from planner._graph_capture.fake_copies.storage_less import VALUE_OPS, Answer, makes_size_by_values
+from planner._graph_capture.model_state import remembered_state
+from planner._graph_capture.torch_compat import NoStaticShape, TorchDispatchMode, pytree
+from planner._graph_capture.user_code import place_of
+
+
+def data_dependent_value(error: BaseException) -> DataDependentValue:
+    """The error for code that asks for what is not known in a capture; `error` was raised there."""
+    what = "the model's code " + (
+        f"makes a tensor whose size depends on values ({error})"
+        if isinstance(error, NoStaticShape[:1]) else "asks for the value of a tensor"
+    ) + place_of(error)
+    asked = DataDependentValue(
+        f"{what}, and a step that is captured without being run "
+        "has no values. Either train with planner.within(model, budget), which plans the chunks "
+        "that lie between; or give each chunk a budget of its own with torch.compile(model, "
+        'backend="checkpoint_planner"); or decide by shapes and arguments, or with torch.where, '
+        "and take logged values from what the model returns")
+    asked.what = what
+    return asked
+
+
+def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple[Answer, ...]:
+    """What `call`, which calls the model, asks for, in order: values, and as meta tensors results
+    whose size depends on values."""
+    recorder, restore = _ValueRecorder(), remembered_state(model)
+    try:
+        with torch.no_grad(), recorder:
+            call()
+    finally:
+        restore()
+    return tuple(recorder.values)
+
+
+class _ValueRecorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Answer] = []
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in VALUE_OPS:
+            self.values.append(Answer.of(func, args, out))
+        elif makes_size_by_values(func, args):
+            self.values.append(Answer.of(func, args, pytree.tree_map_only(
+                torch.Tensor, lambda made: torch.empty_strided(
+                    made.shape, made.stride(), dtype=made.dtype, device="meta"), out)))
+        return out

@@ -1,0 +1,384 @@
+"""A copy of the user's model and inputs whose tensors have shapes but no memory.
+
+The model of the world: the memory of a training step depends on the shapes, dtypes, strides and
+aliasing of the model's tensors, not on their values.  So the fake copy is a deep copy in which each
+tensor is fake and has the layout of the original, and tensors that share a storage share one in the
+copy.  Nothing of the original is executed or written; no memory of the size of a tensor is taken.
+
+Blind spots: a closure, a global or a C++ object that refers to the original's tensors still refers
+to them in the fake copy; values are lost, so control flow on a tensor's value cannot be followed;
+the gradients that the original holds are not copied; a `__deepcopy__` that the user wrote runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from planner._graph_capture.device_kernels.replacement import DeviceKernels
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.module_forward import take_down
+from planner._graph_capture.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    fake_tensor,
+    is_traceable_wrapper_subclass,
+    mark_as_parameter,
+    no_subclass_functions,
+    pytree,
+    storage_key,
+    tensor_clone,
+)
+from planner._graph_capture.training_graph import ResidentMemory
+
+
+@dataclass(frozen=True, eq=False)
+class FakeCopy:
+    """The fake copy of a model and of one batch."""
+
+    mode: TorchDispatchMode
+    """The fake mode of every tensor here; run the fake copy's model under it."""
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    extra: tuple[Any, ...]
+    """Copies of the further objects given to `make_fake_copy`; what they share with the model, they
+    share with the fake copy."""
+    device: torch.device
+    """The device planned for."""
+    trace_device: torch.device
+    """The device that the fake tensors claim to be on: `device`, or the CPU where this machine
+    has no device of that kind, since autograd wants its driver even for fake tensors."""
+    resident: ResidentMemory
+    parameters: Mapping[str, torch.Tensor]
+    """Every parameter by qualified name; a tied one under each of its names."""
+    buffers: Mapping[str, torch.Tensor]
+    """Every buffer by qualified name, the non-persistent ones too."""
+    fake_of: Mapping[torch.Tensor, torch.Tensor]
+    """Each tensor of the original to its fake copy, by identity; the originals are held weakly."""
+    answers: tuple[Any, ...] | None = None
+    """The values that the model's code asks for in a call (`storage_less.Answer`), in order, as a
+    real call gave them; `None`: those that are known.  Only a fake copy gives them.  That call was
+    one of the forward, beneath the model's own hooks."""
+    autocast: torch.dtype | None = None
+    """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
+    kernels: DeviceKernels | None = None
+    """What stands for the kernels of `device` where it is not here; `None`: torch chooses."""
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What forward and loss run in; an autocast that is active anyway counts as well."""
+        return (nullcontext() if self.autocast is None
+                else torch.autocast(self.trace_device.type, self.autocast))
+
+    def as_on_device(self) -> AbstractContextManager[None]:
+        """Inside, torch composes ops as it does on the device planned for."""
+        return nullcontext() if self.kernels is None else self.kernels.active()
+
+    @property
+    def has_subclasses(self) -> bool:
+        """Whether some of its tensors stand for ones of a subclass whose methods they lack."""
+        return any(class_of(tensor) is not type(tensor) for tensor in self.fake_of.values())
+
+    @property
+    def callee(self) -> Callable[..., Any]:
+        """The model, as it is called in a step."""
+        if self.answers is None:
+            return self.model
+        return lambda *args, **kwargs: self.model.forward(*args, **kwargs)
+
+    def call(self, model: Callable[..., Any] | None = None) -> Any:
+        """The output of the model, or of what stands for it, in one call."""
+        if self.answers is not None and hasattr(self.mode, "answer_with"):
+            self.mode.answer_with(self.answers)
+        return (model or self.callee)(*self.args, **self.kwargs)
+
+
+def make_fake_copy(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    extra: Iterable[Any] = (),
+    capability: tuple[int, int] | None = None,
+) -> FakeCopy:
+    """The fake copy of `model` and of the call `model(*args, **kwargs)`.
+
+    `device` is the one planned for: by default the model's own, the CPU for a model on `meta` or
+    without tensors.  All tensors of the fake copy are placed there, those of the inputs too.
+    `extra` are objects that may share tensors with the model, e.g. a loss with weights; their
+    storages count as buffers.  `capability`: the compute capability of a GPU planned for, whose
+    kernels the fake copy runs where it is not here; `None`: those of the device that it is traced
+    on.
+
+    Raises `CaptureError` where the model is spread over several devices, is compiled or scripted,
+    has uninitialized parameters, or holds an object that cannot be copied.
+    """
+    _refuse_what_cannot_be_faked(model)
+    planned = device_planned_for(model, device)
+    copier = FakeCopier(planned if _can_trace(planned) else torch.device("cpu"))
+    fake_copy = fake_copy_by(copier, model, args, kwargs or {}, tuple(extra), planned)
+    if capability is None or planned.type != "cuda" or copier.device == planned:
+        return fake_copy
+    return replace(fake_copy, kernels=DeviceKernels(capability))
+
+
+def fake_copy_by(
+    copier: FakeCopier,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    extra: tuple[Any, ...],
+    planned: torch.device,
+) -> FakeCopy:
+    """The fake copy that `copier` makes; sizes are counted as by the allocator of `planned`."""
+    fake_copy = copier.module(model)
+    take_down(fake_copy)  # A plan that the model runs under is none of the model's.
+    parameters = dict(fake_copy.named_parameters(remove_duplicate=False))
+    buffers = dict(fake_copy.named_buffers(remove_duplicate=False))
+    of_parameters = set(map(storage_key, strided_tensors(list(parameters.values()))))
+    of_model = set(copier.storage_bytes)
+    # The inputs are copied after the model, so that an input which is a parameter stays one.
+    fake_args = tuple(copier.tree(arg, f"argument {index}") for index, arg in enumerate(args))
+    fake_kwargs = {name: copier.tree(arg, f"argument {name!r}")
+                   for name, arg in kwargs.items()}
+    of_inputs = set(copier.storage_bytes) - of_model
+    fake_extra = tuple(copier.tree(item, "an extra object") for item in extra)
+
+    def total_bytes(belongs: Callable[[int], bool]) -> int:
+        return sum(allocated_bytes(size, planned) for key, size in copier.storage_bytes.items()
+                   if belongs(key))
+
+    return FakeCopy(
+        mode=copier.mode, model=fake_copy, args=fake_args, kwargs=fake_kwargs, extra=fake_extra,
+        device=planned, trace_device=copier.device,
+        resident=ResidentMemory(
+            parameters_bytes=total_bytes(of_parameters.__contains__),
+            buffers_bytes=total_bytes(lambda key: key not in of_parameters | of_inputs),
+            inputs_bytes=total_bytes(of_inputs.__contains__)),
+        parameters=parameters, buffers=buffers, fake_of=copier.fake_of)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+"""Classes of tensors that have nothing but their storage."""
+
+_class_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by fake tensor
+
+
+def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """The class of a tensor; of a fake one, that of the tensor that it is the copy of."""
+    found: type[torch.Tensor] = _class_of.get(tensor, type(tensor))
+    return found
+
+
+class FakeCopier(TorchFunctionMode):
+    """Deep copies in which each tensor becomes its one copy without memory.
+
+    As a mode it catches the tensors that `copy.deepcopy` reaches other than as a parameter or
+    buffer of a module: plain attributes, those in lists, those of a dataclass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.mode: Any = self.new_mode()
+        self.device = device
+        self.memo: dict[int, Any] = {}
+        self.fake_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.storage_bytes: dict[int, int] = {}  # by the key of the fake storage
+        self._storages: dict[int, torch.UntypedStorage] = {}  # copy by the original storage's key
+        self._alive: list[Any] = []  # storages whose keys would otherwise be given out again
+
+    def new_mode(self) -> TorchDispatchMode:
+        """The mode under which the copies are used."""
+        # A constant that the model's code closes over is real; a fake mode may meet it.
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
+        """A storage without memory."""
+        return torch.UntypedStorage(size_bytes, device="meta")
+
+    def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor in `storage` with the layout of `like`."""
+        meta = torch.empty(0, dtype=like.dtype, device="meta")
+        meta.set_(storage, like.storage_offset(), like.size(), like.stride())
+        return fake_tensor(self.mode, meta, self.device)
+
+    def of_class(self, plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        """`plain` in the place of a tensor of a subclass without ops of its own.
+
+        A fake tensor has its class already: it has the attributes of the other, not the methods.
+        """
+        fake = nn.Parameter(plain, plain.requires_grad) if issubclass(kind, nn.Parameter) else plain
+        _class_of[fake] = kind
+        return fake
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__deepcopy__ or func is tensor_clone:
+            return self.tensor(args[0])
+        with no_subclass_functions():
+            return func(*args, **(kwargs or {}))
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """Copy of `model`."""
+        # `Parameter.__deepcopy__` is not seen by a mode, but asks the memo first.
+        for named in (model.named_parameters, model.named_buffers):
+            for _, tensor in named(remove_duplicate=False):
+                self.tensor(tensor)
+        try:
+            with self:
+                return copy.deepcopy(model, self.memo)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"cannot copy {self._uncopyable(model)}: {error}; planning works on a copy of the "
+                "model that has no memory, so take such objects out of the model, or give their "
+                "class a `__deepcopy__` that returns the object itself") from error
+
+    def tree(self, value: Any, what: str) -> Any:
+        """Copy of an input: a pytree, or an object that holds tensors."""
+        return pytree.tree_map(lambda leaf: self._leaf(leaf, what), value)
+
+    def _leaf(self, leaf: Any, what: str) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.tensor(leaf)
+        try:
+            with self:
+                return copy.deepcopy(leaf, self.memo)
+        except CaptureError as error:
+            raise CaptureError(f"{what}: {error}") from error
+        except Exception:  # an object that cannot be copied is no carrier of tensors
+            return leaf
+
+    def tensor(self, real: torch.Tensor) -> torch.Tensor:
+        """The one fake copy of `real`."""
+        fake = self.fake_of.get(real)
+        if fake is None:
+            fake = self.fake_of[real] = self.memo[id(real)] = self._fake(real)
+            self._alive.append(real)
+            if class_of(real) not in _PLAIN and not is_traceable_wrapper_subclass(real):
+                with self:  # which may refer to the tensor itself, and to the module that has it
+                    vars(fake).update({
+                        name: copy.deepcopy(value, self.memo) for name, value in vars(real).items()
+                        if name != "_is_param"})
+        return fake
+
+    def _fake(self, real: torch.Tensor) -> torch.Tensor:
+        if is_traceable_wrapper_subclass(real):
+            return self._fake_wrapper(real)
+        if real.layout is not torch.strided:
+            if real.device != self.device:
+                raise CaptureError(
+                    f"a tensor of type {type(real).__name__} and layout {real.layout} is on "
+                    f"{real.device}, the plan is for {self.device}; move the model there first")
+            return self.mode.from_tensor(real, static_shapes=True)
+        if type(real).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
+                real, FakeTensor):
+            raise CaptureError(f"cannot make a fake copy of a tensor of type "
+                               f"{type(real).__module__}.{type(real).__qualname__}; expected plain "
+                               "tensors or traceable wrapper subclasses")
+        return self._fake_plain(real)
+
+    def _fake_plain(self, real: torch.Tensor) -> torch.Tensor:
+        storage = real.untyped_storage()
+        key = storage_key(real)
+        if key not in self._storages:
+            self._storages[key] = self.new_storage(storage.nbytes())
+            self._alive.append(storage)
+        with torch.no_grad():
+            fake = self.new_tensor(real, self._storages[key])
+        self.storage_bytes[storage_key(fake)] = storage.nbytes()
+        if (kind := class_of(real)) not in _PLAIN:
+            return self.of_class(fake.requires_grad_(real.requires_grad), kind)
+        if isinstance(real, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=real.requires_grad)
+        fake.requires_grad_(real.requires_grad)
+        # Dynamo treats an attribute that was made so in another way than a registered buffer.
+        return nn.Buffer(fake, persistent=real.persistent) if isinstance(real, nn.Buffer) else fake
+
+    def _fake_wrapper(self, real: Any) -> torch.Tensor:
+        """Copy of a wrapper subclass, around copies of the tensors inside."""
+        names, context = real.__tensor_flatten__()
+        inside = {name: self.tensor(getattr(real, name)) for name in names}
+        with torch.no_grad():
+            fake: torch.Tensor = type(real).__tensor_unflatten__(
+                inside, context, real.size(), real.stride())
+        if isinstance(real, nn.Parameter):
+            mark_as_parameter(fake)
+        return fake.requires_grad_(real.requires_grad)
+
+    def _uncopyable(self, model: nn.Module) -> str:
+        """The attribute that `copy.deepcopy` fails on, in words."""
+        children = {"_modules", "_parameters", "_buffers"}
+        for name, module in model.named_modules():
+            for attribute, value in vars(module).items():
+                if attribute in children:
+                    continue
+                try:
+                    with self:
+                        copy.deepcopy(value, self.memo)
+                except Exception:
+                    path = f"{name}.{attribute}" if name else attribute
+                    return f"the model's attribute `{path}` ({type(value).__name__})"
+        return f"the model ({type(model).__name__})"
+
+
+def _refuse_what_cannot_be_faked(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        where = f"module `{name}`" if name else "the model"
+        if hasattr(module, "_orig_mod"):
+            raise CaptureError(f"{where} is compiled; give the module that was passed to "
+                               "torch.compile, and compile what the plan is applied to")
+        if any(is_lazy(own) for own in (*module.parameters(False), *module.buffers(False))):
+            raise CaptureError(f"{where} has uninitialized parameters; run it once on a batch, or "
+                               "give it its sizes, before planning")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"{where} is a TorchScript module; give the nn.Module it was "
+                               "made from")
+
+
+def device_planned_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The device that a plan is for; `device`: what the user says, if anything."""
+    if device is not None:
+        try:
+            planned = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"unknown device {device!r}; name one such as 'cpu', 'cuda' or "
+                             "'cuda:0'") from None
+        if planned.type == "meta":
+            raise ValueError("expected the device to plan for, got `meta`; name a real device, "
+                             "e.g. 'cuda' or 'cpu'")
+    else:
+        own = {tensor.device for tensor in (*model.parameters(), *model.buffers())
+               if tensor.dim() > 0 or tensor.device.type != "cpu"}  # scalars may stay on the host
+        own.discard(torch.device("meta"))
+        if len(own) > 1:
+            raise CaptureError(f"the model is spread over {', '.join(sorted(map(str, own)))}; put "
+                               "it on one device, or name the one to plan for with `device=`")
+        planned = next(iter(own), torch.device("cpu"))
+    if planned.type != "cpu" and planned.index is None:
+        planned = torch.device(planned.type, 0)
+    return planned
+
+
+def _can_trace(device: torch.device) -> bool:
+    """Whether autograd can run on fake tensors of this device here: without the device's driver it
+    ends the process."""
+    if device.type == "cpu":
+        return True
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == device.type

@@ -1,0 +1,396 @@
+"""Plain tensors without memory: for code, and autograd, that treat fake tensors differently.
+
+The model of the world: to the model's Python code and to autograd a storage-less tensor is an
+ordinary `torch.Tensor`; only its storage points to a page of zeros that all of them share, and a
+dispatch mode answers each op with another storage-less tensor of the shape that a fake tensor would
+have. Small integer tensors of the inputs keep their values, and ops on known values run, so that
+code may look at masks and positions as it does in a real step.  (transformers, for one, drops a
+mask of ones unless it sees a fake tensor.)
+
+Blind spots: a value that depends on the weights is not known, and asking for it is an error; code
+that reads memory behind the dispatcher's back reads zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from planner._graph_capture.errors import CaptureError, DataDependentValue
+from planner._graph_capture.fake_copies.fake import FakeCopier, FakeCopy, fake_copy_by
+from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
+from planner._graph_capture.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    NoStaticShape,
+    OpOverload,
+    TorchDispatchMode,
+    fake_tensor,
+    is_traceable_wrapper_subclass,
+    of_class,
+    pytree,
+    runs_its_own_ops,
+    schema_of,
+    storage_at,
+    storage_key,
+)
+
+_KNOWN_BYTES = 1 << 24
+"""Known values are followed through tensors of at most this size."""
+
+_EMPTY = frozenset({
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default})
+"""Ops that make no values; where these are integers, code may write known ones and look at them."""
+
+VALUE_OPS = frozenset({
+    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default})
+"""Ops that give code the value of a tensor."""
+
+
+def makes_size_by_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether values of operands decide the size of what an op makes."""
+    if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
+        return False
+    return func is not torch.ops.aten.index.Tensor or any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call of an op told of values."""
+
+    op: OpOverload
+    operands: tuple[tuple[torch.Size, torch.dtype], ...] | None
+    """Of the tensors that it was called with; `None`: whatever they are."""
+    value: Any
+
+    @classmethod
+    def of(cls, op: OpOverload, args: tuple[Any, ...], value: Any) -> Answer:
+        """That of a call with these arguments."""
+        return cls(op, _operands(args), value)
+
+    def is_for(self, op: OpOverload, args: tuple[Any, ...]) -> bool:
+        """Whether it may be that of this call."""
+        return self.op is op and self.operands in (None, _operands(args))
+
+
+def _operands(args: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    return tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(args)
+                 if isinstance(leaf, torch.Tensor))
+
+
+class UnknownValue(DataDependentValue):
+    """Code asked for a value that depends on values which a trace without memory lacks."""
+
+
+def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
+                unknown_is_zero: bool = False) -> FakeCopy:
+    """The fake copy of a fake copy, with storage-less tensors on the CPU in place of the fake ones.
+
+    `extra`: further objects that refer to the fake copy's tensors; the copies come last in the
+    result's `extra`.  Integer inputs and buffers have the values of the originals that `fake_copy`
+    was made from, as far as those are still alive.  `unknown_is_zero`: code that asks for a value
+    which is not known gets 0 instead of an error.
+    """
+    copier = StorageLessCopier({id(fake): original for original, fake in fake_copy.fake_of.items()},
+                          unknown_is_zero=unknown_is_zero, planned=fake_copy.device)
+    made = fake_copy_by(
+        copier,
+        fake_copy.model,
+        fake_copy.args,
+        fake_copy.kwargs,
+        (*fake_copy.extra, *extra),
+        fake_copy.device,
+    )
+    return replace(
+        made, answers=fake_copy.answers, autocast=fake_copy.autocast, kernels=fake_copy.kernels
+    )
+
+
+class StorageLessMode(TorchDispatchMode):
+    """Runs ops of known values, and answers all others with storage-less tensors."""
+
+    def __init__(self, *, unknown_is_zero: bool = False, planned: torch.device | None = None
+                 ) -> None:
+        """`planned`: the device whose kernels answer; `None`: that of the operands."""
+        super().__init__()
+        self._planned = planned
+        self._unknown_is_zero = unknown_is_zero
+        self._answers: list[Answer] | None = None
+        self._nothing_is_known = False
+        self._fakes = FakeTensorMode()
+        self._results: dict[object, Any] = {}  # fake ones, by signature of the op
+        # Real storages into which an unknown value was written; a key may be given out anew.
+        self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo compiles code under such a mode, and gives up under any other."""
+        return True
+
+    def answer_with(self, answers: Iterable[Answer]) -> None:
+        """From here on, each value that code asks for, known or not, is the next of these that is
+        for such a call, and so is what an op makes whose size depends on values, as meta tensors.
+        Those between are passed over: code asks for less where it sees that it is captured.
+
+        Where they run out, asking raises `UnknownValue`.
+        """
+        self._answers = list(answers)
+
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Inside, no op runs, whether its operands are known or not: for code that writes into its
+        tensors behind the dispatcher's back."""
+        before, self._nothing_is_known = self._nothing_is_known, True
+        try:
+            yield
+        finally:
+            self._nothing_is_known = before
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if runs_its_own_ops(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            raise CaptureError(f"cannot trace the higher-order op {func} without data")
+        if func.is_view or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)  # touches no data
+        if func is MAKE_SPARSE or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
+            return run_sparse(func, args, dict(kwargs), self._known, _without_data)
+        known = not self._nothing_is_known and all(
+            self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor))
+        if func in VALUE_OPS:
+            if self._answers is not None:
+                return self._next_answer(func, args)
+            if not (known or self._unknown_is_zero):
+                raise UnknownValue("the model's code looks at the value of a tensor that depends "
+                                   "on the weights or on values that are not given")
+            return func(*args, **kwargs)
+        if self._answers is not None and makes_size_by_values(func, args):
+            return pytree.tree_map(_without_data, self._next_answer(func, args))
+        if known and torch.Tag.nondeterministic_seeded not in func.tags:
+            return self._run_if_small(func, args, kwargs)
+        self._note_overwritten(func, args, kwargs)
+        return self._answer(func, args, kwargs)
+
+    def _next_answer(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
+        assert self._answers is not None
+        for place, answer in enumerate(self._answers):
+            if answer.is_for(func, args):
+                del self._answers[:place + 1]
+                return answer.value
+        raise UnknownValue("code asked for more values than are known")
+
+    def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],
+                          kwargs: Mapping[str, Any]) -> None:
+        if not schema_of(func).is_mutable:
+            return
+        for position, argument in enumerate(schema_of(func).arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and self._known(tensor):
+                    self._overwritten[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
+
+    def _run_if_small(self, func: OpOverload, args: tuple[Any, ...],
+                      kwargs: Mapping[str, Any]) -> Any:
+        try:
+            answer = self._answer(func, args, kwargs)
+        except NoStaticShape:
+            return func(*args, **kwargs)
+        made = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
+        if func in _EMPTY and all(leaf.is_floating_point() for leaf in made):
+            return answer
+        if sum(leaf.untyped_storage().nbytes() for leaf in made) <= _KNOWN_BYTES:
+            return func(*args, **kwargs)
+        self._note_overwritten(func, args, kwargs)
+        return answer
+
+    def _answer(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the op returns, without values."""
+        if args and _returns_what_it_writes(func):
+            return args[0]
+        key = _signature(func, args, kwargs)
+        known = self._results.get(key)
+        if known is not None:
+            return pytree.tree_map(_without_data, known)
+        return self._run_on_fakes(func, args, kwargs, key)
+
+    def _run_on_fakes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                      key: object) -> Any:
+        originals: dict[int, torch.Tensor] = {}  # by identity of the fake tensor
+        storages: dict[int, torch.UntypedStorage] = {}  # meta storage, by key of the original
+        owners: dict[int, torch.Tensor] = {}  # a tensor of each storage, by key of the meta one
+        of_operands = False
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = storage_key(leaf)
+            if key not in storages:
+                storages[key] = torch.UntypedStorage(leaf.untyped_storage().nbytes(), device="meta")
+            meta = torch.empty(0, dtype=leaf.dtype, device="meta").set_(
+                storages[key], leaf.storage_offset(), leaf.size(), leaf.stride())
+            made = fake_tensor(self._fakes, meta, self._planned or leaf.device)
+            originals[id(made)] = leaf
+            owners[storage_key(made)] = leaf
+            return made
+
+        def answer(leaf: Any) -> Any:
+            nonlocal of_operands
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            owner = owners.get(storage_key(leaf))
+            of_operands = of_operands or owner is not None
+            if id(leaf) in originals:
+                return originals[id(leaf)]
+            if owner is not None:  # an alias, though the op is no view by its schema
+                return owner.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+            return _without_data(leaf)
+
+        fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
+        with self._fakes:
+            out = func(*fake_args, **fake_kwargs)
+        result = pytree.tree_map(answer, out)
+        if key is not None and not of_operands:
+            self._results[key] = out
+        return result
+
+    def _known(self, tensor: torch.Tensor) -> bool:
+        overwritten = self._overwritten.get(storage_key(tensor))
+        return not (_ZEROS.holds(tensor)
+                    or (overwritten is not None and overwritten() is not None))
+
+
+def _returns_what_it_writes(func: OpOverload) -> bool:
+    """Whether all that an op does is to write its first operand, which it returns."""
+    schema = schema_of(func)
+    if not schema.name.endswith("_") or len(schema.returns) != 1:
+        return False
+    written = [position for position, argument in enumerate(schema.arguments)
+               if argument.alias_info is not None and argument.alias_info.is_write]
+    return (written == [0] and schema.returns[0].alias_info is not None
+            and isinstance(schema.returns[0].type, torch.TensorType))
+
+
+def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """What the layout of the results of an op depends on; `None` where they may be operands."""
+    if schema_of(func).is_mutable:
+        return None
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    words: list[object] = [func, structure]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            words += (leaf.dtype, leaf.device, leaf.size(), leaf.stride(), leaf.storage_offset())
+        else:
+            words += (type(leaf), leaf)
+    try:
+        hash(key := tuple(words))
+    except TypeError:  # an argument that cannot be compared
+        return None
+    return key
+
+
+def _without_data(leaf: Any) -> Any:
+    """A storage-less tensor in the place of a fake one, in a storage of its own."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return storage_less_tensor(leaf, storage_less_storage(leaf.untyped_storage().nbytes()))
+
+
+def storage_less_storage(size_bytes: int) -> torch.UntypedStorage:
+    """A storage of its own identity whose content is zeros that cost nothing."""
+    return storage_at(_ZEROS.address(size_bytes), size_bytes)
+
+
+def is_storage_less(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's storage is one of `storage_less_storage`."""
+    return _ZEROS.holds(tensor)
+
+
+def storage_less_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """An ordinary tensor in `storage` with the layout of `like`."""
+    return torch.empty(0, dtype=like.dtype).set_(
+        storage, like.storage_offset(), like.size(), like.stride())
+
+
+class StorageLessCopier(FakeCopier):
+    """Deep copies in which each tensor becomes storage-less, but for small known values."""
+
+    def __init__(self, original_of: Mapping[int, torch.Tensor], *,
+                 unknown_is_zero: bool = False, planned: torch.device | None = None) -> None:
+        """`original_of`: by identity of a fake tensor, the one that has its value; `planned`: as
+        for `StorageLessMode`."""
+        self._original_of, self._unknown_is_zero = original_of, unknown_is_zero
+        self._planned = planned
+        super().__init__(torch.device("cpu"))
+
+    def new_mode(self) -> StorageLessMode:
+        return StorageLessMode(unknown_is_zero=self._unknown_is_zero, planned=self._planned)
+
+    def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
+        return storage_less_storage(size_bytes)
+
+    def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        return storage_less_tensor(like, storage)
+
+    def of_class(self, plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        return of_class(plain, kind)
+
+    def tensor(self, real: torch.Tensor) -> torch.Tensor:
+        original = self._original_of.get(id(real), real)
+        if real not in self.fake_of and _worth_knowing(original):
+            known = original.detach().clone()
+            self.fake_of[real] = self.memo[id(real)] = known
+            self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
+        return super().tensor(real)
+
+
+def _worth_knowing(tensor: torch.Tensor) -> bool:
+    return (tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor | nn.Parameter)
+            and not is_traceable_wrapper_subclass(tensor)
+            and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
+            and tensor.numel() * tensor.dtype.itemsize <= _KNOWN_BYTES)
+
+
+class _Zeros:
+    """Pages of zeros that cost nothing, each large enough for the storages that point to it."""
+
+    def __init__(self) -> None:
+        self._pages: list[tuple[int, int, object]] = []  # size, address, owner
+
+    def address(self, size_bytes: int) -> int:
+        """Address of at least `size_bytes` zeros."""
+        for size, address, _ in self._pages:
+            if size >= size_bytes:
+                return address
+        size = max(1 << 30, 2 * size_bytes)
+        # A private, read-only mapping of nothing: the system shares one page of zeros.
+        owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                          prot=mmap.PROT_READ)
+        address = np.frombuffer(owner, dtype=np.uint8).ctypes.data
+        self._pages.append((size, address, owner))
+        return address
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor points to these zeros."""
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(address == pointer for _, address, _ in self._pages)
+
+
+_ZEROS = _Zeros()
+"""Never released: a storage that points there may outlive everything else."""

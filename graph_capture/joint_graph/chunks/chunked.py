@@ -1,0 +1,329 @@
+"""Parts of a step run in chunks: loss heads and insides of layers, a number of rows at a time.
+
+The smallest peak of a language model is its logits, with their log-softmax and its gradient: no
+placement of checkpoints lowers it.  Run a chunk of the rows at a time, as fused and chunked losses
+do (Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009), only a chunk of them is
+there.  Here the joint graph is unrolled: each op of the part (`part`) runs once for each chunk;
+what the chunks make of the rows is put together, what they sum is added up.
+
+Forward and backward run together, chunk by chunk, where the part's backward depends on one scalar,
+the gradient of the loss: then it is taken for 1, and what the part gives is multiplied by it in the
+backward (exactly, if it is 1 or another power of two).  Gradients in float16, which may be too
+small without the loss's scale, are not made so; there, and in the insides of layers
+(`inner_parts`), the backward has chunks of its own, of which the schedule decides what is kept and
+what is computed again.
+
+Rounding differs: sums over rows are sums of the chunks' sums.  Those of less than 32 bits are
+added up in float32.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx
+
+from planner._graph_capture.joint_graph.chunks.emit import Emitter
+from planner._graph_capture.joint_graph.chunks.inner_parts import find_inner_parts
+from planner._graph_capture.joint_graph.chunks.means import means_to_sums
+from planner._graph_capture.joint_graph.chunks.part import Part, find_part, unviewed
+from planner._graph_capture.joint_graph.chunks.rows import ADDING, Kind, Rows
+from planner._graph_capture.joint_graph.chunks.totals import (
+    added,
+    added_product,
+    ops_behind_sum,
+    whole_of,
+)
+from planner._graph_capture.joint_graph.joint import (
+    JointGraph,
+    eliminate_dead_code,
+    is_tuple_element,
+)
+from planner._graph_capture.joint_graph.replay import RUNS_ONCE
+from planner._graph_capture.joint_graph.walks import ancestors, descendants
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """A graph of which parts run in chunks."""
+
+    joint: JointGraph
+    chunks: int
+    """In how many the widest part runs; 1 where there is no such part."""
+    inner_chunks: int
+    """In how many the insides of layers run; 1 where there are none."""
+    elided: tuple[int, ...]
+    """Which outputs of the forward it does not make."""
+
+
+def run_in_chunks(joint: JointGraph, count: int, unread: Collection[int] = (),
+                  inner_count: int = 1) -> Chunked:
+    """The graph, changed so that the widest part of the step runs in `count` chunks, or one for
+    each row, and where `inner_count` is more than 1, the insides of layers in so many.
+
+    `unread`: outputs of the forward, mutated inputs not counted, that nobody reads.  Something of
+    the same shape stands for those that would be made in chunks.
+    """
+    means_to_sums(joint)
+    joint = joint.described_anew()
+    dropped = {joint.returned[place] for place in unread}
+    returned = {node for place, node in enumerate(joint.forward_outputs)
+                if node is not None and place not in dropped}
+    widest = find_part(joint, returned)
+    inner: list[Part] = []
+    if inner_count > 1:
+        is_loss = widest is not None and _gradient_of_loss(joint, widest) is not None
+        inner = find_inner_parts(
+            joint, returned, set(widest.nodes) if widest is not None and is_loss else set())
+        if widest is not None and any(set(widest.nodes) & set(part.nodes) for part in inner):
+            widest = None  # one of them
+    elided = [] if widest is None else _without_unread(joint, widest, dropped)
+    parts = [(part, min(inner_count, part.rows)) for part in inner]
+    if widest is not None:
+        parts.append((widest, min(count, widest.rows)))
+    stands_for: dict[fx.Node, fx.Node] = {}
+    for part, number in parts:
+        unrolling = _Unrolling(joint, part, number, stands_for)
+        scale = _gradient_of_loss(joint, part)
+        if scale is not None and not _can_be_scaled(part):
+            scale = None
+        if scale is None:
+            unrolling.run(part.forward)
+            unrolling.run(part.backward)
+        else:
+            unrolling.without(scale)
+            unrolling.run(part.nodes)
+    for part, _ in parts:
+        for node in reversed(part.nodes):
+            joint.graph.erase_node(node)
+    _sort(joint.graph)
+    eliminate_dead_code(joint.graph)
+    joint.graph.lint()
+    return Chunked(
+        joint.described_anew(), 1 if widest is None else min(count, widest.rows),
+        max((number for part, number in parts if part is not widest), default=1),
+        tuple(map(joint.returned.index, elided)))
+
+
+def _without_unread(joint: JointGraph, part: Part, dropped: Collection[int]) -> list[int]:
+    """Let something that takes no memory stand for outputs that the part makes rows of; their
+    places."""
+    output = joint.output
+    values = list(output.args[0])
+    emit = Emitter(joint.graph, part.nodes[0])
+    made, found = set(map(unviewed, part.nodes)), []
+    for place in sorted(dropped):
+        node = values[place]
+        if isinstance(node, fx.Node) and unviewed(node) in made:
+            value = node.meta["val"]
+            single = emit(_aten.full.default, [1] * value.ndim, math.nan, like=node,
+                          dtype=value.dtype, device=value.device)
+            values[place] = emit(_aten.expand.default, single, list(value.shape), like=node)
+            found.append(place)
+    output.args = (type(output.args[0])(values), *output.args[1:])
+    return found
+
+
+def _gradient_of_loss(joint: JointGraph, part: Part) -> fx.Node | None:
+    """The scalar gradient of the loss, where the part's backward depends on nothing else that the
+    forward does not have."""
+    ours = set(part.nodes)
+    sources = {operand for node in part.backward for operand in node.all_input_nodes} - ours
+    above = ancestors(sources, lambda node: node not in ours)
+    found = above.intersection(joint.cotangents)
+    if len(found) != 1 or descendants(ours) & above or any(
+            part.layouts[operand] is Kind.SUM for node in part.backward
+            for operand in node.all_input_nodes if operand in part.forward):
+        return None
+    cotangent = found.pop()
+    return cotangent if cotangent.meta["val"].numel() == 1 else None
+
+
+def _can_be_scaled(part: Part) -> bool:
+    """Whether all that a part's backward makes can be multiplied by the gradient of the loss."""
+    ours = set(part.nodes)
+    return all(isinstance(value := node.meta["val"], torch.Tensor) and value.is_floating_point()
+               and value.dtype is not torch.float16 for node in part.backward
+               if any(user not in ours for user in node.users))
+
+
+class _Unrolling:
+    """The chunks of a part, as they are put into the graph."""
+
+    def __init__(self, joint: JointGraph, part: Part, count: int,
+                 stands_for: dict[fx.Node, fx.Node]) -> None:
+        self._graph = joint.graph
+        self._part = part
+        bounds = [part.rows * number // count for number in range(count + 1)]
+        self._ranges = list(itertools.pairwise(bounds))
+        self._made: list[dict[fx.Node, fx.Node]] = [{} for _ in self._ranges]
+        self._cut: list[dict[tuple[fx.Node, Rows], fx.Node]] = [{} for _ in self._ranges]
+        self._stands_for = stands_for
+        """What has been put in the place of which node of a part, this one or an earlier one."""
+        self._scale: fx.Node | None = None
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        self._whole: dict[fx.Node, fx.Node] = {}
+
+    def without(self, scale: fx.Node) -> None:
+        """Take this cotangent for 1 in the part, and multiply by it what the part makes."""
+        graph, part = self._graph, self._part
+        first = min(part.nodes, key=list(graph.nodes).index)
+        of_scale = descendants((scale,))
+        ours = set(part.nodes)
+        outside = ancestors(
+            (operand for node in part.nodes for operand in node.all_input_nodes
+             if operand not in ours), lambda node: node.op == "call_function")
+        value = scale.meta["val"]
+        emit = Emitter(graph, first)
+        self._replaced[scale] = emit(
+            _aten.ones.default, list(value.shape), like=part.backward[0], dtype=value.dtype,
+            device=value.device)
+        is_behind = False
+        for node in list(graph.nodes):
+            is_behind |= node is first
+            if node in outside and node in of_scale:
+                self._replaced[node] = emit(
+                    node.target, *fx.node.map_arg(node.args, self._in_forward), like=node,
+                    **fx.node.map_arg(node.kwargs, self._in_forward))
+            elif node in outside and is_behind:
+                first.prepend(node)
+        self._scale = scale
+
+    def _in_forward(self, node: fx.Node) -> fx.Node:
+        return self._replaced.get(node, node)
+
+    def run(self, nodes: Sequence[fx.Node]) -> None:
+        """Put chunks of these ops, and what becomes of them, in front of the last of them."""
+        if not nodes:
+            return
+        together = self._scale is not None and self._part.forward
+        emit = Emitter(self._graph, (together or nodes)[-1])
+        ours = set(nodes)
+        every = set(self._part.nodes)
+        handed_on = [node for node in nodes if any(
+            user not in every or (user not in ours and self._part.layouts[node] is Kind.SUM)
+            for user in node.users)]
+        summed = {node: ops_behind_sum(node, ours) for node in handed_on
+                  if self._part.layouts[node] is Kind.SUM}
+        sources = {ops[0] for ops in summed.values()}
+        of_totals = {op for ops in summed.values() for op in ops[1:]}
+        totals: dict[fx.Node, fx.Node] = {}
+        for number in range(len(self._ranges)):
+            for node in nodes:
+                if node in of_totals:
+                    continue
+                if (node in sources and node.target in ADDING
+                        and of_totals.issuperset(ours.intersection(node.users))):
+                    totals[node] = self._product(emit, node, number, ours, totals.get(node))
+                    continue
+                self._made[number][node] = self._piece(emit, node, number, ours)
+                if node in sources:
+                    totals[node] = added(emit, totals.get(node), self._made[number][node], node)
+        late = descendants((self._scale,)) if self._scale is not None else set()
+        for node in handed_on:
+            whole = (whole_of(emit, totals[summed[node][0]], summed[node]) if node in summed
+                     else self._together(emit, node))
+            self._whole[node] = whole
+            users = [user for user in node.users if user not in every]
+            if node in late and users:
+                assert self._scale is not None
+                # Where it stood: at the end, the gradients of all layers are there besides.
+                whole = Emitter(self._graph, node)(
+                    _aten.mul.Tensor, whole, self._scale, like=node)
+            self._stands_for[whole] = node
+            for user in users:
+                user.replace_input_with(node, whole)
+
+    def _piece(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node]) -> fx.Node:
+        """One chunk of what `node` makes."""
+        if is_tuple_element(node):
+            return emit(node.target, self._made[number][node.args[0]], node.args[1], like=node)
+        operand = partial(self._operand, emit, node, number, ours)
+        args = list(fx.node.map_arg(node.args, operand))
+        action = self._part.actions[node]
+        if action.shape_argument is not None:
+            layout = action.results[0]
+            assert isinstance(layout, Rows)
+            begin, end = self._ranges[number]
+            args[action.shape_argument] = layout.piece(node.meta["val"].shape, end - begin)
+        return self._once(emit(
+            node.target, *args, like=node, **fx.node.map_arg(node.kwargs, operand)))
+
+    def _operand(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
+                 source: fx.Node) -> fx.Node:
+        """What a chunk of `node` reads in the place of `source`."""
+        if (source in self._whole and source not in ours
+                and self._part.layouts[source] is Kind.SUM):
+            return self._whole[source]  # of the forward, complete
+        if source in self._made[number]:
+            return self._made[number][source]
+        layout = self._part.actions[node].operands.get(
+            self._stands_for.get(source, source), Kind.WHOLE)
+        source = self._replaced.get(source, source)
+        return self._slice(emit, source, layout, number) if isinstance(layout, Rows) else source
+
+    def _product(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
+                 total: fx.Node | None) -> fx.Node:
+        """One chunk of a matrix product, and the total before it, added up."""
+        operands = [self._operand(emit, node, number, ours, source) for source in node.args]
+        piece, total = added_product(emit, total, operands, self._made[number].values(), node)
+        self._once(piece)
+        return total
+
+    def _once(self, node: fx.Node) -> fx.Node:
+        node.meta[RUNS_ONCE] = self._scale is not None
+        return node
+
+    def _slice(self, emit: Emitter, source: fx.Node, layout: Rows, number: int) -> fx.Node:
+        """A chunk of what comes from outside of the part: a view of it."""
+        cut = self._cut[number]
+        if (source, layout) not in cut:
+            shape = list(source.meta["val"].shape)
+            begin, end = self._ranges[number]
+            node, start = source, layout.start
+            if layout.stop - layout.start > 1:
+                node = emit(_aten.view.default, node,
+                            [*shape[:start], self._part.rows, *shape[layout.stop:]], like=source)
+            node = emit(_aten.slice.Tensor, node, start, begin, end, like=source)
+            if layout.stop - layout.start > 1:
+                node = emit(_aten.view.default, node, layout.piece(shape, end - begin), like=source)
+            cut[source, layout] = node
+        return cut[source, layout]
+
+    def _together(self, emit: Emitter, node: fx.Node) -> fx.Node:
+        """The whole of which the part makes rows."""
+        layout = self._part.layouts[node]
+        assert isinstance(layout, Rows)
+        value = node.meta["val"]
+        whole = emit(_aten.cat.default, [made[node] for made in self._made], layout.stop - 1,
+                     like=node)
+        if layout.stop - layout.start > 1:
+            whole = emit(_aten.view.default, whole, list(value.shape), like=node)
+        return whole
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put each node behind what it reads, as near to where it is as that allows."""
+    nodes = list(graph.nodes)
+    rank = {node: position for position, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [rank[node] for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    previous: fx.Node | None = None
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if previous is not None:
+            previous.append(node)
+        previous = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, rank[user])

@@ -1,0 +1,187 @@
+"""The part of a step that can run in chunks: between two narrow frontiers, by rows.
+
+It begins at a wide matrix product of the forward, or at its result where the caller gets that, and
+goes on as far as ops act on rows (`rows`) and something as wide lies between: from hidden states to
+the loss's sum, and back from the loss to gradients of hidden states and weight.  Found by the ops'
+structure alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx
+
+from planner._graph_capture.joint_graph.chunks.rows import (
+    Action,
+    Kind,
+    Layout,
+    Rows,
+    action_of,
+    by_rows,
+)
+from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
+from planner._graph_capture.joint_graph.walks import ancestors, descendants
+
+_aten = torch.ops.aten
+_AS_WIDE = 0.5
+"""Part of the elements of the widest value that another must have to be wide."""
+_LEAST_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """Ops that run in chunks, those of the forward and those of the backward in order."""
+
+    rows: int
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    layouts: Mapping[fx.Node, Layout]
+    """Of what the part makes."""
+    actions: Mapping[fx.Node, Action]
+    """Of its ops; elements of tuples have none."""
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All of them."""
+        return self.forward + self.backward
+
+
+def find_part(joint: JointGraph, returned: Set[fx.Node]) -> Part | None:
+    """The part around the widest matrix product of the forward, if it can run in chunks;
+    `returned`: what the caller gets, and must be whole."""
+    late = descendants(joint.cotangents)
+    entry = max((node for node in joint.graph.nodes if node not in late
+                 and node.target in (_aten.mm.default, _aten.addmm.default)),
+                key=_elements, default=None)
+    return None if entry is None else _part_from(
+        joint, entry, {unviewed(node) for node in returned})
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
+
+
+def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Part | None:
+    rows = int(entry.meta["val"].shape[0])
+    if rows < _LEAST_ROWS:
+        return None
+    order = {node: position for position, node in enumerate(joint.graph.nodes)}
+    layouts, actions = followed(joint, [entry])
+    wide = {node for node, layout in layouts.items() if isinstance(layout, Rows)
+            and _elements(node) >= _AS_WIDE * _elements(entry)}
+    before = ancestors(wide, layouts.__contains__)
+    chosen = {node for node in descendants(wide, layouts.__contains__)
+              if node in before or reads(node, wide)}
+    chosen |= {node for node in layouts if _ends_a_sum(node, chosen, layouts)}
+    given = {node for node in chosen if node in wide and unviewed(node) in returned}
+    chosen -= ancestors(given, chosen.__contains__)  # the caller gets it whole
+    early = ancestors(node for node in joint.forward_outputs if node is not None)
+    ours = sorted(chosen, key=order.__getitem__)
+    part = Part(rows, tuple(node for node in ours if node in early),
+                tuple(node for node in ours if node not in early), layouts, actions)
+    return part if is_possible(part, wide) else None
+
+
+def followed(joint: JointGraph, entries: Collection[fx.Node]
+             ) -> tuple[dict[fx.Node, Layout], dict[fx.Node, Action]]:
+    """How these matrix products, and all that depends on them, act on rows, as far as they do."""
+    late = descendants(joint.cotangents)
+    layouts: dict[fx.Node, Layout] = {}
+    actions: dict[fx.Node, Action] = {}
+
+    def known_to(node: fx.Node, operand: fx.Node) -> Layout | None:
+        layout = layouts.get(operand)
+        # A sum of the forward is complete when the backward reads it.
+        return None if layout is Kind.SUM and node in late and operand not in late else layout
+
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_tuple_element(node):
+            if node.args[0] in actions:
+                layouts[node] = actions[node.args[0]].results[node.args[1]]
+            continue
+        action: Action | None = None
+        if any(operand in layouts for operand in node.all_input_nodes):
+            action = action_of(node, partial(known_to, node))
+        elif node in entries:
+            action = by_rows(node)
+        if action is not None and _can_be_cut(action, layouts):
+            actions[node] = action
+            layouts[node] = action.results[0] if len(action.results) == 1 else Kind.WHOLE
+    return layouts, actions
+
+
+def _can_be_cut(action: Action, layouts: Mapping[fx.Node, Layout]) -> bool:
+    """Whether chunks of what comes from outside can be had as views."""
+    for operand, layout in action.operands.items():
+        if operand not in layouts and isinstance(layout, Rows):
+            value = operand.meta["val"]
+            merged = value.stride()[layout.start:layout.stop]
+            sizes = value.shape[layout.start:layout.stop]
+            expected = merged[-1]
+            for size, stride in zip(reversed(sizes), reversed(merged), strict=True):
+                if size != 1 and stride != expected:
+                    return False
+                expected = stride * size
+    return True
+
+
+def reads(node: fx.Node, wide: set[fx.Node]) -> bool:
+    """Whether an op, or the op that it is an element of, reads something wide."""
+    source = node.args[0] if is_tuple_element(node) else node
+    return any(operand in wide for operand in source.all_input_nodes)
+
+
+def _ends_a_sum(node: fx.Node, chosen: set[fx.Node], layouts: Mapping[fx.Node, Layout]) -> bool:
+    """Whether a node is on the way from a sum that the part makes, by views, to a cast of it: then
+    it is the results of the cast that are added up."""
+    is_cast, found = False, False
+    for user in _only_readers(node):
+        is_cast |= user.target is _aten._to_copy.default and layouts.get(user) is Kind.SUM
+    while layouts.get(node) is Kind.SUM and not is_tuple_element(node):
+        is_cast |= node.target is _aten._to_copy.default
+        source = node.all_input_nodes[0]
+        if len(node.all_input_nodes) != 1 or len(source.users) != 1:
+            return False
+        if source in chosen:
+            found = layouts[source] is Kind.SUM
+            break
+        node = source
+    return found and is_cast
+
+
+def _only_readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node, what reads that, and so on, while each is read by one."""
+    found: list[fx.Node] = []
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        found.append(node)
+    return found
+
+
+def unviewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of, or the node."""
+    while is_view(node) or node.target is _aten._unsafe_view.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_possible(part: Part, wide: set[fx.Node]) -> bool:
+    """Whether both halves can run in one go, with all that they read made before."""
+    if not part.backward or not wide.intersection(part.nodes):
+        return False
+    for half in (part.forward, part.backward):
+        ours = set(half)
+        if not ours:
+            continue
+        outside = {user for node in ours for user in node.users if user not in ours}
+        if ours & descendants(outside):
+            return False
+    return all(node.target is operator.getitem or node in part.actions for node in part.nodes)

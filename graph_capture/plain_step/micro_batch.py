@@ -1,0 +1,173 @@
+"""One forward, loss and backward as plain PyTorch runs it: every block that it takes, in order.
+
+The model of the world: the code runs on tensors without memory under the real autograd, and
+storages live as long as somebody refers to them.  The caller is taken to be
+`output = model(...); loss = loss_fn(output); loss.backward()` and holds the output and the loss to
+the end of the backward and beyond; the result says which blocks those are.  Under autocast,
+forward and loss run inside and the backward outside, as torch's documentation has it: the casts of
+the weights are cached until then.
+
+Gradients that a parameter has before the step are added to in place.
+
+Blind spots: those of `memory.tracker`; memory held by reference cycles goes when the garbage
+collector runs, at some other time than in the real step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from planner._graph_capture.errors import DataDependentValue
+from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value
+from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.fake_copies.storage_less import storage_less_copy
+from planner._graph_capture.memory.module_location import ModuleLocator
+from planner._graph_capture.memory.sparse import is_sparse
+from planner._graph_capture.memory.trace import COMMUNICATION, Category, MicroBatch
+from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.plain_step.loss import LossFn, Objective, objective
+from planner._graph_capture.rank import Wrapper
+from planner._graph_capture.torch_compat import NoStaticShape
+from planner._graph_capture.training_graph import BufferKind
+
+_Made = TypeVar("_Made")
+
+
+def trace_micro_batch(
+    fake_copy: FakeCopy, loss_fn: LossFn | None = None, *, workspace: Workspace,
+    with_gradient: Collection[str] = (), scaled: bool = False, holds_output: bool = True,
+    look: Callable[[FakeCopy, Any, LossFn | None], None] | None = None,
+    wrapper: Wrapper | None = None,
+) -> MicroBatch:
+    """Trace forward, loss and backward of the fake copy, whose tensors are as before afterwards.
+
+    `with_gradient`: names of the parameters that have a gradient before.  `scaled`: the loss is
+    scaled by a `GradScaler`.  `holds_output`: the caller holds the output to the end of the
+    backward, not only until the loss is made.  `look` sees the fake copy that runs, the output of
+    its model and its loss before the loss is made.  `wrapper`: what data parallelism does
+    meanwhile.
+
+    Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
+    """
+    return run_without_data(fake_copy, loss_fn, lambda running, loss, storage_less: _trace(
+        running, loss, workspace, with_gradient, scaled, holds_output, look,
+        wrapper or Wrapper(), storage_less=storage_less))
+
+
+def run_without_data(fake_copy: FakeCopy, loss_fn: LossFn | None,
+                run: Callable[[FakeCopy, LossFn | None, bool], _Made]) -> _Made:
+    """`run(fake_copy, loss, True)` on a storage-less copy of the fake copy, which looks like the
+    real one, where that works; else `run(fake_copy, loss, False)` on the fake one."""
+    if fake_copy.trace_device.type == "cpu":
+        try:
+            copy = storage_less_copy(fake_copy, extra=(loss_fn,))
+            return run(copy, copy.extra[-1], True)
+        except Exception:  # whatever a storage-less tensor cannot do, a fake one may
+            pass
+    try:
+        return run(fake_copy, loss_fn, False)
+    except (*NoStaticShape, DataDependentValue) as error:
+        raise data_dependent_value(error) from error
+
+
+def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
+           with_gradient: Collection[str], scaled: bool, holds_output: bool,
+           look: Callable[[FakeCopy, Any, LossFn | None], None] | None, wrapper: Wrapper, *,
+           storage_less: bool) -> MicroBatch:
+    copies = list(fake_copy.fake_of.values())
+    parameters = {id(tensor): name for name, tensor in [*fake_copy.parameters.items()][::-1]}
+    with fake_copy.mode:
+        for name in with_gradient:
+            fake_copy.parameters[name].grad = torch.empty_like(fake_copy.parameters[name])
+    before = [tensor.grad for tensor in copies if tensor.is_leaf and tensor.grad is not None]
+    locate = ModuleLocator(fake_copy.model)
+    tracker = MemoryTracker(workspace, device=fake_copy.device, trace_device=fake_copy.trace_device,
+                            resident=(*copies, *before), module_of_op=locate)
+    of_wrapper: dict[int, Category] = {}
+
+    def make_buffer(size_bytes: int, kind: BufferKind) -> torch.Tensor:
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=fake_copy.trace_device)
+        number = tracker.number_of(buffer)
+        assert number is not None
+        of_wrapper[number] = Category(kind.value)
+        return buffer
+
+    try:
+        with fake_copy.as_on_device(), locate, wrapper.attached(fake_copy.model, make_buffer):
+            with fake_copy.forward_context():
+                with fake_copy.mode, tracker:
+                    output = fake_copy.call()
+                if look is not None:
+                    look(fake_copy, output, loss_fn)
+                loss_begins = tracker.event_count
+                with fake_copy.mode, tracker:
+                    goal = objective(output, loss_fn)
+                if scaled:
+                    goal = _scaled(goal, fake_copy, tracker)
+            # What leaving a user's outermost autocast does: casts of parameters are not kept.
+            torch.clear_autocast_cache()
+            if not holds_output:
+                output = None
+            backward_begins = tracker.event_count
+            first_of_backward = tracker.start_of_backward()
+            with fake_copy.mode, _no_autocast(fake_copy.trace_device), tracker:
+                goal.backward()
+                left = wrapper.finish()
+        seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
+        gradients: dict[int, str] = {}  # of inputs, too
+        sparse: dict[str, torch.Tensor] = {}
+        for tensor in copies:
+            if tensor.is_leaf and tensor.grad is not None:
+                name = parameters.get(id(tensor), "")
+                gradients |= dict.fromkeys(tracker.numbers_of(tensor.grad), name)
+                if is_sparse(tensor.grad):
+                    sparse[name] = tensor.grad
+        end, alive = tracker.event_count, tracker.live_numbers()
+        del output
+        without_output = tracker.live_numbers()
+        del goal
+        without_loss = tracker.live_numbers()
+        del left
+    finally:
+        tracker.close()
+        for tensor in copies:
+            if tensor.is_leaf:
+                tensor.grad = None
+
+    def category_of(number: int) -> Category:
+        if number in gradients:
+            return Category.GRADIENTS
+        if number in of_wrapper:
+            return of_wrapper[number]
+        return (Category.TEMPORARIES if number >= first_of_backward or number in seeds
+                else Category.ACTIVATIONS)
+
+    kept = {number: name for number, name in gradients.items() if name}
+    labels = gradients | {number: COMMUNICATION for number, category in of_wrapper.items()
+                          if category is Category.TEMPORARIES}
+    loss_blocks = without_output - without_loss
+    return MicroBatch(
+        trace=tracker.trace(category_of, labels).until(end), loss_begins=loss_begins,
+        backward_begins=backward_begins, gradients=kept,
+        output_blocks=frozenset(alive - without_output), loss_blocks=frozenset(loss_blocks),
+        left_blocks=frozenset(without_loss - kept.keys()), storage_less=storage_less,
+        sparse_gradients=sparse)
+
+
+def _scaled(goal: Objective, fake_copy: FakeCopy, tracker: MemoryTracker) -> Objective:
+    """The same with its roots multiplied by the scale of a `GradScaler`."""
+    scaler = torch.amp.GradScaler(fake_copy.trace_device.type)
+    with fake_copy.mode:
+        scaler.scale(torch.ones((), device=fake_copy.trace_device))  # makes its state, out of sight
+        with tracker:
+            return Objective(tuple(scaler.scale(root) for root in goal.roots), goal.seeds)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

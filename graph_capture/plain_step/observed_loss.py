@@ -1,0 +1,320 @@
+"""The loss of a real step, seen from the outside: what it takes while it is the caller's code.
+
+The model of the world: a model returns its output, the caller makes a loss of it and calls
+`backward()`, and the first that the model hears of it again are the gradients of its output.  What
+was allocated in between, on the model's device and on the thread that called it, is the loss's;
+what of that is still alive when the gradients arrive, and is none of them, the caller holds.
+
+`LossWatch` follows one such stretch of a real step, as the memory tracker follows a traced one;
+`ReplayedLoss` takes in a traced step what was seen.  Values are not changed: the very ops run.
+
+What kernels take for themselves is not to be seen while they run; the ops are noted, without their
+data, to be measured when nothing of the step is there (`UnmeasuredLoss`).
+
+Blind spots: a product over all elements, whose gradient autograd computes otherwise when watched;
+losses on another thread; where the caller is in a dispatch mode of its own, or the output is of a
+subclass of tensors, nothing is followed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.output_tensors import output_tensors
+from planner._graph_capture.plain_step.loss import OutputGradient, Until
+from planner._graph_capture.torch_compat import (
+    OpOverload,
+    active_modes,
+    pytree,
+    runs_in_backward,
+    storage_key,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedLoss:
+    """What a loss outside of the model took in one step, above what of the model's output the
+    caller holds; what it lets go counts as long as it is there."""
+
+    peak_bytes: int
+    """The most from when the model returns to when the gradients of its output are there; these,
+    and what is held, included."""
+    held_bytes: int
+    """Still held then: the loss, and what else the caller keeps."""
+    outputs: tuple[OutputGradient, ...]
+    """For each tensor of the output; what is still there when the gradients are lives to the end.
+    """
+    forward_peak_bytes: int | None = None
+    """The most before its backward begins; `None`: as much as afterwards."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The gradients of the output."""
+        return sum(gradient.size_bytes for gradient in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class NotedOp:
+    """An op that ran, of tensors without data."""
+
+    above_bytes: int
+    """What the loss had when it ran, its results included."""
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: Any
+
+
+@dataclass(frozen=True, slots=True)
+class UnmeasuredLoss:
+    """A loss that was seen, but for what its kernels take for themselves."""
+
+    seen: ObservedLoss
+    ops: tuple[NotedOp, ...]
+
+    def measured(self, workspace: Workspace) -> ObservedLoss:
+        """The loss with the workspace of each op."""
+        peaks = [each.above_bytes + workspace(each.op, each.args, each.kwargs, each.out)
+                 for each in self.ops]
+        return replace(self.seen, peak_bytes=max([self.seen.peak_bytes, *peaks]))
+
+
+class LossWatch(MemoryTracker):
+    """Follows a real step from the model's output to the gradients that arrive there.
+
+    It is a dispatch mode that its owner enters with `begin` and leaves with `end`, at any moment
+    after the backward: autograd's engine gives its threads the modes of the caller, and takes no
+    notice of a mode that is left in a backward.
+    """
+
+    def __init__(self, output: Any, done: Callable[[UnmeasuredLoss], None]) -> None:
+        """`done` is called with what was seen, in the backward."""
+        tensors = output_tensors(output)
+        self._nodes = list(dict.fromkeys(
+            tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None))
+        # A hook must not refer to its node: nobody would break the circle.
+        self._places = [None if tensor.grad_fn is None else
+                        (self._nodes.index(tensor.grad_fn), tensor.output_nr)
+                        for tensor in tensors]
+        device = next((tensor.device for tensor in tensors if tensor.requires_grad),
+                      torch.device("cpu"))
+        super().__init__(self._note, device=device, trace_device=device, resident=())
+        self._noted: list[NotedOp] = []
+        for tensor in tensors:
+            self.follow(tensor)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._numbers = [self.number_of(tensor) for tensor in tensors]
+        self.restart_peak()
+        self._done: Callable[[UnmeasuredLoss], None] | None = done
+        self._is_plain = all(type(tensor) is torch.Tensor for tensor in tensors)
+        self._hooks: list[Any] = []
+        self._forward_peak_bytes: int | None = None
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo runs its compiled code under such a mode, and gives up under any other."""
+        return True
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether what the model returned can be watched, where nothing else is."""
+        return bool(self._nodes) and self._is_plain
+
+    def begin(self) -> bool:
+        """Watch from here on; whether that is possible here and now."""
+        if not self.is_possible or not all(map(_has_seen, active_modes())):
+            return False
+        nodes, self._nodes = self._nodes, []
+        self._hooks = [node.register_prehook(self._hook_of(number))
+                       for number, node in enumerate(nodes)]
+        self.__enter__()
+        return True
+
+    def end(self) -> bool:
+        """Leave the mode, where nothing was entered above it; whether it is left."""
+        self._stop()
+        modes = active_modes()
+        if self in modes and modes[-1] is not self:
+            return False
+        if self in modes:
+            self.__exit__(None, None, None)
+        return True
+
+    def _note(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+              out: Any) -> int:
+        if not op.is_view:
+            self._noted.append(NotedOp(self.live_bytes + self._made_before(op, args), op,
+                                       *_without_data((args, kwargs, out))))
+        return 0
+
+    def _stop(self) -> None:
+        self._done, self._noted = None, []
+        self.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _hook_of(self, node: int) -> Callable[[Sequence[torch.Tensor | None]], None]:
+        def arrived(gradients: Sequence[torch.Tensor | None]) -> None:
+            if self._done is None:
+                return
+            done, device = self._done, self._device
+
+            there = self.live_numbers()
+
+            def gradient(place: tuple[int, int] | None, number: int | None,
+                         tensor: weakref.ref[torch.Tensor]) -> OutputGradient:
+                until = _life(tensor() is not None, number is None or number in there)
+                if place is None:
+                    return OutputGradient(False, 0, until)
+                # Those of other nodes arrive later, and are taken to.
+                found = gradients[place[1]] if place[0] == node else None
+                if place[0] == node and found is None:
+                    return OutputGradient(False, 0, until)
+                # What the backward began with, the caller holds to its end.
+                size = 0 if found is None or self._is_seed(found) else allocated_bytes(
+                    found.untyped_storage().nbytes(), device)
+                return OutputGradient(True, size, until)
+
+            outputs = tuple(map(gradient, self._places, self._numbers, self._tensors))
+            output_bytes = sum(self._sizes[number] for number in {*self._numbers} & there
+                               if number is not None)
+            made = {number for found in gradients
+                    if found is not None and not self._is_seed(found)
+                    for number in self.numbers_of(found)} - {*self._numbers}
+            held = self.live_bytes - output_bytes - sum(self._sizes[number] for number in made)
+            noted = tuple(replace(each, above_bytes=each.above_bytes - output_bytes)
+                          for each in self._noted)
+            forward_bytes = self._forward_peak_bytes
+            seen = ObservedLoss(
+                self.peak_bytes - output_bytes, held, outputs,
+                None if forward_bytes is None else forward_bytes - output_bytes)
+            self._stop()
+            done(UnmeasuredLoss(seen, noted))
+
+        return arrived
+
+    def _is_seed(self, gradient: torch.Tensor) -> bool:
+        """Whether it is a view of the ones that the backward began with."""
+        number = self.number_of(gradient)
+        return number is not None and self._makers[number][0] == "aten.ones_like"
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if self._closed:
+            return func(*args, **(kwargs or {}))
+        if self._forward_peak_bytes is None and runs_in_backward():
+            self._forward_peak_bytes = self.peak_bytes
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def end_watches() -> None:
+    """End every watch that can be left now: what comes is none of a loss."""
+    for mode in reversed(active_modes()):
+        if isinstance(mode, LossWatch):
+            mode.end()
+
+
+def _without_data(tree: Any) -> Any:
+    """The same with tensors on the meta device, the same one for the same."""
+    made: dict[int, torch.Tensor] = {}
+
+    def bare(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype,
+                                                 device="meta")
+        return made[id(leaf)]
+
+    return pytree.tree_map(bare, tree)
+
+
+def _has_seen(mode: object) -> bool:
+    """Whether a mode is a watch that has seen all, and only waits to be left."""
+    return isinstance(mode, LossWatch) and mode._closed
+
+
+def _life(is_held: bool, is_there: bool) -> Until:
+    """How long a tensor lives; `is_held`: when gradients arrive it is still there for Python,
+    `is_there`: its storage is."""
+    return Until.END if is_held else Until.MODEL_BACKWARD if is_there else Until.LOSS
+
+
+def watch_output(output: Any, begun: Callable[[tuple[Until, ...]], None]) -> None:
+    """Call `begun` when the backward reaches the model's output, with how long each tensor of it
+    lives; perhaps several times, of which the first counts."""
+    tensors = output_tensors(output)
+    references = [(weakref.ref(tensor), weakref.ref(tensor.untyped_storage()))
+                  for tensor in tensors]
+
+    def look(_: object) -> None:
+        begun(tuple(_life(tensor() is not None, storage() is not None)
+                    for tensor, storage in references))
+
+    for node in {tensor.grad_fn for tensor in tensors}:
+        if node is not None:
+            node.register_prehook(look)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedLoss:
+    """A loss of a traced step that takes what was seen of a real one."""
+
+    seen: ObservedLoss
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        """The loss; its value says nothing."""
+        tensors = output_tensors(output)
+        seen = self.seen
+        # What is let go is still there while the loss is made.
+        there_bytes = sum({storage_key(tensor): tensor.untyped_storage().nbytes()
+                           for tensor, gradient in zip(tensors, seen.outputs, strict=True)
+                           if gradient.until is not Until.END}.values())
+        reached = [tensor for tensor, gradient in zip(tensors, seen.outputs, strict=True)
+                   if gradient.flows]
+        sizes = [gradient.size_bytes for gradient in seen.outputs if gradient.flows]
+        # What is held counts throughout the step.
+        peak_bytes = max(seen.peak_bytes - seen.held_bytes, seen.gradient_bytes)
+        forward_bytes = peak_bytes if seen.forward_peak_bytes is None else (
+            seen.forward_peak_bytes - seen.held_bytes)
+        loss: torch.Tensor = _Replay.apply(peak_bytes, forward_bytes, there_bytes, sizes, *reached)
+        return loss
+
+
+_SCALAR_BYTES = 4
+"""Size of the loss, and of the 1 that its backward starts from."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, peak_bytes: int, forward_peak_bytes: int, there_bytes: int,
+                sizes: list[int], *outputs: torch.Tensor) -> torch.Tensor:
+        """A scalar, and the memory that goes with it."""
+        ctx.peak_bytes, ctx.sizes = peak_bytes, sizes
+        ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in outputs]
+        # Made of tensors without data, these have none.
+        loss = outputs[0].new_empty((), dtype=torch.float32)
+        outputs[0].new_empty(max(0, forward_peak_bytes - there_bytes - _SCALAR_BYTES),
+                             dtype=torch.uint8)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *seeds: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the outputs, each of the size that was seen."""
+        gradients: list[torch.Tensor] = []
+        for (shape, strides, dtype), size in zip(ctx.layouts, ctx.sizes, strict=True):
+            is_whole = size >= shape.numel() * dtype.itemsize
+            gradients.append(
+                seeds[0].new_empty_strided(shape, strides, dtype=dtype) if is_whole
+                else seeds[0].new_empty((), dtype=dtype).expand(shape))
+        left = ctx.peak_bytes - sum(ctx.sizes) - 2 * _SCALAR_BYTES
+        seeds[0].new_empty(max(0, left), dtype=torch.uint8)
+        return (None, None, None, None, *gradients)

@@ -1,0 +1,141 @@
+"""What other calls of a training step hold while one call of a planned graph runs.
+
+The model of the world: a step is a sequence of calls and backwards.  From the end of its forward
+to its backward a call holds what its schedule saves; gradients are there from a backward to the
+optimizer's step.  A graph is called at several moments of the step, and one schedule must fit in
+each: with what the schedule itself saves in earlier calls, too.
+
+Blind spots: what a call has released while the backward of another runs is taken to be gone at
+once; the calls of one graph share a schedule, also where different ones would take less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from planner._graph_capture.training_graph import Phase
+from planner.solvers.problem import Schedule
+from planner.solvers.simulator import unroll
+from planner.step.variant import Variant
+
+if TYPE_CHECKING:
+    from planner._graph_capture.capture import CapturedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is held beside a call, when it begins or when its backward does."""
+
+    pending: int = 0
+    """Other calls of the same graph whose backward is yet to come."""
+    pending_bytes: int = 0
+    """Saved by calls of other graphs whose backward is yet to come."""
+    has_gradients: bool = False
+    """Whether parameters of the model have gradients."""
+
+    def held_bytes(self, saved_bytes: int, gradient_bytes: int) -> int:
+        """What that is, where a call of the graph saves `saved_bytes`."""
+        return (self.pending * saved_bytes + self.pending_bytes
+                + gradient_bytes * self.has_gradients)
+
+    def is_within(self, other: Moment) -> bool:
+        """Whether the other moment holds all that this one does."""
+        return (self.pending <= other.pending and self.pending_bytes <= other.pending_bytes
+                and self.has_gradients <= other.has_gradients)
+
+
+def fullest(moments: Iterable[Moment]) -> frozenset[Moment]:
+    """Those that are within no other."""
+    found = set(moments)
+    return frozenset(each for each in found if not any(
+        each != other and each.is_within(other) for other in found))
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """All moments at which a graph is called."""
+
+    held_bytes: int = 0
+    """What the loop holds throughout the step, beside the model, its optimizer and its inputs."""
+    forward: frozenset[Moment] = frozenset({Moment()})
+    backward: frozenset[Moment] = frozenset({Moment()})
+    plain_bytes: int = 0
+    """Peak of the plain step in calls of other graphs that share it: a percentage is of the most.
+    """
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of some call are added to others."""
+        return any(moment.has_gradients for moment in self.backward)
+
+    @property
+    def region_signature(self) -> tuple[frozenset[tuple[int, bool]], ...]:
+        """The moments without bytes."""
+        return tuple(frozenset((each.pending, each.has_gradients) for each in moments)
+                     for moments in (self.forward, self.backward))
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that is held beside calls of the graph itself."""
+        return self.held_bytes + max(
+            each.pending_bytes for each in self.forward | self.backward)
+
+    def as_run(self, saved_bytes: int) -> Outside:
+        """The same where other calls of the graph have run, and saved so much."""
+        forward, backward = (frozenset(
+            replace(each, pending=0, pending_bytes=each.pending_bytes + each.pending * saved_bytes)
+            for each in moments) for moments in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
+    def pending_bytes(self, variant: Variant, schedule: Schedule) -> int:
+        """What other calls hold at most, above the gradients that the variant counts, in a step
+        whose calls of this graph all run this schedule; where a forward is fuller than the
+        backward, what makes their peaks equal."""
+        saved_bytes, ahead = _saved_and_ahead(variant, schedule)
+        counted_bytes = variant.graph.resident.gradients_bytes
+        gradient_bytes = counted_bytes or variant.graph.gradient_bytes
+        return max(0, *(moment.held_bytes(saved_bytes, gradient_bytes) - counted_bytes
+                        for moment in self.backward),
+                   *(moment.held_bytes(saved_bytes, gradient_bytes) - counted_bytes - ahead
+                     for moment in self.forward))
+
+    def least_pending_bytes(self, gradient_bytes: int) -> int:
+        """The same for a schedule that saves nothing, in a backward."""
+        counted_bytes = gradient_bytes * self.accumulates
+        return max(0, *(moment.held_bytes(0, gradient_bytes) - counted_bytes
+                        for moment in self.backward))
+
+    def plain_net_bytes(self, step: CapturedStep, pending_bytes: int) -> int:
+        """Peak of the plain step above resident memory, which has `pending_bytes` of other calls;
+        they are plain, too."""
+        plain, gradient_bytes = step.baseline, step.graph.gradient_bytes
+        blocks = plain.blocks
+        saved_bytes = 0 if blocks is None else blocks.trace.levels()[blocks.loss_begins]
+        peaks = [moment.held_bytes(saved_bytes, gradient_bytes)
+                 + (step.later if moment.has_gradients and step.later else plain).peak_bytes
+                 for moment in self.backward]
+        peaks += [moment.held_bytes(saved_bytes, gradient_bytes) + plain.forward_peak_bytes
+                  for moment in self.forward]
+        return max(peaks) - gradient_bytes * self.accumulates - pending_bytes
+
+
+def saved_bytes(variant: Variant, schedule: Schedule) -> int:
+    """What a call holds from the end of its forward to its backward."""
+    return _saved_and_ahead(variant, schedule)[0]
+
+
+def _saved_and_ahead(variant: Variant, schedule: Schedule) -> tuple[int, int]:
+    """It, and by how much the peak of the backward is above that before it."""
+    timeline = unroll(variant.problem, schedule)
+    ops, first = variant.graph.ops, dict[int, int]()
+    for position, index in timeline.runs:
+        first.setdefault(index, position)
+    end = max((position for index, position in first.items()
+               if ops[index].phase is Phase.FORWARD), default=-1)
+    begin = min((position for index, position in first.items()
+                 if ops[index].phase is Phase.BACKWARD), default=len(timeline.schedule))
+    saved = sum(variant.problem.storages[each.storage].size_bytes
+                for each in timeline.instances if each.birth <= end < each.death)
+    return saved, timeline.peak_bytes - max(timeline.memory_bytes[:begin], default=0)

@@ -1,0 +1,163 @@
+"""The forms of a step, and the cheapest over all of them.
+
+Each form is a problem of its own for the solver.  One with copies pays for them whether or not
+anything is recomputed, so that it is asked only where the base variant costs more than that; what
+is proven holds over all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from planner.search.effort import Effort
+from planner.solvers.actions import as_order
+from planner.solvers.errors import InfeasibleBudget as Refusal
+from planner.solvers.incumbent import PROOF_TOLERANCE
+from planner.solvers.minimum import minimum_peak
+from planner.solvers.problem import Schedule
+from planner.solvers.result import Result
+from planner.solvers.solve import solve
+from planner.step.variant import Variant
+
+_LEAST_FIRST_SHARE, _FIRST_SHARE = 0.2, 0.5
+"""Part of the time for the base variant, where there are others: less, the nearer the budget is to
+what that form takes at least."""
+LEAST_SHARE = 0.1
+"""Part of the time that another form gets whatever the first has used."""
+
+
+class _Priced(Protocol):
+    @property
+    def cost(self) -> float: ...
+
+
+_Source = TypeVar("_Source")
+_Found = TypeVar("_Found", bound=_Priced)
+
+
+def choose(sources: Iterable[_Source], attempt: Callable[[_Source], _Found | None],
+           is_worth: Callable[[_Source, _Found], bool] = lambda source, best: True
+           ) -> tuple[_Source, _Found] | None:
+    """The cheapest that `attempt` finds over the variants of a step, or what stands for each, the
+    base form first; `None` where it finds nothing.
+
+    `is_worth`: whether a form may be cheaper than the best so far; else it is not tried.
+    """
+    best: tuple[_Source, _Found] | None = None
+    for source in sources:
+        if best is not None and not is_worth(source, best[1]):
+            continue
+        found = attempt(source)
+        if found is not None and (best is None or found.cost < best[1].cost):
+            best = source, found
+    return best
+
+
+def solve_variant(variant: Variant, net_bytes: int | None, effort: Effort,
+               warm_start: Schedule | None = None, work_limit: float | None = None) -> Result:
+    """What the solver finds for one variant within `net_bytes`; costs are relative to the base
+    variant. `work_limit`: see `solvers.solve`.  Raises `solvers.InfeasibleBudget`."""
+    if effort.is_thorough and work_limit is None:
+        work_limit = math.inf
+    fits = warm_start and max(as_order(warm_start)) + 1 == len(variant.problem)
+    given = warm_start if fits else None
+    result = solve(variant.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
+                   seed=effort.seed, progress=effort.progress, warm_start=given,
+                   work_limit=work_limit)
+    return replace(result, keep_all_cost=variant.base_seconds)
+
+
+def cheapest(variants: Sequence[Variant], net_bytes: int, effort: Effort,
+             warm_start: Schedule | None = None) -> tuple[Variant, Result | Refusal]:
+    """The cheapest schedule found within `net_bytes`, and the variant that it is of; where there is
+    none, the variant that comes nearest and the solver's refusal, with the smallest
+    `minimum_bytes`.
+    """
+    started = time.monotonic()
+    base, is_only = variants[0], len(variants) == 1
+    refusals: list[tuple[Variant, Refusal]] = []
+    bounds: dict[Variant, float] = {}
+    interrupted = False
+
+    def ask(variant: Variant, seconds: float, start: Schedule | None = warm_start) -> Result | None:
+        nonlocal interrupted
+        try:
+            result = solve_variant(variant, net_bytes, replace(effort, time_limit=seconds), start)
+        except Refusal as refusal:
+            refusals.append((variant, refusal))
+            bounds[variant] = refusal.lower_bound if variant.may_fit(net_bytes) else math.inf
+            return None
+        interrupted |= result.interrupted
+        bounds[variant] = max(result.lower_bound, bounds.get(variant, 0.0))
+        return result
+
+    def seconds_left() -> float:
+        return max(effort.time_limit - (time.monotonic() - started),
+                   LEAST_SHARE * effort.time_limit)
+
+    def attempt(variant: Variant) -> Result | None:
+        if is_only:
+            return ask(variant, effort.time_limit)
+        if variant is not base:
+            return ask(variant, seconds_left() if len(variants) == 2
+                       else LEAST_SHARE * effort.time_limit)
+        if not variant.may_fit(net_bytes):  # then it is only asked for its minimum, if nothing fits
+            return None
+        headroom = 1 - variant.floor_bytes / max(net_bytes, 1)
+        return ask(
+            variant, min(max(headroom, _LEAST_FIRST_SHARE), _FIRST_SHARE) * effort.time_limit
+        )
+
+    found = choose(variants, attempt, lambda variant, best: (
+        not interrupted and best.cost > variant.problem.keep_all_cost))
+    if found is None:
+        if all(variant is not base for variant, _ in refusals):
+            ask(base, LEAST_SHARE * effort.time_limit)
+        return min(refusals, key=lambda refused: refused[1].minimum_bytes)
+    variant, result = found
+    if len(variants) > 2 and result.status != "optimal" and not interrupted:
+        # Each had a short look; the best has the rest.
+        result = ask(variant, seconds_left(), result.schedule) or result
+    return variant, replace(over_all_variants(result, bounds.values()),
+                         seconds=time.monotonic() - started)
+
+
+def over_all_variants(result: Result, bounds: Iterable[float]) -> Result:
+    """The cheapest result with what is proven over all variants; `bounds`: on the cost of any
+    schedule of each that may fit."""
+    bound = min(*bounds, result.cost)
+    proven = result.status == "optimal" and (
+        result.cost <= bound + PROOF_TOLERANCE * result.keep_all_cost)
+    return replace(result, lower_bound=bound, status="optimal" if proven else "feasible")
+
+
+def smallest(variants: Sequence[Variant], enough_net_bytes: int = 0) -> tuple[Variant, Schedule]:
+    """The schedule with the smallest peak that the search for it finds (`solvers.minimum`), and the
+    form that it is of; a peak of `enough_net_bytes` is as good as a smaller one."""
+    found = []
+    for variant in variants:
+        problem = variant.problem
+        schedule: Schedule
+        if problem.link is None:
+            schedule = minimum_peak(problem, target_bytes=enough_net_bytes)
+        else:
+            try:
+                schedule = solve(problem, enough_net_bytes).schedule
+            except Refusal as refusal:
+                schedule = refusal.schedule
+        peak = variant.net_peak_bytes(schedule)
+        found.append((peak, variant, schedule))
+        if peak <= enough_net_bytes:
+            break
+    _, variant, schedule = min(found, key=lambda each: each[0])
+    return variant, schedule
+
+
+def without_workspace(variant: Variant) -> Variant:
+    """The form with a problem whose ops take nothing for themselves."""
+    return replace(variant, problem=replace(variant.problem, ops=tuple(
+        replace(op, workspace_bytes=0) for op in variant.problem.ops)))

@@ -1,0 +1,133 @@
+"""What holds how much memory at one moment of a training step, and when it is fullest.
+
+Forward, loss and backward are unrolled by `solvers.simulator`; what is resident, and the
+optimizer's step, are those of `planner.step.budget`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from planner._graph_capture.training_graph import BufferKind, TrainingGraph, TrainingOp
+from planner.solvers.simulator import Timeline
+from planner.step.budget import StepBreakdown
+from planner.step.variant import Variant
+from planner.units import format_bytes
+
+
+class Holder(NamedTuple):
+    """What one op, or a kind of memory, holds at one position of the step."""
+
+    size_bytes: int
+    what: str
+
+
+def breakdown(variant: Variant, timeline: Timeline) -> StepBreakdown:
+    """The memory of the step whose forward and backward run as `timeline` says."""
+    return variant.budget.breakdown(
+        timeline.peak_bytes, memory_at(variant.graph, timeline, timeline.peak_position))
+
+
+def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[str, int]:
+    """Category to bytes at one position of forward, loss and backward, without resident memory.
+
+    Sums to `timeline.memory_bytes[position]`.
+    """
+    return {kind.value: row[position] for kind, row in memory_over(graph, timeline).items()}
+
+
+def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, list[int]]:
+    """The same at every position, by kind."""
+    buffers = graph.buffers
+    changes = {kind: [0] * (len(timeline.schedule) + 1) for kind in BufferKind}
+
+    def hold(kind: BufferKind, first: int, last: int, size_bytes: int) -> None:
+        changes[kind][first] += size_bytes
+        changes[kind][last + 1] -= size_bytes
+
+    for instance in timeline.instances:
+        buffer = buffers[instance.storage]
+        hold(buffer.kind, instance.birth, instance.death, buffer.size_bytes)
+    for op, first, last in _replay_states(graph, timeline):
+        hold(BufferKind.ACTIVATION, first, last, op.replay_state_bytes)
+    for position, index in timeline.runs:
+        taken = timeline.inplace_of[position]
+        hold(BufferKind.TEMPORARY, position, position, graph.ops[index].workspace_bytes)
+        if taken is not None:  # A buffer that the output took over counts once, as the output.
+            hold(buffers[taken].kind, position, position, -buffers[taken].size_bytes)
+    return {kind: list(accumulate(row[:-1])) for kind, row in changes.items()}
+
+
+def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[Holder]:
+    """What is alive at one position of forward, loss and backward, by op, largest first."""
+    held: Counter[str] = Counter()
+    for what, size_bytes in _alive_at(graph, timeline, position):
+        held[what] += size_bytes
+    return sorted((Holder(size, what) for what, size in held.items() if size),
+                  key=lambda holder: (-holder.size_bytes, holder.what))
+
+
+def describe_bottleneck(variant: Variant, timeline: Timeline, *, top: int = 5) -> str:
+    """In words: when the step of `timeline` is fullest, and what holds the memory then."""
+    graph, budget, optimizer = variant.graph, variant.budget, variant.budget.optimizer
+    resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in budget.resident.items()
+                         if size and name != "gradients")
+    earlier_bytes = budget.resident.gradients
+    if earlier_bytes:
+        resident += f", gradients of earlier micro-batches {format_bytes(earlier_bytes)}"
+    always = f"{format_bytes(budget.resident_bytes)} resident ({resident})" if resident else (
+        "no resident memory")
+    if optimizer and budget.optimizer_step_bytes > budget.resident_bytes + timeline.peak_bytes:
+        memory = budget.optimizer_step
+        return (f"At that minimum the step of {optimizer.name} is the fullest moment: {always}, "
+                f"gradients {format_bytes(memory.gradients)}, the model's outputs "
+                f"{format_bytes(memory.activations)}, temporaries of the optimizer's step "
+                f"{format_bytes(memory.temporaries)}.")
+    position = timeline.peak_position
+    running = graph.ops[timeline.op_at(position)]
+    holders = holders_at(graph, timeline, position)
+    lines = [f"{format_bytes(holder.size_bytes)} {holder.what}" for holder in holders[:top]]
+    rest = sum(holder.size_bytes for holder in holders[top:])
+    if rest:
+        lines.append(f"{format_bytes(rest)} in {len(holders) - top} others")
+    where = f" ({running.source})" if running.source else ""
+    return (f"At that minimum memory is fullest while {running.name}{where} runs: {always}, and "
+            f"{'; '.join(lines)}.")
+
+
+def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
+              ) -> Iterator[tuple[str, int]]:
+    """Description and bytes of all that is alive at one position."""
+    taken = timeline.inplace_of[position]
+    for instance in timeline.instances:
+        is_taken = instance.storage == taken and instance.death == position
+        # A buffer that the output took over counts once, as the output.
+        if instance.birth <= position <= instance.death and not is_taken:
+            buffer = graph.buffers[instance.storage]
+            is_gradient = buffer.kind is BufferKind.GRADIENT and buffer.label
+            yield (f"gradient of {buffer.label}" if is_gradient
+                   else graph.ops[buffer.producer].name, buffer.size_bytes)
+    if isinstance(index := timeline.schedule[position], int):
+        running = graph.ops[index]
+        yield f"workspace of {running.name}", running.workspace_bytes
+    for op, first, last in _replay_states(graph, timeline):
+        if first <= position <= last:
+            yield (f"random state or input copy for replaying {op.name}", op.replay_state_bytes)
+
+
+def _replay_states(graph: TrainingGraph, timeline: Timeline
+                   ) -> Iterator[tuple[TrainingOp, int, int]]:
+    """Ops that run again and need something of their first run for that, with the positions of the
+    first and the last run."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for when, index in timeline.runs:
+        if graph.ops[index].replay_state_bytes:
+            first.setdefault(index, when)
+            last[index] = when
+    for index, begin in first.items():
+        if begin < last[index]:
+            yield graph.ops[index], begin, last[index]

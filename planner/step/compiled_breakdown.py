@@ -1,0 +1,153 @@
+"""What the compiled step takes under one rewrite spec after the other.
+
+Code is generated once for each different decision about a block (or about the whole model), and
+serves all rewrite specs that decide the same.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from planner._apply.rewrite_spec import RewriteSpec
+from planner.solvers.repetition import find_runs
+
+if TYPE_CHECKING:
+    from planner._apply.blocks import SharedCode
+    from planner._apply.inductor import InductorBackend
+    from planner._graph_capture.dynamo.captured_graphs import GraphCode
+    from planner._graph_capture.inductor.compiled_step import CompiledStep, CompiledTracer
+    from planner._graph_capture.training_graph import SavingCosts
+
+
+_TO_CAPTURE = 1.3
+"""What it takes to generate the code of a whole step, as a part of what its capture took, until
+some was generated (Llama of 12 and 48 layers 1.2 and 1.4, Swin 1.3, ConvNeXt 1)."""
+
+
+class _Decided(NamedTuple):
+    """All that the code of a block depends on."""
+
+    decisions: tuple[object, ...]
+    kernel_order: bool
+    low_memory_codegen: bool
+
+
+class _Generated(NamedTuple):
+    backend: InductorBackend
+    code: GraphCode
+    shared: SharedCode
+    """The blocks that it was generated for."""
+
+
+@dataclass
+class CompiledBreakdown:
+    """Traces of compiled steps, by rewrite spec."""
+
+    tracer: CompiledTracer
+    saved_by_default: frozenset[int]
+    """Buffers that Inductor's own partitioner saves for the backward."""
+    saving_costs: SavingCosts
+    """What Inductor's kernels take to save results for the backward."""
+    whole_seconds: float = 0.0
+    """What it takes, about, to generate the code of a whole step that is one region."""
+    leaves_out_layers: bool | None = None
+    """Whether some estimate took less than the code of the whole step; `None` before any."""
+    compiled_ops: int = 0
+    """Ops of the graphs that the last estimate had compiled."""
+    _known: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
+    _estimated: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
+    _seconds: dict[RewriteSpec, float] = field(default_factory=dict)
+    _generated: dict[_Decided, _Generated] = field(default_factory=dict)
+    _backend: InductorBackend | None = None
+
+    def __post_init__(self) -> None:
+        self.whole_seconds = _TO_CAPTURE * self.tracer.capture_seconds
+
+    def estimate(self, spec: RewriteSpec) -> CompiledStep:
+        """As `trace`, from the code of a step that lacks most of the layers that are alike, where
+        it has such: what that takes does not grow with depth."""
+        if spec in self._known or len(spec.regions) > 1:
+            return self.trace(spec)
+        if spec not in self._estimated:
+            (shared,) = _shared_code(spec)
+            short = self._new_code(spec, shared)
+            short.backend.leave_out_layers(find_runs)
+            short.backend.keep_code()
+            begun = time.monotonic()
+            step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
+            self.compiled_ops = short.backend.compiled_ops
+            cut = max(begun, short.backend.cut_at)  # what comes before is made of all layers
+            self.whole_seconds = cut - begun + (time.monotonic() - cut) * (
+                short.backend.planned_ops / self.compiled_ops)
+            self._estimated[spec] = step
+            self.leaves_out_layers = bool(self.leaves_out_layers or short.backend.left_out)
+            if not short.backend.left_out:  # it was the whole step
+                self._known[spec] = step
+                self._generated[_decided(shared, spec)] = short
+        return self._estimated[spec]
+
+    def is_known(self, spec: RewriteSpec) -> bool:
+        """Whether the code of the whole step was followed."""
+        return spec in self._known
+
+    def trace(self, spec: RewriteSpec) -> CompiledStep:
+        """The memory of the step under a rewrite spec, above what is resident."""
+        if spec not in self._known:
+            of_block: dict[str, GraphCode] = {}
+            begun = time.monotonic()
+            for shared in _shared_code(spec):
+                key = _decided(shared, spec)
+                if key not in self._generated:
+                    self._generated[key] = self._new_code(spec, shared)
+                    self._generated[key].backend.keep_code()
+                of_block.update(dict.fromkeys(shared.blocks, self._generated[key].code))
+            self._known[spec] = self.tracer.trace(of_block.__getitem__)
+            if len(spec.regions) == 1:
+                self.whole_seconds = max(self.whole_seconds, time.monotonic() - begun)
+        return self._known[spec]
+
+    def seconds(self, spec: RewriteSpec) -> float:
+        """Duration of the step under a rewrite spec, by timing its kernels."""
+        if spec not in self._seconds:
+            of_block = {name: code for shared in _shared_code(spec)
+                        for code in (self._new_code(spec, shared).code,)
+                        for name in shared.blocks}
+            self._seconds[spec] = self.tracer.seconds(of_block.__getitem__)
+        return self._seconds[spec]
+
+    def with_code(self, spec: RewriteSpec) -> RewriteSpec:
+        """A rewrite spec with what the code of its graphs takes, if it was traced."""
+        if not self.is_known(spec):
+            return spec
+        regions = list(spec.regions)
+        for shared in _shared_code(spec):
+            found = self._generated[_decided(shared, spec)]
+            memory = found.backend.memory_of_code()
+            count = len(shared.decisions)
+            for position, index in enumerate(shared.regions):
+                # Of the regions that are alike, the one that code was generated for.
+                code = next((memory[i] for i in found.shared.regions[position % count::count]
+                             if memory[i]), ())
+                regions[index] = replace(regions[index], code=code)
+        return replace(spec, regions=tuple(regions))
+
+    def _new_code(self, spec: RewriteSpec, shared: SharedCode) -> _Generated:
+        from planner._apply.inductor import InductorBackend
+        from planner._graph_capture.dynamo.captured_graphs import GraphCode
+
+        if self._backend is None:
+            self._backend = InductorBackend(self.tracer.fake_copy.model, spec)
+        backend = self._backend.with_spec(spec, shared.regions)
+        return _Generated(backend, GraphCode(backend), shared)
+
+
+def _decided(shared: SharedCode, spec: RewriteSpec) -> _Decided:
+    return _Decided(shared.decisions, spec.kernel_order, spec.low_memory_codegen)
+
+
+def _shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
+    from planner._apply.blocks import shared_code
+
+    return shared_code(spec)

@@ -1,0 +1,166 @@
+"""Forward, loss and backward under a plan, as blocks that are made and released.
+
+The model of the world is the simulator's (`solvers.simulator`); here its timeline becomes the same
+record that a traced plain step has, so that the breakdown of the whole loop is one for both.
+
+The planned graphs hand all gradients of a region over as its backward ends.  A parameter that has
+a gradient from before therefore meets the new one whole, and only then are the two summed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroBatch, OpRun
+from planner._graph_capture.training_graph import (
+    LOSS_BACKWARD,
+    Buffer,
+    BufferKind,
+    Phase,
+    TrainingGraph,
+    TrainingOp,
+)
+from planner.solvers.simulator import Timeline
+
+
+def planned_micro_batch(graph: TrainingGraph, timeline: Timeline, parameters: Collection[str],
+                       with_gradient: frozenset[str] = frozenset()) -> MicroBatch:
+    """The micro-batch of the schedule that `timeline` unrolls.
+
+    `parameters`: names of the model's parameters; `with_gradient`: of those that have a gradient
+    before.
+    """
+    return _Planned(graph, timeline, frozenset(parameters), with_gradient).run()
+
+
+class _Planned:
+    def __init__(self, graph: TrainingGraph, timeline: Timeline, parameters: frozenset[str],
+                 with_gradient: frozenset[str]) -> None:
+        self.graph, self.timeline = graph, timeline
+        self.parameters, self.with_gradient = parameters, with_gradient
+        self.blocks: list[Block] = []
+        self.events: list[int] = []
+        self.runs: list[OpRun] = []
+        self.alive: dict[int, int] = {}  # instance to block
+        self.kept: dict[int, Buffer] = {}  # block to the buffer that is kept to the end
+        self.replay_state: dict[int, int] = {}  # op to block
+        self.born: defaultdict[int, list[int]] = defaultdict(list)
+        self.gone: defaultdict[int, list[int]] = defaultdict(list)
+
+    def run(self) -> MicroBatch:
+        graph, schedule = self.graph, self.timeline.schedule
+        last_of = {index: position for position, index in self.timeline.runs}
+        first_of = {index: position for position, index in reversed(self.timeline.runs)}
+        self._place_instances(first_of)
+        loss_begins = 1 + max((first_of[i] for i, op in enumerate(graph.ops)
+                               if op.phase is Phase.FORWARD), default=-1)
+        backward_begins = 1 + max(
+            (first_of[i] for i, op in enumerate(graph.ops)
+             if op.phase is not Phase.BACKWARD and op.name != LOSS_BACKWARD), default=-1)
+        moments = {}
+        for position, index in enumerate(schedule):
+            for moment in (loss_begins, backward_begins):
+                if position == moment:
+                    moments[moment] = len(self.events)
+            if isinstance(index, int):
+                self._run_op(position, index, first_of[index] == position, last_of[index])
+            else:
+                self._move(position, graph.ops[graph.buffers[index.storage].producer])
+        end = len(self.events)
+        kinds = {block: buffer.kind for block, buffer in self.kept.items()}
+        gradients = {block: buffer.label for block, buffer in self.kept.items()
+                     if buffer.kind is BufferKind.GRADIENT and buffer.label in self.parameters}
+        return MicroBatch(
+            trace=MemoryTrace(tuple(self.blocks), tuple(self.events), tuple(self.runs)),
+            loss_begins=moments.get(loss_begins, end),
+            backward_begins=moments.get(backward_begins, end), gradients=gradients,
+            output_blocks=frozenset(b for b, kind in kinds.items()
+                                    if kind is BufferKind.ACTIVATION),
+            loss_blocks=frozenset(b for b, kind in kinds.items()
+                                  if kind is BufferKind.TEMPORARY),
+            left_blocks=frozenset(b for b, kind in kinds.items()
+                                  if kind is BufferKind.GRADIENT and b not in gradients))
+
+    def _place_instances(self, first_of: dict[int, int]) -> None:
+        """When each life of a buffer begins and ends."""
+        last = len(self.timeline.schedule) - 1
+        seen: set[int] = set()
+        for number, instance in enumerate(self.timeline.instances):
+            buffer = self.graph.buffers[instance.storage]
+            self.born[instance.birth].append(number)
+            death: int | None = instance.death
+            if buffer.kept_to_end and instance.storage not in seen and instance.death == last:
+                seen.add(instance.storage)
+                death = self._summed(buffer, instance.birth, first_of)
+            if death is not None:
+                self.gone[death].append(number)
+
+    def _summed(self, buffer: Buffer, birth: int, first_of: dict[int, int]) -> int | None:
+        """When a kept buffer goes after all: a gradient that is added to one from before."""
+        if buffer.kind is not BufferKind.GRADIENT or buffer.label not in self.with_gradient:
+            return None
+        region = self.graph.ops[buffer.producer].region
+        if region < 0:  # made by code that is not captured: autograd sums it at once
+            return birth
+        backward = self.graph.regions[region].backward
+        return first_of[backward.stop - 1]
+
+    def _run_op(self, position: int, index: int, first: bool, last: int) -> None:
+        op = self.graph.ops[index]
+        begun = len(self.events)
+        touched = []
+        if op.replay_state_bytes and first and last > position:
+            self.replay_state[index] = self._make(op, op.replay_state_bytes, Category.ACTIVATIONS)
+        taken = self.timeline.inplace_of[position]
+        leaving = self.gone[position]
+        for number in list(leaving):
+            if self.timeline.instances[number].storage == taken and number in self.alive:
+                self._release(number)  # the output takes over its buffer
+                leaving.remove(number)
+        for number in self.born[position]:
+            buffer = self.graph.buffers[self.timeline.instances[number].storage]
+            block = self._make(op, buffer.size_bytes, Category(buffer.kind.value), buffer.label)
+            self.alive[number] = block
+            touched.append(block)
+            if buffer.kept_to_end:
+                self.kept[block] = buffer
+        if op.workspace_bytes:
+            touched.append(self._make(op, op.workspace_bytes, Category.TEMPORARIES))
+            self.events.append(~touched[-1])
+        spared = 0
+        if op.inplace and taken is None:
+            spared = self.graph.buffers[op.outputs[0]].size_bytes
+        self.runs.append(OpRun(begun, _name(op), op.module, (*touched, *self._read(op)), spared))
+        for number in leaving:
+            self._release(number)
+        if index in self.replay_state and last == position:
+            self.events.append(~self.replay_state.pop(index))
+
+    def _move(self, position: int, maker: TrainingOp) -> None:
+        """A transfer, of what `maker` made."""
+        for number in self.born[position]:
+            size_bytes = self.graph.buffers[self.timeline.instances[number].storage].size_bytes
+            self.alive[number] = self._make(maker, size_bytes, Category.ACTIVATIONS)
+        for number in self.gone[position]:
+            self._release(number)
+
+    def _read(self, op: TrainingOp) -> list[int]:
+        wanted = set(op.inputs)
+        return [block for number, block in self.alive.items()
+                if self.timeline.instances[number].storage in wanted]
+
+    def _make(self, op: TrainingOp, size_bytes: int, category: Category, label: str = "") -> int:
+        self.blocks.append(Block(size_bytes, category, _name(op), op.module, label))
+        self.events.append(len(self.blocks) - 1)
+        return len(self.blocks) - 1
+
+    def _release(self, number: int) -> None:
+        block = self.alive.pop(number)
+        self.events.append(~block)
+        self.kept.pop(block, None)
+
+
+def _name(op: TrainingOp) -> str:
+    """Without its overload, as the tracer of plain steps has it."""
+    return op.target.rpartition(".")[0] if op.target.count(".") > 1 else op.target

@@ -1,0 +1,108 @@
+"""One form in which a step may run: a graph, the problem that it is for the solvers, its memory.
+
+The step as it was captured is the base variant.  A second variant may hold less during the backward
+at the price of copies (`graph_capture.joint_graph.low_peak_backward`); a part of the step may run
+in chunks (`graph_capture.joint_graph.chunks`).  What that takes is paid whether or not anything is
+recomputed, and counts as extra time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planner._graph_capture.training_graph import Phase, TrainingGraph
+from planner.solvers.actions import Fetch, Store, as_order
+from planner.solvers.minimum import working_set_floor
+from planner.solvers.offload import relaxed
+from planner.solvers.problem import Problem, Schedule
+from planner.solvers.simulator import Instance, simulate, unroll
+from planner.step.budget import StepBudget
+
+if TYPE_CHECKING:
+    from planner.step.compiled_breakdown import CompiledBreakdown
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """A form of a step, ready to be planned whatever the budget.  Each is equal to itself only."""
+
+    graph: TrainingGraph
+    problem: Problem
+    budget: StepBudget
+    compiled: CompiledBreakdown | None = None
+    """Judges schedules by the code that Inductor generates; `None` for the eager backend."""
+    low_peak: bool = False
+    """Whether gradients are copied so that the backward holds less."""
+    chunks: int = 1
+    """In how many chunks its widest part runs."""
+    inner_chunks: int = 1
+    """In how many chunks the insides of its layers run."""
+    extra_seconds: float = 0.0
+    """What copies and smaller ops take: part of the extra time of its plans."""
+
+    @property
+    def base_seconds(self) -> float:
+        """Duration of the step without recomputation and copies."""
+        return self.graph.step_seconds - self.extra_seconds
+
+    def may_fit(self, net_bytes: int) -> bool:
+        """Whether no bound says that every schedule takes more than `net_bytes` above resident
+        memory."""
+        return self.floor_bytes <= net_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """What every schedule takes at least, above resident memory."""
+        return working_set_floor(self.problem if self.problem.link is None
+                                 else relaxed(self.problem))
+
+    def net_peak_bytes(self, schedule: Schedule) -> int:
+        """Peak of forward and backward under a schedule, above resident memory."""
+        return simulate(self.problem, schedule).peak_bytes
+
+    def peak_bytes(self, schedule: Schedule) -> int:
+        """Peak of the whole step under a schedule."""
+        return self.budget.whole_bytes(self.net_peak_bytes(schedule))
+
+    def saved_instances(self, schedule: Schedule) -> tuple[Instance, ...]:
+        """Results that are alive across the end of forward and loss."""
+        seen: set[int] = set()
+        end = -1  # position of the last first run that does not belong to the backward
+        for position, index in enumerate(schedule):
+            if not isinstance(index, int):
+                continue
+            if index not in seen and self.graph.ops[index].phase is not Phase.BACKWARD:
+                end = position
+            seen.add(index)
+        return tuple(instance for instance in unroll(self.problem, schedule).instances
+                     if instance.birth <= end < instance.death)
+
+    def offloaded_bytes(self, schedule: Schedule) -> int:
+        """What a schedule stores on the host."""
+        return sum(self.problem.storages[action.storage].size_bytes for action in schedule
+                   if isinstance(action, Store))
+
+    def transfer_seconds(self, schedule: Schedule) -> float:
+        """Time of its copies, to the host and back."""
+        link = self.problem.link
+        return 0.0 if link is None else sum(
+            link.cost(self.problem.storages[action.storage].size_bytes) for action in schedule
+            if isinstance(action, Store | Fetch))
+
+    def cost(self, schedule: Schedule) -> float:
+        """What all runs of a schedule cost, in the unit of the problem."""
+        return simulate(self.problem, schedule).cost
+
+    def overhead(self, schedule: Schedule) -> float:
+        """Seconds of recomputations and copies, and of waiting for the host, as a fraction of the
+        step without them; 0 where nothing takes time."""
+        seen: set[int] = set()
+        extra = self.graph.step_seconds - self.base_seconds
+        if self.problem.link is not None:
+            extra += unroll(self.problem, schedule).waiting_cost
+        for index in as_order(schedule):
+            if index in seen:
+                extra += self.graph.ops[index].seconds
+            seen.add(index)
+        return extra / self.base_seconds if self.base_seconds > 0 else 0.0

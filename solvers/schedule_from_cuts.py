@@ -1,0 +1,84 @@
+"""From what is retained at a few moments to a whole schedule: recompute just in time.
+
+A *cut* is the first run of an op; *retained* at a cut are the storages held past it.  Whatever a
+later op needs and is not at hand is recomputed right before that op runs, with all that it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from planner.solvers.problem import Order, Problem
+
+
+def schedule_from_cuts(
+    problem: Problem,
+    cuts: Sequence[int],
+    retained: Sequence[Collection[int]],
+    *,
+    early: bool = False,
+) -> Order:
+    """The schedule that retains `retained[i]` past the first run of op `cuts[i]` (ascending).
+
+    With `early`, what is to be retained past a cut and is not at hand is recomputed right before
+    it, as the time-cut model has it, instead of when it is read.  Storages that are needed later
+    and that no recomputation may bring back are retained as well.
+    Always a legal schedule; nothing is said about its peak.
+    """
+    chosen = [set(storages) for storages in retained]
+    while True:
+        schedule, missing = _walk(problem, cuts, chosen, early)
+        if not missing:
+            return schedule
+        for index, storage in missing:
+            producer = problem.storages[storage].producer
+            for earlier in range(index + 1):
+                if cuts[earlier] >= producer:
+                    chosen[earlier].add(storage)
+
+
+def _walk(problem: Problem, cuts: Sequence[int], chosen: Sequence[set[int]],
+          early: bool) -> tuple[Order, list[tuple[int, int]]]:
+    """One pass over the first runs; also the (cut, storage) pairs that must be retained because a
+    recomputation is not allowed where it would be needed."""
+    ops, storages = problem.ops, problem.storages
+    at_hand = [False] * len(storages)
+    missing: list[tuple[int, int]] = []
+    schedule: list[int] = []
+    upcoming = 0  # index of the next cut
+
+    def run(index: int) -> None:
+        schedule.append(index)
+        for output in ops[index].outputs:
+            at_hand[output] = True
+
+    for first in range(len(ops)):
+        stack = [first]
+        if early and upcoming and upcoming < len(cuts) and cuts[upcoming] == first:
+            gone = {storages[s].producer for s in chosen[upcoming]
+                    if storages[s].producer < first and not at_hand[s]}
+            stack += sorted((v for v in gone if problem.may_replay(v, first)), reverse=True)
+        while stack:
+            index = stack[-1]
+            lacking = []
+            for storage in ops[index].inputs:
+                if not at_hand[storage]:
+                    producer = storages[storage].producer
+                    if problem.may_replay(producer, first):
+                        lacking.append(producer)
+                    else:
+                        missing.append((upcoming - 1, storage))
+                        at_hand[storage] = True
+            if lacking:
+                stack.extend(dict.fromkeys(reversed(lacking)))
+                continue
+            stack.pop()
+            if index == first or not all(at_hand[output] for output in ops[index].outputs):
+                run(index)
+        if upcoming < len(cuts) and cuts[upcoming] == first:
+            stays = chosen[upcoming]
+            upcoming += 1
+            for storage in range(len(storages)):
+                if at_hand[storage] and storage not in stays and not storages[storage].kept_to_end:
+                    at_hand[storage] = False
+    return tuple(schedule), missing
