@@ -26,7 +26,7 @@ class OutputNotMade(PlannerError, RuntimeError):
         super().__init__(
             f"the model's output of shape {tuple(shape)} was not made: the plan runs the part that "
             "makes it in chunks, and was made for a caller that reads the loss alone "
-            "(output='dropped'); plan with output='held' to read it")
+            "(hold_output=False); plan with hold_output=True to read it")
         self._shape = tuple(shape)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ from planner._graph_capture.torch_compat import storage_key
 OUTPUT_IS_HELD = (
     "the plan counts on the model's output being let go before the backward (output='dropped'), "
     "and {bytes:,} bytes of it are still held, so that the step may take that much more than the "
-    "budget: keep the loss alone, or plan with output='held'")
+    "budget: keep the loss alone, or plan with hold_output=True")
 
 
 def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: RewrittenRegion

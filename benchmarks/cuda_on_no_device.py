@@ -70,7 +70,7 @@ def predict(folder: str, names: Sequence[str]) -> None:
         what: dict[str, Any] = {"device": "cuda", "gpu": GPU}
         stepper = torch.optim.AdamW(model.parameters(), **OPTIMIZERS[name])
         loop = planner.memory(model, inputs, optimizer=stepper, **what)
-        what |= {"output": "dropped", "time_limit": 20.0}
+        what |= {"hold_output": False, "time_limit": 20.0}
         try:
             plan = planner.plan(model, inputs, budget="60%", **what)
         except planner.InfeasibleBudget as error:

@@ -65,7 +65,7 @@ def planned(workload: Workload, backend: str, points: int, time_limit: float,
     """Plans from the least memory to the least time, applied."""
     curve = planner.frontier(
         workload.model, workload.inputs, loss_fn=workload.loss_fn, backend=backend, points=points,
-        allow=("recompute", "chunk") if chunked else ("recompute",), time_limit=time_limit)
+        allow="chunk" if chunked else ("recompute",), time_limit=time_limit)
     for plan in curve:
         yield (CHUNKED if chunked else PLANS, f"estimated {plan.overhead:+.1%}",
                plan.apply(workload.model))

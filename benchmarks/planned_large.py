@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         clock, work = time.perf_counter(), time.process_time()
         try:
             plan = planner.plan(model, {"input_ids": ids, "labels": ids}, budget=budget,
-                                optimizer="adamw", output="dropped", parallel=ranks,
+                                optimizer="adamw", hold_output=False, parallel=ranks,
                                 device="cuda", gpu="H100")
         except planner.InfeasibleBudget as refusal:
             print(f"{arguments.model}, {budget}: the least is {refusal.minimum_bytes / 1e9:.2f} GB")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
-from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.errors import InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
@@ -22,28 +20,19 @@ from planner.search.planning import Effort, plan_within
 from planner.step.prepared import PreparedStep, prepare
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from planner._graph_capture.capture import CapturedStep
-    from planner._graph_capture.op_costs.devices import Gpu
     from planner._graph_capture.op_costs.headroom import ProbeHeadroom
     from planner._graph_capture.plain_step.loss import LossFn
     from planner.solvers.simulator import Timeline
     from planner.step.variant import Variant
 
 
+@takes_planning()
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
-         budget: int | str | None = None, loss_fn: Callable[[Any], torch.Tensor] | None = None,
-         optimizer: object = None, solver: str = "auto", backend: str = "eager",
-         cost_model: str = "roofline", device: torch.device | str | None = None,
-         gpu: str | Gpu | None = None, probe: bool = True, time_limit: float = 60.0,
-         keep: Sequence[str] = (), accumulation: int = 1,
-         regions: str | Sequence[str] | None = None,
-         autocast: torch.dtype | str | None = None, output: str = "held",
-         parallel: DataParallel | None = None, allow: Sequence[str] = ("recompute",),
-         budget_of: str = "allocated",
-         progress: Progress | None = None) -> Plan:
+         budget: int | str | None = None, progress: Progress | None = None,
+         **arguments: Unpack[PlanArguments]) -> Plan:
     """What to keep and what to recompute so that one training step of `model` peaks within a
     budget, at the least extra time.
 
@@ -83,7 +72,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         accumulation: micro-batches to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
-        regions: what is compiled as one chunk. `"model"`: all of it, the default for one device;
+        regions: what is compiled as a unit. `"model"`: all of it, the default for one device;
             `"blocks"`, the default with `parallel` where there are any, and where
             `torch.compile` breaks the model's graph in a loop: each of its
             repeated blocks by itself, with one budget over all of them, while the rest runs as it
@@ -93,16 +82,16 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
             the backward outside; the applied model is to be called so, too.  An autocast that is
             active at the time of the call counts as well.
-        output: whether the caller holds the model's output (logits) until the backward ends
-            (`"held"`), or lets it go when the loss is made (`"dropped"`), as trainers do and
-            `loss = model(**batch).loss` does.
+        hold_output: True if the caller keeps the model's output (logits) until the backward ends;
+            False if it keeps only the loss, as trainers do and `loss = model(**batch).loss` does.
         parallel: how the run is spread over ranks; the budget is then that of one rank.  Buckets
             count as buffers, whole parameters as parameters while they are gathered, buffers of
             collectives as temporaries.  The plan is applied before the model is wrapped.  In a
             process group one rank makes the plan, and all that ask for the same take it.
-        allow: the choices that the plan may make. `"chunk"`: the widest part of the step whose ops
-            act on rows of batch and sequence - a language model's loss head - may run a chunk at
-            a time, forward and backward together where the loss allows; sums over rows are then
+        allow: choices beyond recomputation, one or a sequence. `"chunk"`: the widest part of the
+            step whose ops act on rows of batch and sequence - a language model's loss head - may
+            run a chunk at a time, forward and backward together where the loss allows; sums over
+    rows are then
             sums of sums, which rounds otherwise.  `"offload"` (experimental, for one GPU and the
             eager backend): what the forward saves may be stored in pinned memory of the host and
             fetched back, beside the ops, where that takes less time than computing it again.
@@ -122,16 +111,13 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         TypeError, ValueError: an argument is wrong in itself.
     """
     limit = parse_budget(budget_gb, budget)
-    planning = Planning(
-        loss_fn=loss_fn, optimizer=optimizer, solver=solver, backend=backend,
-        cost_model=cost_model, device=device, gpu=gpu, time_limit=time_limit, keep=keep,
-        probe=probe, accumulation=accumulation, regions=regions,
-        autocast=autocast, output=output, parallel=parallel, allow=allow, budget_of=budget_of)
+    planning = Planning.of(plan, arguments)
     started = time.monotonic()
     with watched(progress, f"planning a training step of {_kind(model)}") as report:
         prepared = prepare_step(model, inputs, planning, report)
+        time_limit = planning.time_limit
         left = 0.9 * time_limit - (time.monotonic() - started)
-        effort = Effort(solver=solver, time_limit=max(left, time_limit / 2),
+        effort = Effort(solver=planning.solver, time_limit=max(left, time_limit / 2),
                         work_limit=time_limit, is_thorough=time_limit > USUAL_TIME_LIMIT,
                         progress=report)
         limit_bytes = resolve(limit, prepared)
@@ -174,7 +160,7 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
 
     spec = plan.spec
     prepared = capture(model, inputs, cost_model=plan.cost_model, regions=spec.blocks or "model",
-                       output="held" if spec.holds_output else "dropped", **arguments)
+                       hold_output=spec.holds_output, **arguments)
     variant = prepared.variant_of(spec)
     timeline = unroll(variant.problem, schedule_of(variant, spec))
     if build_spec(prepared, variant, timeline).regions != spec.regions:
@@ -249,7 +235,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         regions=regions,
         answers=answers,
         autocast=planning.autocast_dtype,
-        holds_output=planning.output == "held",
+        holds_output=planning.hold_output,
         make_layout=None
         if parallel is None
         else lambda fake_copy: layout_of(model, fake_copy, parallel),

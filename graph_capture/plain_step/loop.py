@@ -41,9 +41,11 @@ class PlainLoop:
                  device: torch.device | str | None = None, probe: bool = True,
                  gpu: str | Gpu | None = None,
                  autocast: torch.dtype | None = None, grad_scaler: bool = False,
+                 holds_output: bool = True,
                  make_layout: Callable[[FakeCopy], RankLayout] | None = None) -> None:
         """`autocast`: forward and loss run within `torch.autocast` to this dtype.  `make_layout`:
-        the loop is that of one rank of a data-parallel run, which holds the model so.  `gpu`: as
+        the loop is that of one rank of a data-parallel run, which holds the model so.
+        `holds_output`: as for `trace_micro_batch`.  `gpu`: as
         for `compute_capability`.  The other arguments are those of `make_fake_copy` and `OpProbe`.
 
         Raises `CaptureError` where the model has no fake copy.
@@ -59,7 +61,7 @@ class PlainLoop:
         self._loss_fn = None if loss_fn is None else self.fake_copy.extra[0]
         self._probe = OpProbe(self.fake_copy.device, probe=probe, gpu=gpu)
         self._assumption = assumption(self.fake_copy.device, gpu)
-        self._scaled = grad_scaler
+        self._scaled, self._holds_output = grad_scaler, holds_output
         self._micro_batches: dict[frozenset[str], MicroBatch] = {}
 
     @property
@@ -101,9 +103,14 @@ class PlainLoop:
         if with_gradient not in self._micro_batches:
             with _explained("the training step"):
                 self._micro_batches[with_gradient] = trace_micro_batch(
-                    self.fake_copy, self._loss_fn, workspace=self._probe.workspace_bytes,
-                    with_gradient=with_gradient, scaled=self._scaled,
-                    wrapper=None if self._layout is None else self._layout.wrapper())
+                    self.fake_copy,
+                    self._loss_fn,
+                    workspace=self._probe.workspace_bytes,
+                    with_gradient=with_gradient,
+                    scaled=self._scaled,
+                    holds_output=self._holds_output,
+                    wrapper=None if self._layout is None else self._layout.wrapper(),
+                )
         return self._micro_batches[with_gradient]
 
     @quiet_fake_tensors()

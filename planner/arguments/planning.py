@@ -36,12 +36,11 @@ COST_MODELS = ("roofline", "measured", "flops")
 BUDGETS_OF = ("allocated", "reserved")
 """What a budget may be a limit on."""
 
-OUTPUTS = ("held", "dropped")
-"""What the caller may do with the model's output."""
+CHOICES = ("chunk", "offload")
+"""Choices beyond recomputation: run a part of the step in chunks, store results on the host."""
 
-CHOICES = ("recompute", "chunk", "offload")
-"""What a plan may be allowed to do: compute again, run a part of the step in chunks, store results
-on the host."""
+_RENAMED = {"output": 'hold_output=False in place of output="dropped"'}
+"""Arguments of earlier versions, and what to write now."""
 
 CHUNKS_OF = ((16, 4), (4, 1), (8, 1), (16, 1), (64, 1))
 """The numbers of chunks that are tried: of the widest part, and of the insides of layers.  The
@@ -66,9 +65,9 @@ class PlanArguments(TypedDict, total=False):
     accumulation: int
     regions: str | Sequence[str] | None
     autocast: torch.dtype | str | None
-    output: str
+    hold_output: bool
     parallel: DataParallel | None
-    allow: Sequence[str]
+    allow: str | Sequence[str]
     budget_of: str
 
 
@@ -124,14 +123,15 @@ class Planning:
     """`None`, in `planner.within`: what suits the wrappers of the model; elsewhere the model."""
     autocast: torch.dtype | str | None = field(default=None, metadata=flag(
         "Forward and loss run within torch.autocast: bf16 or fp16."))
-    output: str = field(default="held", metadata=flag(
-        "The model's output is let go when the loss is made.", name="--output-dropped",
-        value="dropped"))
+    hold_output: bool = field(default=True, metadata=flag(
+        "The caller keeps only the loss, not the model's output.", name="--drop-output",
+        value=False))
     parallel: DataParallel | None = None
-    allow: Sequence[str] = field(default=("recompute",), metadata=flag(
-        "A choice that the plan may make beside recompute: chunk, offload.", kind=list[str],
-        metavar="CHOICE", read=lambda written: tuple(dict.fromkeys(
-            ["recompute", *(choice for each in written for choice in each.split(","))]))))
+    allow: str | Sequence[str] = field(default=(), metadata=flag(
+        "A choice beyond recomputation: chunk, offload; may be repeated.", kind=list[str],
+        metavar="CHOICE", read=lambda written: tuple(
+            choice for each in written for choice in each.split(","))))
+    """Afterwards a tuple without `"recompute"`, which every plan may do."""
     budget_of: str = field(default="allocated", metadata=flag(
         "What the budget limits: allocated, or reserved by torch on a GPU."))
 
@@ -141,7 +141,10 @@ class Planning:
         _check_known("solver", self.solver, tuple(ALGORITHMS))
         _check_known("backend", self.backend, BACKENDS)
         _check_known("cost_model", self.cost_model, COST_MODELS)
-        _check_known("output", self.output, OUTPUTS)
+        if not isinstance(self.hold_output, bool):
+            raise TypeError("hold_output must be True (the caller keeps the model's output until "
+                            "the backward ends) or False (only the loss), "
+                            f"got {self.hold_output!r}")
         _check_known("budget_of", self.budget_of, BUDGETS_OF)
         if self.budget_of == "reserved" and self.backend != "eager":
             raise ValueError(f'budget_of="reserved" with backend={self.backend!r}: the blocks of '
@@ -163,7 +166,7 @@ class Planning:
         if self.autocast is not None and _autocast_name(self.autocast) not in _AUTOCAST:
             raise ValueError("autocast must be 'bf16' or 'fp16' (or the dtype), got "
                              f"{self.autocast!r}")
-        _check_allowed(self.allow, self.backend)
+        object.__setattr__(self, "allow", _allowed(self.allow, self.backend))
         if "offload" in self.allow:
             self._check_offload()
         if self.gpu is not None:
@@ -180,6 +183,9 @@ class Planning:
         known = [parameter.name for parameter in inspect.signature(function).parameters.values()
                  if parameter.kind is parameter.KEYWORD_ONLY]
         for name in arguments:
+            if name in _RENAMED:
+                raise TypeError(f"{function.__name__}() has no argument {name!r} any more; write "
+                                f"{_RENAMED[name]}")
             if name not in known:
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument "
                                 f"{name!r}; known: {', '.join(known)}")
@@ -203,7 +209,7 @@ class Planning:
         """The same; raises `ValueError` where `function` is asked to plan with offload."""
         if "offload" in self.allow:
             raise ValueError(f'allow="offload" is for planner.plan so far; {function} takes '
-                             f"{', '.join(c for c in CHOICES if c != 'offload')}")
+                             'allow="chunk"')
         return self
 
     @property
@@ -263,18 +269,18 @@ def _check_seconds(time_limit: Any) -> None:
                          f"got {time_limit}")
 
 
-def _check_allowed(allow: object, backend: str) -> None:
-    if isinstance(allow, str) or not isinstance(allow, Sequence):
-        raise TypeError(f"allow must be a sequence of choices, got {allow!r}; "
-                        'write allow=("recompute", "chunk")')
-    for choice in allow:
-        _check_known("choice in allow", choice, CHOICES)
-    if "recompute" not in allow:
-        raise ValueError(f"allow={tuple(allow)!r} leaves recompute out, which every plan may do; "
-                         f"write allow={('recompute', *allow)!r}")
-    if "chunk" in allow and backend != "eager":
+def _allowed(allow: object, backend: str) -> tuple[str, ...]:
+    """The choices beyond recomputation, each once."""
+    if not isinstance(allow, str | Sequence):
+        raise TypeError('allow must be "chunk", "offload" or a sequence of these, '
+                        f"got {allow!r}")
+    choices = (allow,) if isinstance(allow, str) else tuple(dict.fromkeys(allow))
+    for choice in choices:
+        _check_known("choice in allow", choice, ("recompute", *CHOICES))
+    if "chunk" in choices and backend != "eager":
         raise ValueError(f'allow="chunk" is for backend="eager"; with backend={backend!r} a part '
                          "of the step cannot be run in chunks yet: leave chunk out, or backend")
+    return tuple(choice for choice in choices if choice != "recompute")
 
 
 def _autocast_name(autocast: object) -> str:

@@ -192,7 +192,7 @@ class GraphPlanner:
         if known.loss is not None:
             planning = replace(planning, loss_fn=ReplayedLoss(known.loss))
         if known.lets_output_go:
-            planning = replace(planning, output="dropped")
+            planning = replace(planning, hold_output=False)
         self._capture(model, args, dict(kwargs), planning)
         self._captured_with, self._with_loss = known.loss, None
         self._captured_without_output = known.lets_output_go

@@ -35,7 +35,7 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: P
             continue
         least = infeasible(other, refusal.budget_bytes).minimum_bytes
         if least < refusal.minimum_bytes:
-            found[tuple(wider.allow)] = least
+            found["recompute", *wider.allow] = least
     return refusal.with_alternatives(found) if found else refusal
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 _ZERO_GRAD = ("after_step", "before_backward")
-_HOLD_OUTPUT = ("backward", "step", "loop")
+_HOLD_OUTPUT = (True, False, "backward", "step", "loop")
 
 
 def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
@@ -33,7 +33,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
            accumulation: int = 1, autocast: torch.dtype | str | None = None,
            grad_clip: float | None = None, grad_scaler: bool = False, set_to_none: bool = True,
            zero_grad: Literal["after_step", "before_backward"] = "after_step",
-           hold_output: Literal["backward", "step", "loop"] = "step",
+           hold_output: bool | Literal["backward", "step", "loop"] = True,
            load_state_dict: bool = False, parallel: DataParallel | None = None,
            device: torch.device | str | None = None, gpu: str | Gpu | None = None,
            probe: bool = True,
@@ -62,8 +62,10 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         set_to_none: as in `optimizer.zero_grad`; `False` keeps the gradients between steps.
         zero_grad: whether gradients are reset `"after_step"` (before the next forward is the same)
             or only `"before_backward"`, so that the old ones are there during the forward.
-        hold_output: how long the output and the loss are held: to the end of the `"backward"`, to
-            the end of the `"step"`, or in a `"loop"` whose names live on into the next iteration.
+        hold_output: how long the caller keeps the output: `True` or `"step"`, to the end of the
+            step; `False`, only until the loss is made; `"backward"`, to the end of the backward;
+            `"loop"`, into the next iteration, where the loop's names still refer to it.  The loss
+            is kept as long, with `False` to the end of the backward.
         load_state_dict: whether the parameters come from a state dict on the same device.
         parallel: how the run is spread over ranks; the loop is then that of one rank.
 
@@ -98,10 +100,20 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     with watched(progress, f"predicting the memory of {type(model).__name__}") as report:
         report("tracing the plain step")
         plain = PlainLoop(
-            beneath_wrappers(model, parallel), args, kwargs, loss_fn=loss_fn,
-            device=device_planned_for(model, device), gpu=gpu, probe=probe, autocast=dtype,
-            grad_scaler=grad_scaler, make_layout=None if parallel is None else (
-                lambda fake_copy: layout_of(model, fake_copy, parallel)))
+            beneath_wrappers(model, parallel),
+            args,
+            kwargs,
+            loss_fn=loss_fn,
+            device=device_planned_for(model, device),
+            gpu=gpu,
+            probe=probe,
+            autocast=dtype,
+            grad_scaler=grad_scaler,
+            holds_output=hold_output is not False,
+            make_layout=None
+            if parallel is None
+            else (lambda fake_copy: layout_of(model, fake_copy, parallel)),
+        )
         plain.micro_batch()
         micro_batches: MicroBatches = plain.micro_batch
         if plan is not None:
@@ -184,9 +196,10 @@ def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any
     for name, value, known in (("zero_grad", zero_grad, _ZERO_GRAD),
                                ("hold_output", hold_output, _HOLD_OUTPUT)):
         if value not in known:
-            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")
     return TrainingLoop(accumulation=accumulation, set_to_none=bool(set_to_none),
-                        zero_grad=zero_grad, hold_output=hold_output,
+                        zero_grad=zero_grad,
+                        hold_output={True: "step", False: "backward"}.get(hold_output, hold_output),
                         load_state_dict=bool(load_state_dict))
 
 

@@ -124,7 +124,7 @@ def _step_remedies(present: PresentLoop) -> Iterator[Proposal]:
     if in_loss > _SHARE * fullest.peak_bytes:
         yield Proposal(
             f"run the cross-entropy in {_CHUNKS} chunks, each with its backward: "
-            'planner.plan(..., allow=("recompute", "chunk"))',
+            'planner.plan(..., allow="chunk")',
             _peak_if(present.trace, lambda block: (
                 block.size_bytes // _CHUNKS if block.op in _CROSS_ENTROPY else block.size_bytes)),
             exact=False)

@@ -1,4 +1,4 @@
-"""`allow=("recompute", "chunk")`: a loss head, and the wide insides of layers, run in chunks."""
+"""`allow="chunk"`: a loss head, and the wide insides of layers, run in chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.training import apply_schedule, random_schedule
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_and_peaks_in_pieces(loss, output):
     model, inputs = Head(loss, bias=loss in ("sum", "gather")), batch()
-    step = capture(model, inputs, allow=ALLOW, output=output)
+    step = capture(model, inputs, allow=ALLOW, hold_output=output == "held")
     variants = [variant for variant in step.variants if variant.chunks > 1]
     assert [variant.chunks for variant in variants] == [4, 8, 16, 64]
     plain = copy.deepcopy(model)
@@ -69,10 +69,11 @@ def test_logits_that_are_dropped_are_not_made():
     least = {}
     for output in ("held", "dropped"):
         with pytest.raises(planner.InfeasibleBudget) as refused:
-            planner.plan(model, inputs, budget=1, output=output)
+            planner.plan(model, inputs, budget=1, hold_output=output == "held")
         (allow, least[output]), = refused.value.alternatives.items()
         assert allow == ALLOW and f"{least[output]:,} bytes would do" in str(refused.value)
-        plan = planner.plan(model, inputs, budget=least[output], output=output, allow=ALLOW)
+        plan = planner.plan(model, inputs, budget=least[output], hold_output=output == "held",
+                            allow=ALLOW)
         torch.manual_seed(0)
         found = plan.apply(copy.deepcopy(model))(**inputs)["logits"]
         if output == "held":
@@ -81,7 +82,7 @@ def test_logits_that_are_dropped_are_not_made():
         else:
             assert found.shape == (BATCH, LENGTH, VOCAB) and found.dtype == torch.float32
             assert found.float().detach().half().dtype == torch.float16
-            with pytest.raises(OutputNotMade, match=r"shape \(3, 11, 700\).*output='held'"):
+            with pytest.raises(OutputNotMade, match=r"shape \(3, 11, 700\).*hold_output=True"):
                 found.argmax(-1)
     assert least["held"] - least["dropped"] > 0.9 * logits_bytes
 
@@ -157,7 +158,7 @@ def test_the_insides_of_layers_in_pieces(is_gated, has_head):
     """Of all three layers, beside a loss head or none."""
     model = Mlps(is_gated, has_head)
     inputs = {"hidden": torch.randn(4, 64, WIDTH), "labels": torch.randint(VOCAB, (4, 64))}
-    step = capture(model, inputs, allow=ALLOW, output="dropped")
+    step = capture(model, inputs, allow=ALLOW, hold_output=False)
     variant = next(variant for variant in step.variants if variant.inner_chunks > 1)
     assert len(step.variants) == (6 if has_head else 2)
     runs = [op for op in variant.graph.ops if op.target == "aten.addmm.default"
@@ -221,7 +222,7 @@ def test_attention_in_pieces(batch, heads, shape, learned):
         added = added.masked_fill(torch.ones(length, length).triu(1).bool(), -1e9)
     model = Attention(added, learned, heads)
     inputs = {"hidden": torch.randn(batch, length, WIDTH)}
-    step = capture(model, inputs, allow=ALLOW, output="dropped")
+    step = capture(model, inputs, allow=ALLOW, hold_output=False)
     whole, variant = step.variants
     assert variant.inner_chunks == 4
     products = [op.phase.value for op in variant.graph.ops if "bmm" in op.target]
@@ -251,10 +252,10 @@ def plan_that_takes_less(case):
     found = {}
     for allow in (("recompute",), ALLOW):
         with pytest.raises(planner.InfeasibleBudget) as refused:
-            planner.plan(case.model, case.inputs, budget=1, output="dropped", allow=allow)
+            planner.plan(case.model, case.inputs, budget=1, hold_output=False, allow=allow)
         found[allow] = refused.value.minimum_bytes
     assert found[ALLOW] < 0.6 * found["recompute",]
-    return planner.plan(case.model, case.inputs, budget=found[ALLOW], output="dropped",
+    return planner.plan(case.model, case.inputs, budget=found[ALLOW], hold_output=False,
                         allow=ALLOW, time_limit=5)
 
 
@@ -300,10 +301,10 @@ def test_choices_are_checked():
     model, inputs = Head(), batch()
     with pytest.raises(ValueError, match="unknown choice in allow 'fuse'; known: recompute, chunk"):
         planner.plan(model, inputs, allow=("recompute", "fuse"))
-    with pytest.raises(TypeError, match=r'write allow=\("recompute", "chunk"\)'):
-        planner.plan(model, inputs, allow="chunk")
-    with pytest.raises(ValueError, match="leaves recompute out"):
-        planner.plan(model, inputs, allow=("chunk",))
+    with pytest.raises(TypeError, match='allow must be "chunk", "offload" or a sequence'):
+        planner.plan(model, inputs, allow=3)
+    for written in ("chunk", ("chunk",), ["recompute", "chunk", "chunk"]):
+        assert Planning(allow=written).allow == ("chunk",)
     with pytest.raises(ValueError, match='is for backend="eager"'):
         planner.plan(model, inputs, allow=ALLOW, backend="inductor")
 
@@ -314,7 +315,7 @@ def test_the_plain_step_of_a_size_is_captured_without_pieces():
         return {"ids": torch.zeros(count, LENGTH, dtype=torch.long),
                 "labels": torch.zeros(count, LENGTH, dtype=torch.long)}
 
-    steps = SizedSteps(Head(), made, Planning(allow=ALLOW, output="dropped"), what="batch")
+    steps = SizedSteps(Head(), made, Planning(allow=ALLOW, hold_output=False), what="batch")
     plain = steps.plain_at(2)
     assert max(variant.chunks for variant in plain.variants) == 1
     whole = steps.at(2)

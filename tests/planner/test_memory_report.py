@@ -258,20 +258,31 @@ def test_an_optimizer_of_another_model_is_told():
     assert any("are no parameters of the model" in note for note in report.notes)
 
 
-@pytest.mark.parametrize(("options", "error", "text"), [
-    ({"optimizer": "adamv"}, ValueError, "unknown optimizer 'adamv'; expected one of"),
-    ({"optimizer": 3}, TypeError, "expected an optimizer of torch.*got int"),
-    ({"accumulation": 0}, ValueError, "accumulation must be at least 1, got 0"),
-    ({"accumulation": 1.5}, TypeError, "accumulation must be a whole number"),
-    ({"grad_clip": -1.0}, ValueError, "grad_clip must be above 0"),
-    ({"grad_clip": "1"}, TypeError, "grad_clip must be a number"),
-    ({"autocast": "int8"}, ValueError, "autocast must be 'bf16' or 'fp16'"),
-    ({"hold_output": "ever"}, ValueError, "unknown hold_output 'ever'; known: backward"),
-    ({"zero_grad": "never"}, ValueError, "unknown zero_grad 'never'"),
-    ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
-    ({"optimizer": "sparseadam"}, planner.CaptureError,
-     "cannot trace a step of the optimizer SparseAdam: .* the model has none"),
-    ({"loss_fn": lambda y: y}, planner.CaptureError, "expected one element")])
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"optimizer": "adamv"}, ValueError, "unknown optimizer 'adamv'; expected one of"),
+        ({"optimizer": 3}, TypeError, "expected an optimizer of torch.*got int"),
+        ({"accumulation": 0}, ValueError, "accumulation must be at least 1, got 0"),
+        ({"accumulation": 1.5}, TypeError, "accumulation must be a whole number"),
+        ({"grad_clip": -1.0}, ValueError, "grad_clip must be above 0"),
+        ({"grad_clip": "1"}, TypeError, "grad_clip must be a number"),
+        ({"autocast": "int8"}, ValueError, "autocast must be 'bf16' or 'fp16'"),
+        (
+            {"hold_output": "ever"},
+            ValueError,
+            "unknown hold_output 'ever'; known: True, False, backward",
+        ),
+        ({"zero_grad": "never"}, ValueError, "unknown zero_grad 'never'"),
+        ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+        (
+            {"optimizer": "sparseadam"},
+            planner.CaptureError,
+            "cannot trace a step of the optimizer SparseAdam: .* the model has none",
+        ),
+        ({"loss_fn": lambda y: y}, planner.CaptureError, "expected one element"),
+    ],
+)
 def test_what_is_wrong_is_said(options, error, text):
     with pytest.raises(error, match=text):
         planner.memory(Network(), (IDS,), **{"loss_fn": loss_fn, **options})

@@ -1,4 +1,4 @@
-"""`allow=("recompute", "offload")`: results stored on the host, for a GPU that is not here."""
+"""`allow="offload"`: results stored on the host, for a GPU that is not here."""
 
 from __future__ import annotations
 

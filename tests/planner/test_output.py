@@ -69,9 +69,17 @@ def test_the_peak_is_exact_whether_the_output_is_held_or_not(name):
     case = build(name)
     peaks, plain = {}, {}
     for output in ("held", "dropped"):
-        free = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output=output)
-        tight = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output=output,
-                             budget=smallest(case, output), time_limit=1)
+        free = planner.plan(
+            case.model, case.inputs, loss_fn=case.loss_fn, hold_output=output == "held"
+        )
+        tight = planner.plan(
+            case.model,
+            case.inputs,
+            loss_fn=case.loss_fn,
+            hold_output=output == "held",
+            budget=smallest(case, output),
+            time_limit=1,
+        )
         for plan in (free, tight):
             net = plan.peak_bytes - plan.resident_bytes
             assert measured(plan.apply(case.model), case, output) == net
@@ -84,8 +92,14 @@ def test_the_peak_is_exact_whether_the_output_is_held_or_not(name):
 
 def smallest(case, output):
     try:
-        planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output=output, budget=1,
-                     time_limit=1)
+        planner.plan(
+            case.model,
+            case.inputs,
+            loss_fn=case.loss_fn,
+            hold_output=output == "held",
+            budget=1,
+            time_limit=1,
+        )
     except planner.InfeasibleBudget as refusal:
         return refusal.minimum_bytes
     raise AssertionError("one byte is too little")
@@ -93,7 +107,7 @@ def smallest(case, output):
 
 def test_who_holds_the_output_all_the_same_is_warned_once():
     case = classifier(summed)
-    plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output="dropped",
+    plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, hold_output=False,
                         solver="none")
     applied = plan.apply(case.model)
     with buffers_restored(case.model):
@@ -111,20 +125,26 @@ def test_who_holds_the_output_all_the_same_is_warned_once():
 def test_the_plan_says_what_it_counts_on(tmp_path):
     case = classifier(summed)
     arguments = {"loss_fn": case.loss_fn, "optimizer": "sgd"}
-    held, dropped = (planner.plan(case.model, case.inputs, output=output, **arguments)
-                     for output in ("held", "dropped"))
+    held, dropped = (
+        planner.plan(case.model, case.inputs, hold_output=output == "held", **arguments)
+        for output in ("held", "dropped")
+    )
     assert held.spec.holds_output and not dropped.spec.holds_output
     dropped.save(tmp_path / "plan.json")
     assert planner.load(tmp_path / "plan.json") == dropped
     assert planner.memory(case.model, case.inputs, plan=dropped, hold_output="backward",
                           **arguments).peak_bytes == dropped.peak_bytes < held.peak_bytes
-    with pytest.raises(ValueError, match="unknown output 'lost'; known: held, dropped"):
-        planner.plan(case.model, case.inputs, output="lost")
+    with pytest.raises(TypeError, match=r"hold_output must be True .* or False"):
+        planner.plan(case.model, case.inputs, hold_output="lost")
+    with pytest.raises(TypeError, match='write hold_output=False in place of output="dropped"'):
+        planner.plan(case.model, case.inputs, output="dropped")
+    memory = planner.memory(case.model, case.inputs, loss_fn=case.loss_fn, hold_output=False)
+    assert memory.peak_bytes == dropped.baseline_peak_bytes
 
 
 def test_a_plan_by_blocks_says_it_where_no_region_lets_go_of_it():
     case = BUILDERS["gpt2"](layers=2, vocab=1024)
-    plan = planner.plan(case.model, case.inputs, regions="blocks", output="dropped", budget="80%",
+    plan = planner.plan(case.model, case.inputs, regions="blocks", hold_output=False, budget="80%",
                         time_limit=1)
     assert not plan.spec.holds_output
     assert planner.verify(case.model, plan, case.inputs).peak_bytes == plan.peak_bytes
@@ -136,15 +156,24 @@ def test_a_plan_by_blocks_says_it_where_no_region_lets_go_of_it():
 
 def test_the_command_line_takes_it():
     peaks = [json.loads(run("plan", *TINY_GPT2, *options, "--json").stdout)["predicted"][
-        "peak_bytes"] for options in ([], ["--output-dropped"])]
+        "peak_bytes"] for options in ([], ["--drop-output"])]
     assert peaks[1] < peaks[0]
 
 
 @pytest.mark.slow
 def test_a_compiled_step_counts_it_too():
     case = BUILDERS["language_model"](layers=1)
-    plans = [planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, output=output,
-                          backend="inductor", time_limit=3) for output in ("held", "dropped")]
+    plans = [
+        planner.plan(
+            case.model,
+            case.inputs,
+            loss_fn=case.loss_fn,
+            hold_output=output == "held",
+            backend="inductor",
+            time_limit=3,
+        )
+        for output in ("held", "dropped")
+    ]
     assert plans[1].peak_bytes <= plans[0].peak_bytes
     for plan in plans:
         assert planner.verify(case.model, plan, case.inputs, loss_fn=case.loss_fn).peak_bytes == (

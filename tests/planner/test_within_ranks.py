@@ -190,7 +190,7 @@ def of_a_saved_plan(rank: int, folder: str) -> None:
     net = model()
     ids = torch.zeros(8, 32, dtype=torch.long)
     plan = planner.plan(net, {"input_ids": ids, "labels": ids}, budget="80%", optimizer="adamw",
-                        output="dropped", time_limit=2, parallel=planner.DataParallel("fsdp2", 2))
+                        hold_output=False, time_limit=2, parallel=planner.DataParallel("fsdp2", 2))
     path = os.path.join(folder, f"{rank}.json")
     plan.save(path)
     net = planner.within(wrap(net, "fsdp2"), plan=path)
@@ -217,7 +217,7 @@ def verified(rank: int, how: str) -> None:
     settings: dict[str, Any] = {"mixed": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
                                 "bucket views": {"gradient_as_bucket_view": True}}.get(how, {})
     kind = "ddp" if how == "bucket views" else "fsdp2"
-    plan = planner.plan(model(), batch, budget="70%", optimizer="adamw", output="dropped",
+    plan = planner.plan(model(), batch, budget="70%", optimizer="adamw", hold_output=False,
                         time_limit=1, parallel=planner.DataParallel(kind, 2, **settings))
     assert plan.recompute_flops > 0
     net = wrap(model(), how)

@@ -47,6 +47,8 @@ def run(
         "--zero-grad", help="Where gradients are reset.")] = ZeroGrad.AFTER_STEP,
     hold_output: Annotated[HoldOutput, typer.Option(
         "--hold-output", help="How long output and loss are held.")] = HoldOutput.STEP,
+    drop_output: Annotated[bool, typer.Option(
+        "--drop-output", help="The caller keeps only the loss, not the output.")] = False,
     load_state_dict: Annotated[bool, typer.Option(
         "--load-state-dict", help="Parameters come from a state dict on the device.")] = False,
     snapshot: Annotated[Path | None, typer.Option(
@@ -70,7 +72,7 @@ def run(
         model, example, loss_fn=loss_fn, optimizer=planning.optimizer, plan=plan,
         accumulation=planning.accumulation, autocast=planning.autocast, grad_clip=grad_clip,
         grad_scaler=grad_scaler, set_to_none=set_to_none, zero_grad=zero_grad.value,
-        hold_output=hold_output.value, load_state_dict=load_state_dict,
+        hold_output=not drop_output and hold_output.value, load_state_dict=load_state_dict,
         parallel=ranks.settings(), device=planning.device, gpu=planning.gpu,
         probe=planning.probe)
     if snapshot is not None:

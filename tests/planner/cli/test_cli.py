@@ -124,7 +124,7 @@ def test_the_frontier_is_printed_and_drawn(tmp_path):
 
 def test_a_loss_head_may_run_in_pieces(tmp_path):
     """By one option, however it is written; refusals name it."""
-    wide = ["hf:gpt2", *TINY_GPT2[1:], "--set", "vocab_size=3000", "--output-dropped"]
+    wide = ["hf:gpt2", *TINY_GPT2[1:], "--set", "vocab_size=3000", "--drop-output"]
     refused = run("plan", *wide, "--budget", "1B", code=3).stderr
     least = int(re.search(r"With allow=\('recompute', 'chunk'\), ([\d,]+) bytes", refused)
                 .group(1).replace(",", ""))
