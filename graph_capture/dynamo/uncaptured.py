@@ -30,7 +30,7 @@ from planner._graph_capture.training_graph import BufferKind
 
 @dataclass(frozen=True, slots=True)
 class UncapturedBuffer:
-    """A storage that uncaptured code made and that outlived the gap, or that a region read."""
+    """A storage of uncaptured code that outlived its gap or that a region read."""
 
     size_bytes: int
     made: int
@@ -45,7 +45,7 @@ class UncapturedBuffer:
 
 @dataclass(frozen=True)
 class UncapturedCode:
-    """What happens in the gaps of a step, which are numbered in the order of time."""
+    """The memory of a step between its regions, by gap; gaps are numbered in order of time."""
 
     storages: tuple[UncapturedBuffer, ...]
     workspace_bytes: tuple[int, ...]

@@ -152,8 +152,8 @@ class StorageLessMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def without_values(self) -> Iterator[None]:
-        """Inside, no op runs, whether its operands are known or not: for code that writes into its
-        tensors behind the dispatcher's back."""
+        """Inside, no op runs, even on known values: for code that writes tensors without the
+        dispatcher."""
         before, self._nothing_is_known = self._nothing_is_known, True
         try:
             yield
