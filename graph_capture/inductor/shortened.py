@@ -37,7 +37,7 @@ imported here: start, stop and period of each run."""
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Copies of one stretch that were left out."""
+    """Omitted copies of one stretch."""
 
     copies: int
     saved_bytes: int
@@ -52,7 +52,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A forward and a backward without most of what repeats."""
+    """A forward and a backward without most of their repeated layers."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule

@@ -118,7 +118,7 @@ def _has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """How to call the variant of an op that writes into one of its operands."""
+    """The variants of an op that write into one of its operands."""
 
     inplace: OpOverload | None
     """`op_`, which writes into the first operand."""

@@ -40,7 +40,7 @@ _NUMBER = "checkpoint_planner_number"
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A clean joint graph and what its inputs and outputs stand for."""
+    """A clean joint graph and the roles of its inputs and outputs."""
 
     graph: fx.Graph
     owner: fx.GraphModule

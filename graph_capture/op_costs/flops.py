@@ -2,16 +2,18 @@
 
 The model of the world: a multiply-add is two FLOPs, a causal mask saves none, moving data costs
 bytes and no FLOPs, and any other op costs a small number of FLOPs per element that it reads or
-writes.  Where `torch.utils.flop_counter` has a formula, it is that one, but for
+writes.  The formulas of `torch.utils.flop_counter` are used where there are any, except for
+
 - `convolution_backward`: it forgets the groups in the gradient of the weight;
 - `cudnn_convolution`, `_slow_conv2d_forward`: it reads their arguments as those of `convolution`;
 - attention: some releases of it refuse fewer heads of keys than of queries.
-It has none for the CPU's attention kernels, for recurrent layers, for products with a vector, nor
-for anything else.  To count an op otherwise, change its row in `_FORMULAS`, which comes first, or
-in `_PER_ELEMENT`.
 
-Blind spots: algorithms with fewer operations (Winograd, sparsity), ops of others than torch: these
-count as pointwise, but for bitsandbytes' products and those with a formula of their own
+It has none for the CPU's attention kernels, recurrent layers, products with a vector, or anything
+else.  To count an op otherwise, change its row in `_FORMULAS`, which comes first, or in
+`_PER_ELEMENT`.
+
+Blind spots: algorithms with fewer operations (Winograd, sparsity); ops of others than torch count
+as pointwise, except bitsandbytes' products and those with a formula of their own
 (`torch.utils.flop_counter.register_flop_formula`).
 """
 
@@ -38,7 +40,7 @@ def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return int(formula(OpCall(args, kwargs, inputs, outputs)))
     registered = flop_registry.get(target.overloadpacket)
     if registered is not None:
-        # An overload that is told the dtype of its result: the formulas have no such parameter.
+        # An overload with the dtype of its result, a parameter that the formulas lack.
         known = [arg for arg in args if not isinstance(arg, torch.dtype)]
         return int(registered(*known, **kwargs, out_val=out))
     if name.removesuffix("_") in _MOVERS or name.startswith("new_"):

@@ -52,7 +52,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A graph of which parts run in chunks."""
+    """A graph with parts that run in chunks."""
 
     joint: JointGraph
     chunks: int
@@ -258,7 +258,7 @@ class _Unrolling:
 
     def _operand(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
                  source: fx.Node) -> fx.Node:
-        """What a chunk of `node` reads in the place of `source`."""
+        """The operand that a chunk of `node` reads in place of `source`."""
         if (source in self._whole and source not in ours
                 and self._part.layouts[source] is Kind.SUM):
             return self._whole[source]  # of the forward, complete

@@ -35,7 +35,7 @@ _LEAST_ROWS = 2
 
 @dataclass(frozen=True)
 class Part:
-    """Ops that run in chunks, those of the forward and those of the backward in order."""
+    """Ops that run in chunks; those of the forward and of the backward are in order."""
 
     rows: int
     forward: tuple[fx.Node, ...]

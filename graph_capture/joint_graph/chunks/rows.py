@@ -63,7 +63,7 @@ Known = Callable[[fx.Node], Layout | None]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """How one op acts on rows."""
+    """The action of one op on rows."""
 
     operands: Mapping[fx.Node, Layout]
     results: tuple[Layout, ...]

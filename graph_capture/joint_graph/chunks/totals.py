@@ -33,8 +33,8 @@ def added(emit: Emitter, total: fx.Node | None, piece: fx.Node, like: fx.Node) -
 
 def added_product(emit: Emitter, total: fx.Node | None, operands: Sequence[fx.Node],
                   made: Collection[fx.Node], like: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """A chunk of a matrix product, and the sum of it and those before it; one op where it adds
-    itself.  `made`: what the chunk has made before."""
+    """A chunk of a matrix product, and its sum with those before it: one op if the product adds
+    itself.  `made`: earlier results of the chunk."""
     if _is_short(like):
         exact = [_before_cast(operand, made) for operand in operands]
         if like.meta["val"].device.type != "cpu" or (
