@@ -63,7 +63,7 @@ class ForwardOverride:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """A function of a module, this or a copy of it, and its arguments."""
+        """A function of a module, this one or a copy of it, and its arguments."""
 
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             mine = self if module is self.__self__ else forward_override(module)

@@ -36,7 +36,7 @@ _STATE, _DEVICE = "generator_state", "generator_device"
 
 @dataclass(frozen=True, slots=True)
 class RandomRun:
-    """A random op that a companion runs."""
+    """The random op behind a companion."""
 
     op: OpOverload
     is_replay: bool

@@ -37,7 +37,7 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AllocationRecord:
-    """Memory during a run, above what was allocated when it began."""
+    """Memory during a run, above the memory allocated at its start."""
 
     peak_bytes: int
     """Maximum at any time; at least 0."""

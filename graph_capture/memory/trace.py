@@ -95,7 +95,7 @@ class MemoryTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most at any time; at least 0."""
+        """Maximum at any time; at least 0."""
         return max(self.levels())
 
     def until(self, count: int) -> MemoryTrace:

@@ -128,7 +128,7 @@ class OpCosts:
 
     def _measured(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                   out: Any, estimate: float) -> float:
-        """Duration by the probe, else the estimate."""
+        """Duration by the probe, otherwise the estimate."""
         self._timed += 1
         if self._timed % 20 == 0:
             self._progress(f"timing ops, {self._timed} so far")

@@ -69,9 +69,7 @@ class DeviceModel:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The figures of a GPU: a row of the table, or one that the user gives as `gpu=`.
-
-    Rates are the manufacturer's, dense and without sparsity, in TFLOP/s."""
+    """The figures of a GPU: a row of the table, or one that the user gives as `gpu=`."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -108,7 +106,7 @@ class Gpu:
 
     @property
     def threads_of_multiprocessor(self) -> int:
-        """The most that one runs at a time."""
+        """Maximum of threads that a multiprocessor runs at a time."""
         capability = self.compute_capability
         if capability == (7, 5):
             return 1024
@@ -174,12 +172,11 @@ _ASSUMED_GPU = "A100"
 
 def device_model(device: torch.device | str, name: str | None = None, *,
                  gpu: str | Gpu | None = None) -> DeviceModel:
-    """The model of `device`, by its product name where it is a GPU.
+    """The model of `device`, by its product name if it is a GPU.
 
-    `name`: as `torch.cuda.get_device_name` gives it; asked for if the device is here.  A GPU that
-    is not known, or not here, counts as an A100.  `gpu`: the one that the user names instead, or
-    whose figures he gives; raises `ValueError` where the table has none such, and where the device
-    is no GPU.
+    `name`: as `torch.cuda.get_device_name` gives it; read from the device if that is here.  A GPU
+    that is unknown or not here counts as an A100.  `gpu`: the name or the figures of the GPU to use
+    instead; raises `ValueError` if the table lacks it, and if the device is no GPU.
     """
     device = torch.device(device)
     if gpu is not None:
