@@ -1,4 +1,4 @@
-"""The state, in addition to gradients, that a call of a model changes: random state and buffers.
+"""State that a call of a model changes in addition to gradients: random state and buffers.
 
 Blind spots: other state that the model's code changes (a counter of its own); generators of the
 user's.
@@ -31,7 +31,7 @@ def remembered_state(model: nn.Module) -> Callable[[], None]:
 def remembered_random_state(model: nn.Module) -> Callable[[], None]:
     """A function that restores the current random state of Python, NumPy and torch."""
     python, numpy_state = random.getstate(), numpy.random.get_state()
-    cpu = torch.get_rng_state().numpy().copy()  # no tensor, which would be taken for the loop's
+    cpu = torch.get_rng_state().numpy().copy()  # not a tensor: that would count as the loop's
     gpus = [(device, torch.cuda.get_rng_state(device)) for device in
             {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}]
 

@@ -1,12 +1,13 @@
 """The rules that every `TrainingGraph` obeys, and the checker that enforces them.
 
-1.  Ops are in the order of execution: forwards by region, the loss, backwards by region in reverse.
-2.  Names are unique; every captured op has a digest, every pseudo-op is pinned. 3.  An op reads
-only buffers that an earlier op made, each listed once; a buffer is made by exactly the op that it
-names, which lists it. 4.  No size, cost or count is negative; seconds are finite. 5.  An in-place
-candidate is an input of the size of the op's only output. 6.  Gradients are kept to the end and
-made in the backward; activations are not made there. 7.  The ranges of a region hold exactly its
-forward and its backward ops.
+1. Ops are in the order of execution: forwards by region, the loss, backwards by region in reverse.
+2. Names are unique; every captured op has a digest, every pseudo-op is pinned.
+3. An op reads only buffers that an earlier op made, each listed once; a buffer is made by exactly
+   the op that it names, which lists it.
+4. No size, cost or count is negative; seconds are finite.
+5. An in-place candidate is an input of the size of the op's only output.
+6. Gradients are kept to the end and made in the backward; activations are not made there.
+7. The ranges of a region hold exactly its forward and its backward ops.
 """
 
 from __future__ import annotations

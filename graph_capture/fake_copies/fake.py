@@ -70,7 +70,8 @@ class FakeCopy:
     """Each tensor of the original -> its fake copy, by identity; weak references."""
     answers: tuple[Any, ...] | None = None
     """The values that the model's code asks for in a call (`storage_less.Answer`), in order, from a
-    real call of the forward without the model's own hooks; `None`: known values only."""
+    real call of the forward without the model's own hooks; `None`: known values only.  Only a
+    storage-less copy uses them."""
     autocast: torch.dtype | None = None
     """Dtype of the `torch.autocast` that the user's loop applies to forward and loss."""
     kernels: DeviceKernels | None = None

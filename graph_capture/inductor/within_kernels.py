@@ -5,9 +5,9 @@ sources of the buffer, which stay in memory until then and which it may overwrit
 overwrites an operand only if nothing else is made of it afterwards, and if each element of the
 result is made of the element at the same place.
 
-On a CPU all code generated between two external ops (`fused_costs`) is one function, which frees
-its operands at its end.  Operands of the next external op may be recomputed there, and then use as
-much memory as an overwritten operand leaves.
+On a CPU all code generated between two external ops (`fused_costs`) is one function, and buffers
+that die in it are freed only at its end.  Operands of the next external op may be recomputed in it,
+too, and then use as much memory as an overwritten operand leaves.
 
 Blind spots: the operand that Inductor overwrites where there are several; results that share an
 operand and a kernel by decision of the scheduler.

@@ -1,5 +1,4 @@
-"""A joint fx graph lowered to ops that exchange storages, the form in which a step is planned and
-rewritten.
+"""Lowers a joint fx graph to ops that exchange storages, for planning and rewriting.
 
 Nodes are grouped by the storage of their value.  A node whose result only aliases its inputs (a
 view, `detach`, a tuple element) is no op: it costs nothing and is emitted again wherever it is

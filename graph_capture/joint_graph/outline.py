@@ -1,4 +1,5 @@
-"""The size-independent signature of a lowered region: can a plan for one batch serve another?
+"""The size-independent signature of a lowered region, which shows if a plan for one batch serves
+another.
 
 Two regions of equal structure have ops of the same names that read, make and may overwrite the same
 storages; so a schedule of the one is a schedule of the other, with the same lifetimes.

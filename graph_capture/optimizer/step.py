@@ -64,7 +64,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTrace:
-    """An optimizer from when it is made to the end of its second step."""
+    """An optimizer from its creation to the end of its second step."""
 
     name: str
     trace: MemoryTrace

@@ -55,8 +55,8 @@ LossFn = Callable[[Any], torch.Tensor | Objective]
 
 @dataclass(frozen=True, slots=True)
 class OpenLoss:
-    """The loss of a caller of whom it is not known whether he differentiates the `loss` of the
-    output, or one of his own that he makes of what is beside it."""
+    """An unknown loss: the caller differentiates either the `loss` of the output or a loss computed
+    from its other tensors."""
 
     largest_bytes: int
     """Larger tensors, such as logits, are assumed to be only for inspection."""

@@ -66,7 +66,7 @@ def run_without_data(fake_copy: FakeCopy, loss_fn: LossFn | None,
         try:
             copy = storage_less_copy(fake_copy, extra=(loss_fn,))
             return run(copy, copy.extra[-1], True)
-        except Exception:  # a fake tensor may support what a storage-less one cannot
+        except Exception:  # a fake tensor may work instead
             pass
     try:
         return run(fake_copy, loss_fn, False)
@@ -162,7 +162,7 @@ def _scaled(goal: Objective, fake_copy: FakeCopy, tracker: MemoryTracker) -> Obj
     """The objective with its roots multiplied by the scale of a `GradScaler`."""
     scaler = torch.amp.GradScaler(fake_copy.trace_device.type)
     with fake_copy.mode:
-        scaler.scale(torch.ones((), device=fake_copy.trace_device))  # makes its state, hidden from the tracker
+        scaler.scale(torch.ones((), device=fake_copy.trace_device))  # makes its state, untracked
         with tracker:
             return Objective(tuple(scaler.scale(root) for root in goal.roots), goal.seeds)
 

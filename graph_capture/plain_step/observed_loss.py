@@ -41,8 +41,8 @@ from planner._graph_capture.torch_compat import (
 
 @dataclass(frozen=True, slots=True)
 class ObservedLoss:
-    """What a loss outside of the model took in one step, above what of the model's output the
-    caller holds; what it lets go counts as long as it is there."""
+    """Memory of a loss outside the model in one step, above the part of the model's output that the
+    caller keeps; released tensors count while they are alive."""
 
     peak_bytes: int
     """Maximum from the model's return to the arrival of the gradients of its output, with these and
@@ -267,7 +267,7 @@ def watch_output(output: Any, begun: Callable[[tuple[Until, ...]], None]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ReplayedLoss:
-    """A loss of a traced step that takes what was seen of a real one."""
+    """A loss of a traced step that uses the memory observed in a real one."""
 
     seen: ObservedLoss
 

@@ -43,7 +43,7 @@ SCALAR_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class LossMemory:
-    """What the user's loss holds outside the model."""
+    """Memory of a loss computed outside the model."""
 
     retained_bytes: int = 0
     """Saved from its forward to its backward."""
@@ -59,7 +59,7 @@ class LossMemory:
 
     @classmethod
     def of(cls, footprint: LossFootprint) -> LossMemory:
-        """That of a loss outside of the model."""
+        """The memory of a loss with this footprint."""
         cotangents = sum(gradient.size_bytes for gradient in footprint.outputs)
         retained = footprint.retained_bytes
         return cls(retained, footprint.forward_peak_bytes - retained,

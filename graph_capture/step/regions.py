@@ -21,7 +21,7 @@ from planner._graph_capture.torch_compat import storage_key
 
 @dataclass(frozen=True)
 class RegionUse:
-    """A lowered region and how its inputs and outputs hang together with the rest of the step."""
+    """A lowered region and the links of its inputs and outputs with the rest of the step."""
 
     lowered: LoweredRegion
     cotangents: tuple[bool, ...]
@@ -42,10 +42,9 @@ class RegionUse:
 
 def region_uses(fake_copy: FakeCopy, recording: Recording, output: object, variant: JointVariant, *,
                 elides_output: bool = False) -> list[RegionUse]:
-    """The regions of a recorded step of the fake copy in one variant; `output`: what the model
-    returned.
+    """The regions of a recorded step of the fake copy in one variant; `output`: the model's output.
 
-    `elides_output`: nobody reads what the model returns but for the loss.
+    `elides_output`: only the loss reads the model's output.
     """
     recording.check_any()
     trainable = {id(tensor): name for name, tensor in fake_copy.model.named_parameters()}

@@ -95,8 +95,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - Under DistributedDataParallel the graph is not cut at the buckets.
     - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
     - Hooks that modules get or lose later are seen; torch would go on without them.
-    - Where the graph breaks in a loop, the regions in between are captured, separately for each turn;
-      torch would run all of the code as it is written.
+    - Where the graph breaks in a loop, the regions in between are captured, separately for each
+      turn; torch would run all of the code as it is written.
     - Code in which there was nothing to capture when it first ran is examined again when it runs
       another way; torch would skip it for ever.
     """
@@ -160,7 +160,7 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Inside, these loggers say what is critical only."""
+    """Inside, these loggers report only critical messages."""
     levels = {name: logging.getLogger(name).level for name in names}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)

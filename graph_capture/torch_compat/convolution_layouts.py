@@ -40,8 +40,8 @@ _OTHER_DIMENSIONS = frozenset({
 
 @contextlib.contextmanager
 def layouts_of_their_own() -> Iterator[None]:
-    """Inside, no input of a graph prefers `channels_last`, nor does what is only related to a
-    convolution through other dimensions."""
+    """Inside, `channels_last` is used neither for inputs of a graph nor for values related to a
+    convolution only through other dimensions."""
     find = GraphLowering.find_nodes_prefer_channels_last
 
     def find_some(graph: GraphLowering) -> Any:
