@@ -36,7 +36,7 @@ def trace_parallel_step(fake_copy: FakeCopy, wrapper: Wrapper, loss_fn: LossFn |
                         workspace: Workspace) -> ParallelStep:
     """Trace one step of the fake copy's model under `wrapper`.
 
-    Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
+    Raises `CaptureError` if there is nothing to differentiate; an error of the model propagates.
     """
     step = trace_micro_batch(fake_copy, loss_fn, workspace=workspace, wrapper=wrapper)
     trace = step.trace

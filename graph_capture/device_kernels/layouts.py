@@ -62,7 +62,7 @@ class _Mover:
             try:
                 with modes.pop():
                     return node.target(*args, **kwargs)
-            except Exception:  # whatever a fake kernel cannot do without the device
+            except Exception:  # a fake kernel may fail without the device
                 pass
         return pytree.tree_map(self._moved, known)
 

@@ -258,7 +258,7 @@ class FakeCopier(TorchFunctionMode):
                 return copy.deepcopy(leaf, self.memo)
         except CaptureError as error:
             raise CaptureError(f"{what}: {error}") from error
-        except Exception:  # an object that cannot be copied is no carrier of tensors
+        except Exception:  # an object that cannot be copied contains no tensors
             return leaf
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
@@ -268,7 +268,7 @@ class FakeCopier(TorchFunctionMode):
             fake = self.fake_of[real] = self.memo[id(real)] = self._fake(real)
             self._alive.append(real)
             if class_of(real) not in _PLAIN and not is_traceable_wrapper_subclass(real):
-                with self:  # which may refer to the tensor itself, and to the module that has it
+                with self:  # they may refer to the tensor itself, and to its module
                     vars(fake).update({
                         name: copy.deepcopy(value, self.memo) for name, value in vars(real).items()
                         if name != "_is_param"})

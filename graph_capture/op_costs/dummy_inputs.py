@@ -48,7 +48,7 @@ class Materializer:
 
     def _sparse(self, known: torch.Tensor) -> torch.Tensor:
         values, indices = strided_tensors(known)
-        with warnings.catch_warnings():  # torch 2.11 has one for whoever says that he wants none
+        with warnings.catch_warnings():  # torch 2.11 warns even if the checks are disabled
             warnings.filterwarnings("ignore", "Sparse invariant checks")
             made = torch.sparse_coo_tensor(indices.to(self._device, copy=True),
                                            self._real(values), known.shape, check_invariants=False)

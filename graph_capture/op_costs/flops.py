@@ -82,7 +82,7 @@ Formula = Callable[[OpCall], float]
 
 
 def _matrix_product(call: OpCall) -> int:
-    """`[b] m k @ [b] k n`: the two matrices are the last operands of every such op."""
+    """FLOPs of `[b] m k @ [b] k n`: the two matrices are the last operands of every such op."""
     left, right = call.inputs[-2:]
     columns = right.shape[-1] if right.dim() > 1 else 1
     return 2 * left.numel() * columns
@@ -90,8 +90,8 @@ def _matrix_product(call: OpCall) -> int:
 
 def _convolution_once(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor,
                       transposed: bool = False) -> int:
-    """Each element of the weight is used once per position: of the output, or, transposed, of the
-    input."""
+    """FLOPs with each element of the weight used once per position: of the output, or, transposed,
+    of the input."""
     spatial = weight.dim() - 2
     positions = (x if transposed else out).shape[-spatial:]
     batch = x.shape[0] if x.dim() == weight.dim() else 1
@@ -107,13 +107,13 @@ def _convolution_backward(call: OpCall) -> int:
 
 
 def _attention(call: OpCall) -> int:
-    """Scores and their product with the values."""
+    """FLOPs of the scores and of their product with the values."""
     query, key, value = call.args[:3]
     return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(call: OpCall) -> int:
-    """The scores again, then gradients: of scores and values, of query and key."""
+    """FLOPs of the scores again, then of gradients: of scores and values, of query and key."""
     _, query, key, value = call.args[:4]
     return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
@@ -124,7 +124,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _recurrent(call: OpCall) -> int:
-    """Every weight matrix meets every position of the sequence once."""
+    """FLOPs with every weight matrix used once for every position of the sequence."""
     weights = [t for t in call.inputs if t.dim() == 2 and t.dtype.is_floating_point]
     return 2 * sum(w.numel() for w in weights) * prod(call.inputs[0].shape[:-1])
 
@@ -169,7 +169,7 @@ _FORMULAS: dict[str, Formula] = {
                     lambda call: prod(call.args[2]) * call.inputs[0].numel()),
     **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
                      "embedding_dense_backward", "nll_loss_backward", "nll_loss2d_backward"),
-                    # Each element that is added up, not those of the table that it goes to.
+                    # Each summand, not the elements of the table that receives it.
                     lambda call: call.inputs[0].numel()),
     **dict.fromkeys(("scatter_add", "index_add", "index_put", "_index_put_impl", "index_put_",
                      "_unsafe_index_put"), lambda call: call.inputs[-1].numel()),

@@ -47,7 +47,8 @@ _TRUSTED = frozenset({
     "normal_", "roll", "smooth_l1_loss", "smooth_l1_loss_backward", "stack", "tril", "triu",
     "uniform_", "upsample_bilinear2d_backward", "upsample_nearest2d",
     "upsample_nearest2d_backward"})
-"""Ops without a tag that says so which check their operands; zero is an index for all of them."""
+"""Ops that check their operands without a tag that says so; zero is a valid index for all of
+them."""
 _TRUSTED_TAGS = frozenset({torch.Tag.core, torch.Tag.pointwise, torch.Tag.reduction})
 _TRUSTED_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd")
 

@@ -98,7 +98,8 @@ class LossFootprint:
     outputs: tuple[OutputGradient, ...]
     """For each tensor of the output, in the order of `output_tensors`."""
     is_missing: bool = False
-    """No loss was given or found: each differentiable output got a cotangent of its own size."""
+    """True if no loss was given or found: each differentiable output got a cotangent of its own
+    size."""
 
 
 def objective(output: Any, loss_fn: LossFn | None) -> Objective:
@@ -180,7 +181,7 @@ def trace_loss(loss_fn: LossFn | None, output: Any, fake_copy: FakeCopy,
 
 
 def _described(output: Any) -> str:
-    """The kind of an output, for an error."""
+    """Description of an output's kind, for an error."""
     count = len(output_tensors(output))
     return f"{type(output).__name__} with {count} tensors" if count else type(output).__name__
 

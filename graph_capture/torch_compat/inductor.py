@@ -141,7 +141,7 @@ def chosen_by_default(joint: fx.GraphModule, num_forward_outputs: int
 
 
 def store_result(node: fx.Node) -> None:
-    """Ask Inductor to give the result of a node a buffer, in the layout of its trace."""
+    """Make Inductor give the result of a node a buffer, in the layout of its trace."""
     node.meta[_STORED] = True
 
 

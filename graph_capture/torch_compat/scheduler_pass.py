@@ -1,6 +1,6 @@
 """Inductor's scheduler: changes to its kernels before and after it fuses them.
 
-Imported only where a step is planned for or run by Inductor, as `inductor`.
+Imported only if a step is planned for or run by Inductor, as `inductor`.
 """
 
 from __future__ import annotations
