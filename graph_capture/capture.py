@@ -1,4 +1,4 @@
-"""From a model and one batch to the annotated training step.
+"""Capture the annotated training step of a model for one batch.
 
 Everything happens on a fake copy: the model is neither executed nor changed.
 """
@@ -57,23 +57,24 @@ from planner._graph_capture.training_graph import OptimizerMemory, StepVariant, 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """What traces a step that was captured before; no tensor of it has memory."""
+    """Retraces a captured step; no tensor has memory."""
 
     fake_copy: FakeCopy
-    """As the user calls it, without the arguments that capture forced."""
+    """The fake copy as the user calls it, without the arguments that capture forced."""
     loss_fn: LossFn | None
-    """That of the fake copy; `None`: the step was captured without one."""
+    """Loss function of the fake copy; `None`: the step was captured without one."""
     workspace: Workspace
     holds_output: bool = True
-    """Whether the caller holds the output until the backward ends."""
+    """True if the caller keeps the output alive until the backward ends."""
     layout: RankLayout | None = None
-    """How a rank of a data-parallel run holds the model; `None`: there is one rank."""
+    """Layout of the model on one data-parallel rank; `None`: there is one rank."""
 
     def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerTrace | None:
-        """What steps of an optimizer take, if there is one: an instance, class or name, or several
-        instances.  `with_gradient`: names of the parameters that have one.
+        """Memory of the steps of an optimizer; `None` without one.
 
-        Raises as `graph_capture.optimizer.step.trace_optimizer_steps`.
+        `optimizer`: an instance, class or name, or several instances.  `with_gradient`: names of
+        the parameters that have a gradient.  Raises as
+        `graph_capture.optimizer.step.trace_optimizer_steps`.
         """
         if optimizer is None:
             return None
@@ -98,45 +99,44 @@ class CapturedStep:
     """A training step, ready to be planned."""
 
     variants: tuple[StepVariant, ...]
-    """The base variant, as the step was captured, the low-peak variant where there is one, and
-    those in chunks."""
+    """The base variant, the low-peak variant where there is one, and the chunked variants."""
     baseline: EagerStep
     """The step as plain PyTorch runs it."""
     later: EagerStep | None
-    """A later micro-batch of accumulated gradients as plain PyTorch runs it, above what is resident
-    and the gradients from before; `None` without accumulation."""
+    """A later micro-batch of accumulated gradients as plain PyTorch runs it, above the resident
+    memory and the earlier gradients; `None` without accumulation."""
     optimizer_steps: OptimizerTrace | None
     """`None`: no optimizer was named, and none is counted."""
     training: bool
-    """Whether the model was in training mode."""
+    """True if the model was in training mode."""
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
     compiled: CompiledTracer | None
-    """Follows the step as Inductor compiles it; `None` for the eager backend."""
+    """Traces the step as Inductor compiles it; `None` for the eager backend."""
     outputs: tuple[OutputGradient, ...]
-    """What the loss makes of each tensor of the model's output."""
+    """The gradient of each tensor of the model's output."""
     tracing: Tracing
-    """What traces it again, for what comes to be known later."""
+    """Retraces the step when more is known about it."""
     held_workspace_bytes: int
-    """What torch holds for cuBLAS, for each thread; 0 where the device is no GPU."""
+    """cuBLAS workspace that torch keeps per thread; 0 if the device is no GPU."""
 
     @property
     def graph(self) -> TrainingGraph:
-        """The graph of the step as it was captured."""
+        """The graph of the base variant."""
         return self.variants[0].graph
 
     @property
     def holds_output(self) -> bool:
-        """Whether the caller holds the model's output until the backward ends."""
+        """True if the caller keeps the model's output alive until the backward ends."""
         return self.tracing.holds_output
 
     @property
     def optimizer(self) -> OptimizerMemory | None:
-        """What the optimizer takes, if one is counted."""
+        """Memory of the optimizer, if one is counted."""
         return None if self.optimizer_steps is None else self.optimizer_steps.memory
 
     def resident_blocks(self) -> tuple[Block, ...]:
-        """What is held before the step, storage by storage."""
+        """The storages that are alive before the step."""
         return resident_blocks(self.tracing.fake_copy, self.graph.resident,
                                is_sharded=self.tracing.layout is not None)
 
@@ -158,21 +158,21 @@ def capture_step(
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
-    Capture takes place in the model's train or eval mode and, forward and loss, in the caller's
-    autocast context or in that of `autocast`.
-    `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
-    `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
-    that Inductor partitions: after its decompositions and its passes over the joint graph.
-    `regions`: what is captured as one chunk, see `graph_capture.dynamo.blocks.find_blocks`; `None`:
-    the whole model, or its repeated blocks where a graph break would make one code run for several
-    of them, of which nothing could be recomputed, or where nothing is captured.
-    `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
-    well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
-    captured in chunks.  `holds_output`: the caller holds the model's output until the backward
-    ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
-    data-parallel run, which holds the model so.  `probe_headroom`: what running single ops may take
-    where a loop has begun to train.  `chunks`: the numbers of chunks in which the
-    widest part of the step and the insides of layers may run.
+    The model stays in its train or eval mode.  Forward and loss run in the caller's autocast
+    context or in that of `autocast`.  With `backend="inductor"` the graph is the one that Inductor
+    partitions: after its decompositions and its passes over the joint graph.
+
+    `keep`: names of modules (wildcards allowed; submodules included) and of ops such as
+    `aten.topk`, whose results are never recomputed.  `regions`: the modules that are captured one
+    by one, see `graph_capture.dynamo.blocks.find_blocks`; `None`: the whole model, or its repeated
+    blocks where nothing is captured or a graph break makes several blocks share code, which
+    prevents recomputation.  `accumulated`: gradients are accumulated, so a later micro-batch is
+    traced as well.  `answers`: the tensor values that the model's code asks for, in order; such a
+    step is captured in regions.  `holds_output`: the caller keeps the model's output alive until
+    the backward ends, not only until the loss is computed.  `make_layout`: the layout of the model
+    on one rank of a data-parallel run.  `probe_headroom`: memory that measuring single ops may use
+    once training has begun.  `chunks`: candidate numbers of chunks, of the widest part of the step
+    and of the insides of layers.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -199,8 +199,7 @@ def capture_step(
     layout = None if make_layout is None else make_layout(fake_copy)
 
     def record(blocks: Sequence[str]) -> tuple[FakeCopy, LossFn | None, Recording, object]:
-        # Code between blocks runs as it is written, and must see what it takes for ordinary
-        # tensors.
+        # Code between blocks runs as it is written, and must see seemingly ordinary tensors.
         traced, traced_loss = fake_copy, fake_loss
         if (blocks or answers is not None or fake_copy.has_subclasses) and (
                 fake_copy.trace_device.type == "cpu"):
@@ -213,7 +212,7 @@ def capture_step(
     traced, traced_loss, recording, output = record(find_blocks(model, regions or WHOLE_MODEL))
     is_in_vain = not recording.calls or _sharing_code(recording)
     if regions is None and is_in_vain and has_repeated_blocks(model):
-        # Blocks are a better way, not the only one: code may fail under it alone.
+        # The capture of the whole model still serves if capture by blocks fails.
         with contextlib.suppress(CaptureError):
             by_blocks = record(find_blocks(model, REPEATED_BLOCKS))
             by_blocks[2].check_any()
@@ -268,7 +267,7 @@ def capture_step(
     for widest, inner in chunks:
         cut = region_uses(
             traced, recording, output, JointVariant(inductor, chunks=widest, inner_chunks=inner),
-            # Code between regions, or a loss of the caller's, might read them.
+            # Code between regions, or a loss of the caller's, might read the output.
             elides_output=(not holds_output and loss_fn is None and len(recording.calls) == 1
                            and recording.uncaptured is None))
         has_inner = any(use.lowered.inner_chunks > 1 for use in cut)
@@ -288,13 +287,13 @@ def capture_step(
 
 
 def _sharing_code(recording: Recording) -> int:
-    """Of how many regions the code runs more than once in the step."""
+    """Number of regions whose code runs more than once in the step."""
     return sum(count for count in count_runs(recording).values() if count > 1)
 
 
 def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
-    """The peak of the plain step above what is resident, but for the workspace of its ops; 0 where
-    it cannot be traced, which is an error later."""
+    """Peak of the plain step above the resident memory, without op workspaces; 0 if the step cannot
+    be traced, which is an error later."""
     try:
         return trace_eager_step(fake_copy, loss_fn, workspace=lambda *call: 0).peak_bytes
     except Exception:  # whatever the user's code raises
@@ -302,7 +301,7 @@ def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
 
 
 def _without(fake_copy: FakeCopy, names: Set[str]) -> FakeCopy:
-    """The fake copy as the user calls it: without the arguments that capture forced."""
+    """The fake copy without these keyword arguments."""
     return replace(fake_copy, kwargs={name: value for name, value in fake_copy.kwargs.items()
                                  if name not in names}) if names else fake_copy
 
@@ -310,8 +309,8 @@ def _without(fake_copy: FakeCopy, names: Set[str]) -> FakeCopy:
 def _forced_arguments(
     model: nn.Module, kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, object], ...]:
-    """`use_cache=False` for a transformers model that would build a key-value cache: in training
-    nobody reads it, and it would hold every key and value to the end of the step."""
+    """`use_cache=False` for a transformers model that would build a key-value cache: training never
+    reads it, and it would keep every key and value alive to the end of the step."""
     config = getattr(model, "config", None)
     if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
         return ()
@@ -320,7 +319,7 @@ def _forced_arguments(
 
 
 def _rules_since(fake_copy: FakeCopy) -> dict[str, tuple[str, ...]]:
-    """Why kernels were chosen for the fake copy since this was last asked."""
+    """The rules by which kernels were chosen since the last call."""
     if fake_copy.kernels is None:
         return {}
     rules = {kernel: tuple(found) for kernel, found in fake_copy.kernels.rules.items()}

@@ -1,6 +1,7 @@
-"""What a call of a model changes beside gradients: random state and buffers.
+"""State that a call of a model changes in addition to gradients: random state and buffers.
 
-Blind spots: what else the model's code changes (a counter of its own); generators of the user's.
+Blind spots: other state that the model's code changes (a counter of its own); generators of the
+user's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 
 def remembered_state(model: nn.Module) -> Callable[[], None]:
-    """A function that puts random state and buffers back to what they are now."""
+    """A function that restores the current random state and buffers."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     restore_random = remembered_random_state(model)
 
@@ -28,9 +29,9 @@ def remembered_state(model: nn.Module) -> Callable[[], None]:
 
 
 def remembered_random_state(model: nn.Module) -> Callable[[], None]:
-    """A function that puts the random state of Python, NumPy and torch back to what it is now."""
+    """A function that restores the current random state of Python, NumPy and torch."""
     python, numpy_state = random.getstate(), numpy.random.get_state()
-    cpu = torch.get_rng_state().numpy().copy()  # no tensor, which would be taken for the loop's
+    cpu = torch.get_rng_state().numpy().copy()  # not a tensor: that would count as the loop's
     gpus = [(device, torch.cuda.get_rng_state(device)) for device in
             {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}]
 

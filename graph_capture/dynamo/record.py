@@ -1,9 +1,8 @@
-"""Running a fake copy through Dynamo and AOTAutograd, and keeping the joint graphs.
+"""Runs a fake copy through Dynamo and AOTAutograd, and keeps the joint graphs.
 
-The forward, the loss and the backward of the fake copy really take place, on fake (or storage-less)
-tensors: that shows in which order the captured chunks (regions) run, and into which outputs a
-gradient flows.  The compiled chunks themselves are stand-ins that only make results of the right
-shapes.
+The forward, the loss and the backward of the fake copy really run, on fake (or storage-less)
+tensors.  That shows the order of the captured regions and the outputs into which a gradient flows.
+The compiled regions themselves are stub graphs that only make results of the right shapes.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ from planner._graph_capture.user_code import place_of
 
 @dataclass
 class RecordedRegion:
-    """A joint graph and how it was used."""
+    """A joint graph and its use in the step."""
 
     joint: fx.GraphModule
     num_forward_outputs: int
     cotangents: list[tuple[bool, ...]] = field(default_factory=list)
-    """For each run of its backward: into which outputs a gradient flowed."""
+    """For each run of its backward, the outputs into which a gradient flowed."""
 
 
 @dataclass(frozen=True)
@@ -66,34 +65,34 @@ class RegionCall:
 
     region: RecordedRegion
     inputs: tuple[object, ...]
-    """What each primal is: a parameter, a buffer or another tensor of the fake copy."""
+    """The tensor for each primal: a parameter, a buffer or another tensor of the fake copy."""
     outputs: tuple[object, ...]
-    """What it returned to the user's code, in order."""
+    """Tensors returned to the user's code, in order."""
     module: str = ""
-    """The block that was called; empty where the whole model is compiled."""
+    """The block that was called; empty if the whole model is compiled."""
 
 
 @dataclass
 class Recording:
-    """The calls of captured chunks in one step, in order."""
+    """The calls of captured regions in one step, in order."""
 
     calls: list[RegionCall] = field(default_factory=list)
     inference_graphs: int = 0
-    """Captured chunks that need no gradient."""
+    """Number of captured graphs that need no gradient."""
     uncaptured: UncapturedCode | None = None
-    """What runs between the regions; `None`: the model is one region and nothing else."""
+    """The code between the regions; `None`: the model is one region and nothing else."""
     graphs: CapturedGraphs | None = None
-    """For other backends to compile, where they are to be kept."""
+    """The graphs for other backends to compile, if they are kept."""
     calls_again: int = 0
-    """Calls of captured chunks when the step ran for the second time."""
+    """Number of region calls when the step ran for the second time."""
 
     @property
     def is_repeatable(self) -> bool:
-        """True where the step called as many captured chunks when it ran again."""
+        """True if the second run of the step called as many regions as the first."""
         return self.calls_again == len(self.calls)
 
     def check_repeatable(self) -> None:
-        """Raise `CaptureError` where the second run of the step called other chunks."""
+        """Raise `CaptureError` if the second run of the step called another number of regions."""
         if not self.is_repeatable:
             raise CaptureError(
                 f"torch.compile captured {len(self.calls)} chunks of the step, and "
@@ -101,8 +100,7 @@ class Recording:
                 "breaks. Take that out of the model, or name blocks without it in regions")
 
     def check_any(self) -> None:
-        """Raise `CaptureError` where there is nothing to plan, in a step that does need gradients.
-        """
+        """Raise `CaptureError` if nothing in the step can be planned."""
         if self.calls:
             return
         if self.inference_graphs:
@@ -118,9 +116,9 @@ class Recording:
 
 
 RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
-"""A step: given the compiled model and what to call before the backward, it calls the model with
-the fake copy's inputs, makes the loss, and runs the backward.  What it returns is held to the
-end."""
+"""A step: given the compiled model and a callback for the start of the backward, it calls the model
+with the fake copy's inputs, computes the loss, and runs the backward.  Its result is kept alive to
+the end."""
 
 
 MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]]
@@ -132,12 +130,12 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
                 wrapper: Wrapper | None = None, *, keep_graphs: bool = False) -> Recording:
     """Record one step of the fake copy, which has no gradients before and after.
 
-    The step runs twice: the first time Dynamo compiles it, the second time what code between the
-    regions allocates is followed; `workspace` tells what its ops take for themselves.  With
-    `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written.
-    `make_backend` decides which joint graph the partitioner is given; `wrapper` has its hooks in
-    the model while the step runs.  With `keep_graphs` it makes
-    Inductor, and the graphs can be compiled by Inductor again.
+    The step runs twice: Dynamo compiles it in the first run, and the second run traces the
+    allocations of code between the regions, with `workspace` for the temporary memory of its ops.
+    `blocks`: names of submodules that are compiled one by one, while the rest runs as it is
+    written.  `make_backend` decides which joint graph the partitioner gets.  `wrapper` has its
+    hooks in the model while the step runs.  With `keep_graphs`, `make_backend` must use Inductor,
+    which can compile the graphs again.
     """
     recording = Recording()
     recorder = _Recorder(fake_copy, recording, make_backend)
@@ -172,7 +170,8 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
 
 def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool
               ) -> tuple[Callable[..., Any], AbstractContextManager[None], RepeatedGraphs]:
-    """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
+    """The compiled model, the context in which it is installed, and the backend that Dynamo
+    calls."""
     model = fake_copy.model
     if keep_graphs:
         graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
@@ -196,7 +195,7 @@ def _follow_uncaptured(
     fake_copy: FakeCopy, run_step: RunStep, compiled: Callable[..., Any], recorder: _Recorder,
     workspace: Workspace,
 ) -> UncapturedCode | None:
-    """Run the compiled step again and follow what is allocated outside of the regions."""
+    """Run the compiled step again and trace the allocations outside the regions."""
     tracker = GapTracker(fake_copy, workspace)
     found = len(recorder.recording.calls) > 1
 
@@ -217,14 +216,14 @@ def _follow_uncaptured(
 
 
 def _summary(error: BaseException) -> str:
-    """What Dynamo says happened: the error that it quotes, or else its first line."""
+    """Dynamo's description of an error: the error that it quotes, or else its first line."""
     text = str(error).strip() or type(error).__name__
     quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
     return f"{quoted[1]}: {quoted[3]}" if quoted else text.splitlines()[0]
 
 
 def _failure(error: Exception) -> CaptureError:
-    """What is said of an error in code that was run as it is."""
+    """The error for a failure of code that runs eagerly."""
     if isinstance(error, NoStaticShape):
         return data_dependent_value(error)
     return CaptureError(
@@ -233,10 +232,10 @@ def _failure(error: Exception) -> CaptureError:
 
 @dataclass(eq=False)
 class _Again:
-    """Whether the step runs again."""
+    """State of the second run of the step."""
 
     tracker: GapTracker | None = None
-    """What follows it then."""
+    """Traces the second run; `None` during the first."""
 
 
 class _Recorder:
@@ -251,16 +250,17 @@ class _Recorder:
         self.make_backend = make_backend
         self.again = _Again()
         self.running_block: Callable[[], str] = lambda: ""
-        """Name of the block that is running; empty where the whole model is compiled."""
+        """Name of the block that is running; empty if the whole model is compiled."""
         self._calls: list[Callable[..., Any]] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # What the graphs' tensors hold by way of autograd knows nothing of the recorder, which
-        # holds them: torch hides such circles from the garbage collector.
+        # The graphs' tensors keep their functions alive by way of autograd, and the recorder keeps
+        # the tensors alive.  So these functions do not refer to the recorder: the garbage collector
+        # cannot see such cycles.
         mode, device, planned, again = self.mode, self.device, self.planned, self.again
         region: RecordedRegion | None = None
         sources: list[PrimalSource] = []  # of the primals
-        open_calls: list[int] = []  # forwards, by number, whose backward is still to come
+        open_calls: list[int] = []  # numbers of forwards whose backward is still to come
         name_modules(module, self.model.get_submodule(self.running_block()))
 
         def partition(
@@ -327,7 +327,7 @@ class _Recorder:
         return weakly(call)
 
     def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
-        """A buffer of the wrapper."""
+        """Allocate a buffer of the wrapper."""
         if self.again.tracker is not None:
             return self.again.tracker.make_buffer(size_bytes, kind)
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)

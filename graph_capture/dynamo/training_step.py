@@ -1,4 +1,4 @@
-"""One training step of a fake copy, recorded as Dynamo and AOTAutograd divide it into regions."""
+"""One training step of a fake copy, divided into regions by Dynamo and AOTAutograd."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def record_training_step(
     fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
     compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
 ) -> tuple[Recording, object]:
-    """One captured step of the fake copy, and what its forward returned; `compiled`: as Inductor
-    would partition it, with the graphs kept for it.  `wrapper`: what data parallelism does
-    meanwhile. `holds_output`: the caller holds the output until the backward ends.
+    """One captured step of the fake copy, and the output of its forward.
 
-    Some models change when they are called for the first time (transformers installs hooks), which
-    breaks the graph once; a step of several chunks, or of none, is therefore captured anew.
+    `compiled`: capture the joint graph as Inductor would partition it, and keep the graphs for
+    Inductor.  `wrapper`: data parallelism during the step.  `holds_output`: the caller keeps the
+    output alive until the backward ends.
+
+    Some models change in their first call (transformers installs hooks), which breaks the graph
+    once.  So a step of several regions, or of none, is captured again.
     """
     wrapper = wrapper or Wrapper()
     first = _record_once(fake_copy, loss_fn, workspace, blocks, compiled, wrapper, holds_output)
@@ -46,7 +48,7 @@ def _record_once(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspa
     def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
         with fake_copy.forward_context():
             output = fake_copy.call(model)
-            if holds_output or not outputs:  # That of the run in which graphs are captured is kept.
+            if holds_output or not outputs:  # Keep that of the run that captures graphs.
                 outputs.append(output)
             goal = objective(output, loss_fn)
         del output
@@ -60,7 +62,7 @@ def _record_once(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspa
 
 def _recorder(partition: Callable[..., Any], forward: Callable[..., Any],
               backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend that shows `partition` the joint graph as Inductor would partition it."""
+    """A backend that passes `partition` the joint graph as Inductor would partition it."""
     from planner._graph_capture.torch_compat.inductor import inductor_backend
 
     return inductor_backend(
