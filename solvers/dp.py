@@ -6,9 +6,10 @@ boundaries are retained.  Here the lower sets are those that end at a narrow fro
 between two of them is either retained whole or recomputed from its frontier, as in the
 heterogeneous chains of J. Herrmann et al. (arXiv:1911.13214).
 
-The state is the bytes retained so far, in steps of 1/`STEPS` of the budget.  What a segment needs
-while it is recomputed is estimated from above by all it makes, so the program is run for several
-nominal budgets and the simulator picks; dispensable recomputations are dropped afterwards.
+The state is the bytes retained so far, in steps of 1/`STEPS` of the budget.  The memory of a
+segment's recomputation is estimated from above, as all the bytes that it makes.  The program is
+therefore run for several nominal budgets and the simulator picks the result; dispensable
+recomputations are dropped afterwards.
 """
 
 from __future__ import annotations
