@@ -152,7 +152,7 @@ class RewriteSpec:
     overrides: tuple[tuple[str, object], ...] = ()
     """Keyword arguments that capture forced (`use_cache=False`) and the applied model repeats."""
     backend: str = "eager"
-    """How the graphs run: op by op (`eager`), or compiled by Inductor (`inductor`)."""
+    """Executor of the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""
     low_peak: bool = False
     """True if gradients are copied so that the backward uses less memory
     (`graph_capture.joint_graph.low_peak_backward`)."""
