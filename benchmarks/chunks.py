@@ -1,5 +1,4 @@
-"""Measure steps with chunked parts: the smallest peaks with and without `allow="chunk"`, and a
-chunked loss written by hand at its own peak.
+"""Chunked steps, measured: the smallest peaks with and without chunks, and a chunked loss by hand.
 
     python -m benchmarks.chunks --model gpt2,llama --vocabulary 32000 --rounds 7
     python -m benchmarks.chunks --model gpt2,t5 --attention eager --batch 2 --sequence 1024 \\

@@ -130,7 +130,7 @@ def make_optimizer(model: nn.Module, parallel: planner.DataParallel) -> Optimize
 
 
 def train_here(workload: Workload, parallel: planner.DataParallel) -> Trained:
-    """Measure this rank's third step, and return its gradients."""
+    """Train on this rank, and return the measured third step with its gradients."""
     wrapped: list[Callable[..., Any]] = []
     record = record_peak(lambda: wrapped.append(wrap(workload.model, parallel)), "cpu")
     buckets = record.end_bytes if parallel.kind in ("ddp", "zero1") else 0
