@@ -29,42 +29,43 @@ DID_MORE_OUTSIDE = (
 
 class PlannedCode:
     """Compiled code of the model, or of blocks that share it, under one rewrite spec; raises
-    `PlanMismatch` where the rewrite spec is for another graph."""
+    `PlanMismatch` if the rewrite spec is for another graph."""
 
     def __init__(self, name: str, model: nn.Module, spec: RewriteSpec,
                  regions: Sequence[int] | None = None) -> None:
-        """`regions`: those of the rewrite spec that may be met here, by default all."""
+        """Create the code.  `regions`: those of the rewrite spec that may be met here, by default
+        all."""
         self._name, self._backend = name, _backend_of(model, spec, regions)
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """By which parameters are trained: torch 2.11 does not look again where that changes."""
+        """By trainable parameters: torch 2.11 does not check again when these change."""
         self._donated_buffers = spec.backend == "inductor"
         self._has_several_regions = len(spec.regions if regions is None else regions) > 1
         self._operations_outside: int | None = None
-        """What autograd recorded outside of all regions in the first call; `None`: there was none.
-        """
+        """Number of ops that autograd recorded outside of all regions in the first call; `None`
+        before it."""
         self.did_more_outside = False
-        """Whether it recorded more there in the last call."""
+        """True if the last call recorded more ops outside than the first."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether the last call has got so far that it cannot begin anew under another rewrite
-        spec."""
+        """True if the last call has progressed so far that it cannot start over under another
+        rewrite spec."""
         return self._backend.has_begun
 
     def fall_back(self, fallback: Fallback) -> None:
-        """In a step that has begun, a region that is not the plan's is from now on run by what
-        `fallback` makes of it, with a warning, instead of ending the step with `PlanMismatch`."""
+        """From now on, once a step has begun, run a region that is not the plan's by the result of
+        `fallback`, with a warning, instead of ending the step with `PlanMismatch`."""
         self._backend.fallback = fallback
 
     def compare_with(self, earlier: object) -> None:
-        """Take what ran outside of the regions of earlier code of the same graph for what was
-        planned, instead of what does in the first call."""
+        """Use the ops outside of the regions of earlier code of the same graph as planned, instead
+        of those of the first call."""
         if isinstance(earlier, PlannedCode):
             self._operations_outside = earlier._operations_outside
 
     @property
     def is_trial(self) -> bool:
-        """Whether a region that is not the plan's ends the call though others have run."""
+        """True if a region that is not the plan's ends the call although others have run."""
         return self._backend.is_trial
 
     @is_trial.setter
@@ -73,17 +74,17 @@ class PlannedCode:
 
     @property
     def compilations(self) -> int:
-        """Graphs that were compiled so far."""
+        """Number of graphs compiled so far."""
         return self._backend.compilations
 
     @property
     def planned_runs(self) -> int:
-        """Regions of the plan that have run in the last call."""
+        """Number of regions of the plan that have run in the last call."""
         return self._backend.planned_runs
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
-        """`own`: the forward that the instance has, `None`: that of its class."""
+        """Call the module.  `own`: the forward that the instance has; `None`: that of its class."""
         backend = self._backend
         backend.has_run = backend.has_begun = False
         backend.planned_runs, backend.running = 0, module
@@ -110,7 +111,7 @@ class PlannedCode:
         return output
 
     def why_unplanned(self) -> str | None:
-        """Why the last call, which went well, did not run under the plan; `None` where it did."""
+        """Reason why the last successful call ran without the plan; `None` if it ran under it."""
         if not self._backend.has_run:
             return ("torch.compile ran this step as it is written, without the plan: it gave up on "
                     "the model's code, or a dispatch mode is active. If the model sets something "
@@ -123,7 +124,8 @@ class PlannedCode:
 
 
 def _backend_of(model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None) -> PlanBackend:
-    """The Dynamo backend that runs a rewrite spec's graphs, by default those of all regions."""
+    """Return the Dynamo backend that runs a rewrite spec's graphs, by default those of all regions.
+    """
     if spec.backend == "inductor":
         from planner._apply.inductor import InductorBackend
 
