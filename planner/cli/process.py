@@ -1,7 +1,7 @@
 """The process around a command: its streams, Ctrl-C, its exit code.
 
-Results alone go to stdout.  Everything else that prints, the user's code and C libraries included,
-goes to stderr, so that programs can read the results.
+Only results go to stdout, so that programs can read them.  All other output, including that of the
+user's code and of C libraries, goes to stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command within this process; returns its exit code."""
+    """Run one command within this process; return its exit code."""
     try:
         from planner.cli.application import NAME, commands
     except KeyboardInterrupt:
@@ -53,8 +53,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _open_streams() -> bool:
-    """Give results a stream of their own, and file descriptor 1 to stderr; `False` where stdout is
-    closed."""
+    """Give results their own stream and redirect file descriptor 1 to stderr; return `False` if
+    stdout is closed."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -73,7 +73,7 @@ def _open_streams() -> bool:
 
 
 def _flush_streams() -> None:
-    """Drop what cannot be written, or Python would report it when it ends."""
+    """Flush; drop unwritable output, which Python would report at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

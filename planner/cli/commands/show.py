@@ -1,4 +1,4 @@
-"""`checkpoint-planner show PLAN.json`: a plan that was made before."""
+"""`checkpoint-planner show PLAN.json`: print a saved plan."""
 
 from __future__ import annotations
 
