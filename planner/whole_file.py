@@ -1,11 +1,11 @@
-"""Files that are written all of it or nothing.
+"""Atomic writing of files.
 
-A regular file is written beside its destination and moved into place: readers see the old content
-or the new.  The destination is the file that a symbolic link leads to, and keeps its mode.  A
-device or a pipe is written to.
+A regular file is written next to its destination and moved into place: readers see the old content
+or the new.  The destination is the target of a symbolic link, and keeps its mode.  A device or a
+pipe is written to directly.
 
-A draft is locked by its writer.  One without a lock was left behind by a process that was killed,
-and the next that writes to the same destination removes it.
+A draft is locked by its writer.  A draft without a lock was left behind by a killed process, and
+the next writer to the same destination removes it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DIGITS = 8
 
 
 def write_whole(path: str | PathLike[str], content: bytes) -> None:
-    """Write `content` to `path`, all of it or nothing; an existing file is replaced.
+    """Write `content` to `path` atomically; an existing file is replaced.
 
-    Raises `OSError` where the path cannot be written.
+    Raises `OSError` if the path cannot be written.
     """
     try:
         mode = _mode_of(path)
@@ -37,7 +37,7 @@ def write_whole(path: str | PathLike[str], content: bytes) -> None:
         with Path(path).open("wb") as stream:  # raises for a folder
             stream.write(content)
     except OSError as error:
-        # The draft's name means nothing to the caller; the destination does.
+        # The caller knows the destination, not the draft.
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
 
 
@@ -49,7 +49,7 @@ def _mode_of(path: str | PathLike[str]) -> int | None:
 
 
 def _replace(destination: Path, content: bytes, mode: int | None) -> None:
-    """Write a draft and move it to the destination, which gets this mode."""
+    """Write a draft with this mode and move it to the destination."""
     headroom = _LONGEST_NAME - len(_ENDING.format("0" * _DIGITS)) - 1
     stem = "." + os.fsencode(destination.name)[:headroom].decode(errors="ignore")
     draft, stream = _locked_draft(destination.parent, stem)
