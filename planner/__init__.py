@@ -21,7 +21,7 @@ else:
 
             public = import_module("planner.public")
             found = {each: getattr(public, each) for each in (*public.__all__, "__all__")}
-            globals().update(found)  # where pdoc looks for them
+            globals().update(found)  # for pdoc
             if name in found:
                 return found[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,10 +71,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `overhead` then comes from the seconds of each generated kernel, compiled for that;
             `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
         device: the device to plan for; by default the model's, the CPU for a `meta` model.
-        gpu: the GPU whose kernels and figures are used where no GPU is present: a name such as
-            `"H100"`, or a `planner.Gpu`; by default the GPU that is present, else (or where it is
-            not known) an A100, with a note in the plan.
-        probe: measure the workspace of single ops where the device is present.
+        gpu: the GPU whose kernels are planned for if none is present, and whose figures time
+            estimates use: a name such as `"H100"`, or a `planner.Gpu`; by default the present one;
+            if there is none or it is not known, an A100, with a note in the plan.
+        probe: measure the workspace of single ops if the device is present.
         time_limit: seconds for planning; soft.  Planning stops earlier, by counted work, when more
             search is not worth it; above the default it searches until the limit.  The time of
             capture is subtracted from the solver's share, down to half of the limit.  With Inductor

@@ -142,7 +142,7 @@ def on_terminals_only() -> Iterator[None]:
 
 def _write(stream: TextIO, text: str) -> None:
     """Replace the line on a terminal."""
-    with suppress(OSError, ValueError):  # it is gone
+    with suppress(OSError, ValueError):  # the terminal is closed
         stream.write("\r\x1b[2K" + text)
         stream.flush()
 

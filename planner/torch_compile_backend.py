@@ -116,7 +116,7 @@ class _GraphOfModel(PlannedGraph):
             options = self._options
             arguments: PlanArguments = {
                 **options.arguments, "backend": "inductor" if options.inductor else "eager"}
-            arguments.pop("output", None)  # it is seen
+            arguments.pop("output", None)  # it is observed
             attach_in_step(model, settings_of(
                 options.budget, options.budget_gb, "replan", None, arguments))
         return self._least(*args)

@@ -71,7 +71,7 @@ def _locked_draft(folder: Path, stem: str) -> tuple[Path, BinaryIO]:
         draft = folder / (stem + _ENDING.format(secrets.token_hex(_DIGITS // 2)))
         stream = draft.open("xb")
         fcntl.flock(stream, fcntl.LOCK_EX)
-        if draft.exists():  # nobody took it for abandoned before it was locked
+        if draft.exists():  # no other process removed it before the lock
             return draft, stream
         stream.close()
 
@@ -82,5 +82,5 @@ def _remove_abandoned(folder: Path, stem: str) -> None:
             with draft.open("rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 draft.unlink()
-        except OSError:  # it is being written, or has gone, or is another user's
+        except OSError:  # it is locked, gone, or another user's
             continue

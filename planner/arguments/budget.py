@@ -100,7 +100,7 @@ def _from_text(text: str) -> Budget:
     if match is None:
         raise ValueError(f"budget must be {_VARIANTS}, got {text!r}")
     number, unit = match.groups()
-    rough = float(number)  # looked at first: an exact 1e999999999 would take forever
+    rough = float(number)  # checked first: an exact 1e999999999 would take forever
     if not math.isfinite(rough) or rough <= 0:
         raise ValueError(f"budget must be finite and above 0, got {text!r}")
     value = Fraction(number)

@@ -116,7 +116,7 @@ class PlanningForward(ObservingForward):
         planning = self.settings.planning
         lost: dict[str, Any] = {name: None for name in ("loss_fn", "optimizer")
                                 if isinstance(value := getattr(planning, name), Optimizer)
-                                or not can_be_pickled(value)}  # a copied one steps nothing
+                                or not can_be_pickled(value)}  # a copied optimizer steps nothing
         for name in lost:
             warnings.warn(f"the {name} that planner.within was given cannot be pickled: the loaded "
                           "model plans without it", stacklevel=2)
@@ -182,7 +182,7 @@ class PlanningForward(ObservingForward):
                 if graph.code.has_begun and not is_trial:
                     raise
                 refusal = str(self.explained(graph.plan.spec, error, call))
-            gc.collect()  # the error's frames hold what has run
+            gc.collect()  # the error's frames keep results alive
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
         if refusal and any(graph.planner is None for graph in self.graphs):
@@ -281,7 +281,7 @@ class PlanningForward(ObservingForward):
         graph.checked = self._learned
         for each in observers():
             if each is not self and isinstance(each, PlanningForward):
-                each._learned += 1  # what this model's calls hold
+                each._learned += 1  # its plan counts what this model's calls save
         self._say(graph, "; for the first step, while its optimizer or loss is not known"
                   if known is None else self._words(known))
 
@@ -295,7 +295,7 @@ class PlanningForward(ObservingForward):
         if optimizers is None and self.settings.planning.optimizer is None:
             if present.has_gradients or not self._backward_seen:
                 return None
-            optimizers = ()  # gradients were made and are gone: what took them is none of torch's
+            optimizers = ()  # gradients are gone: the optimizer is not torch's
         lives = graph.lives
         # A structured output may create more tensors when the loss reads its attributes.
         lets_go = (not planner.loss_is_outside and lives and {*lives} != {Until.END}
@@ -340,8 +340,8 @@ class PlanningForward(ObservingForward):
             watch = LossWatch(output, partial(_note_loss, ref(self), ref(graph)))
             if watch.begin():
                 self._watch = watch
-                finalize(self, watch.end)  # else a model that is gone would leave it behind
-            elif not watch.is_possible:  # Else that of another model is under way; next time.
+                finalize(self, watch.end)  # else it would outlive the model
+            elif not watch.is_possible:  # Else another model's watch is active; next time.
                 graph.loss = planner.assumed_loss
         for each in observers():
             if isinstance(each, PlanningForward):

@@ -159,7 +159,7 @@ class GraphPlanner:
             tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         limit, stepping = self._limit.size_bytes or self._limit.fraction, self._stepping
         assert limit is not None
-        alive = ref(model)  # torch never lets go of a backend, and that of a capture has the probe
+        alive = ref(model)  # torch never releases a backend, and a capture's refers to the probe
 
         def held() -> int:
             found = alive()

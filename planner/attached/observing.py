@@ -149,7 +149,7 @@ class ObservingForward(CountingForward):
         mine = {id(parameter) for parameter in self.__self__.parameters()}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             if not self._optimizers:
-                self._steps = self._planned_steps = 0  # what came before were parts of a step
+                self._steps = self._planned_steps = 0  # earlier calls were parts of a step
                 self._unplanned_before = 0
             self._optimizers.append(ref(optimizer))
             self._learned += 1

@@ -93,8 +93,8 @@ class Outside:
 
     def pending_bytes(self, variant: Variant, schedule: Schedule) -> int:
         """The most memory that other calls keep, excluding the gradients that the variant counts,
-        if all calls of this graph run this schedule.  Where more is kept in a forward than in the
-        backward, the difference of their peaks is subtracted."""
+        if all calls of this graph run this schedule.  Memory kept at a forward counts minus the
+        difference between the peaks of backward and forward."""
         saved_bytes, ahead = _saved_and_ahead(variant, schedule)
         counted_bytes = variant.graph.resident.gradients_bytes
         gradient_bytes = counted_bytes or variant.graph.gradient_bytes

@@ -22,4 +22,4 @@ def commands() -> Callable[..., Any]:
         help="Plan which activations of a PyTorch training step to keep and which to recompute.")
     for name in COMMANDS:
         app.command(name)(import_module(f"planner.cli.commands.{name.replace('-', '_')}").run)
-    return get_command(app)  # what Typer puts around it takes over sys.excepthook
+    return get_command(app)  # Typer's own wrapper replaces sys.excepthook

@@ -52,7 +52,7 @@ def report(error: BaseException) -> int:
         INTERRUPTS.say()
         return ExitCode.INTERRUPTED
     message, code = _explained(error)
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # stderr is closed
         print(f"error: {_in_one_line(message)}", file=sys.stderr, flush=True)
     return code
 
@@ -72,7 +72,7 @@ def _explained(error: BaseException) -> tuple[str, ExitCode]:
             return f"the model's code ended the program: {describe_error(error)}", ExitCode.ERROR
         case UsageError() | TypeError() | ValueError():
             return str(error), ExitCode.USAGE
-    if hasattr(error, "format_message"):  # Typer's own, which it does not export
+    if hasattr(error, "format_message"):  # of Typer, which does not export the class
         return _usage(error), ExitCode.USAGE
     return describe_error(error), ExitCode.ERROR
 

@@ -84,7 +84,7 @@ def load_sized_hugging_face(
 
     model = _build(family, options.target, device)
     positions = _positions(model, family)
-    make_inputs(1)  # a usage error shows before the work
+    make_inputs(1)  # raises usage errors early
     return model, make_inputs, None if what == "batch" else positions or family.stated_positions
 
 

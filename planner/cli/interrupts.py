@@ -39,7 +39,7 @@ class Interrupts:
         """Handle Ctrl-C in this process."""
         try:
             signal.signal(signal.SIGINT, self._handle)
-        except ValueError:  # not the main thread, which alone can be interrupted
+        except ValueError:  # not the main thread
             return
         self._is_installed = True
         sys.unraisablehook = self._dropped
@@ -48,7 +48,7 @@ class Interrupts:
     def say(self) -> None:
         """Print the one line, once; the process of a command ends soon after."""
         if self._is_installed:
-            with suppress(ValueError):  # on the thread that ends it, there is nothing to ignore
+            with suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._end_soon()
         if not self._is_said:
@@ -88,7 +88,7 @@ class Interrupts:
             sys.__excepthook__(kind, error, trace)
 
     def _raise_again(self) -> None:
-        time.sleep(_PAUSE_SECONDS)  # until whoever dropped it is done
+        time.sleep(_PAUSE_SECONDS)  # let the code that dropped it finish
         self._presses -= 1
         interrupt_main()
 

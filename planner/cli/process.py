@@ -23,7 +23,7 @@ def main() -> None:
         INTERRUPTS.say()
         code = INTERRUPTED
     _flush_streams()
-    exec("")  # Python forgets that a KeyboardInterrupt passed, or it would end by a signal
+    exec("")  # resets Python's interrupt state, or it would exit by a signal
     sys.exit(code)
 
 
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout.flush()
     except BaseException as error:
         code = report(error)
-    if INTERRUPTS.is_ending:  # although somebody swallowed the KeyboardInterrupt
+    if INTERRUPTS.is_ending:  # even if the KeyboardInterrupt was swallowed
         INTERRUPTS.say()
         return INTERRUPTED
     return ExitCode.DONE if code is None else code
@@ -58,7 +58,7 @@ def _open_streams() -> bool:
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:  # else the next file that is opened would take its place
+        except OSError:  # else the next opened file would get this number
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115

@@ -54,7 +54,7 @@ def load_sized_target(options: TargetOptions, what: str, *, first: int,
         raise UsageError(f"TARGET {options.target!r} must take the {what} size and return "
                          "(model, inputs): it is called as factory(32)")
 
-    made: dict[int, Target] = {}  # the last one, since inputs and loss are asked for in turn
+    made: dict[int, Target] = {}  # the last one: inputs and loss are requested in turn
 
     def make(size: int) -> Target:
         if size not in made:
@@ -85,6 +85,6 @@ def _takes_a_size(factory: Callable[..., object]) -> bool:
         inspect.signature(factory).bind(1)
     except TypeError:
         return False
-    except ValueError:  # no signature to look at
+    except ValueError:  # no signature available
         return True
     return True

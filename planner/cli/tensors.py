@@ -50,7 +50,7 @@ class TensorSpec:
             else:
                 values = torch.randint(0, self.below, self.shape, generator=source)
             return values.to(device=device, dtype=self.dtype)
-        except RuntimeError as error:  # out of memory, most of all
+        except RuntimeError as error:  # mostly out of memory
             raise TargetError(f"{self.name} of shape {list(self.shape)} cannot be made on "
                               f"{device}: {error}") from None
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 _MOST_CHUNKS = 16
-"""Per op of a step: a part has at most as many chunks as rows, and an op for each."""
+"""Limit on the number of chunks per op of the step: each chunk of a part has at least one op."""
 
 
 def contradiction(plan: Plan) -> str | None:

@@ -54,7 +54,7 @@ class Plan(Predicted):
     decisions: tuple[Decision, ...]
     """Treatment of each op of the forward, in the order of execution."""
     spec: RewriteSpec
-    """Input of `planner.apply`."""
+    """The rewrite that `planner.apply` performs."""
     inputs: Any = field(hash=False)
     """Shapes and dtypes of the planned inputs, as JSON values."""
     notes: tuple[str, ...]

@@ -145,8 +145,8 @@ def _kind(op: str) -> str:
 
 
 def _is_held(kind: str, alike: Sequence[Decision], result_of: Mapping[str, str]) -> bool:
-    """True if the plan keeps, for the backward, at least half of what each of these ops
-    produces."""
+    """True if the plan saves as much of each op's results as the plain step, and at least half of
+    them."""
     return _overload(kind) is not None and all(
         each.action == "keep" and each.saved_bytes == each.plain_saved_bytes
         and 2 * each.saved_bytes >= max(1, _result_bytes(result_of[each.op])) for each in alike)

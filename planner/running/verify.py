@@ -172,7 +172,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
 
     def step(forward: Step) -> tuple[torch.Tensor, ...]:
         with autocast_as_planned(plan.spec):
-            output = forward(*args, **kwargs)  # held to the end of the step, or as the plan says
+            output = forward(*args, **kwargs)  # alive until the step ends, or as planned
             goal = objective(output, loss_fn)
         if not plan.spec.holds_output:
             del output

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _PREFIX = "checkpoint-planner"
 _FAILED = "no plan"
 _met: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-_numbers = itertools.count()  # of the models that were met
+_numbers = itertools.count()  # of models, in the order of first use
 
 
 def agreed(make: Callable[[], Plan], prepared: PreparedStep, limit_bytes: int | None,
@@ -101,7 +101,7 @@ def check_same_model(model: nn.Module, tensors: Sequence[object], ranks: Sequenc
 def _wait(store: dist.Store, key: str, maker: str | None, rank: object = "?") -> str:
     try:
         store.wait([key])
-    except Exception as error:  # of the store's kind: a time-out, a connection that was closed
+    except Exception as error:  # depends on the store: a time-out, a closed connection
         if maker is not None and store.check([maker]):
             rank = store.get(maker).decode()
         raise PlannerError(

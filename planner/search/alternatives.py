@@ -29,7 +29,7 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: P
             link = host_link(wider, prepared.base.graph.device)
             other = (prepared.with_link(link) if choice == "offload" and link is not None
                      else prepared_for(wider))
-        except (CaptureError, ValueError):  # which planning itself did not meet
+        except (CaptureError, ValueError):  # of the wider arguments only
             continue
         if choice == "chunk" and not any(variant.chunks > 1 for variant in other.variants):
             continue

@@ -129,10 +129,10 @@ def _least_cost(searches: Sequence[CompiledSearch], net_bytes: int) -> float:
     no code has a lower overhead than that of the traced steps."""
     least: dict[Variant, float] = {}
     overstated = math.inf
-    for has_workspace in (True, False):  # of two accounts of one variant each gives a bound
+    for has_workspace in (True, False):  # both breakdowns of a variant give a bound
         by_breakdown = [search for search in searches if search.has_workspace is has_workspace]
         more_bytes = max([0, *(search.overstated_bytes for search in by_breakdown)])
-        if more_bytes >= overstated:  # what fits by the first account fits by this one
+        if more_bytes >= overstated:  # schedules that fit by the first one fit by this one
             continue
         overstated = more_bytes
         for search in by_breakdown:

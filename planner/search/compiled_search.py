@@ -113,7 +113,7 @@ class CompiledSearch:
         """Expected codegen overhead, and its tolerated error."""
         if not self.followed and self.is_late():  # the first try is the last one
             return at_most(net_bytes), net_bytes
-        if kernel_order or self.variant.low_peak:  # near the least, where it may be more or less
+        if kernel_order or self.variant.low_peak:  # near the least: either sign
             return 0, net_bytes
         is_unsure = self.has_workspace and self.depends_on_workspace(net_bytes)
         return self._beside.expected(net_bytes, is_unsure)
@@ -306,7 +306,7 @@ class CompiledSearch:
                                  foreseen_step(self.variant, smallest, seen_bytes),
                                  self.proposals.cost(smallest))
             if not self.has_workspace and self.is_late():
-                break  # the last try is that of the other account, which fits sooner
+                break  # the other breakdown gets the last try: it fits sooner
             rounds += 1
             candidate = self._best_of(schedules, net_bytes, kernel_order, as_whole)
             off_bytes = candidate.peak_bytes - self.net_peak_bytes(candidate.schedule)

@@ -75,7 +75,7 @@ class Proposals:
     def least(self) -> tuple[int, Schedule]:
         """The least net bytes of a known schedule, by the problem's own breakdown, and that
         schedule; empty if it is not available."""
-        try:  # with the costs that ops have alone: another schedule beside those of `within`
+        try:  # with unfused costs: a schedule other than those of `within`
             return 0, self._ask(self.variant, 0, _LEAST_SECONDS).schedule
         except Refusal as refusal:
             return refusal.minimum_bytes, refusal.schedule

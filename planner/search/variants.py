@@ -103,7 +103,7 @@ def cheapest(variants: Sequence[Variant], net_bytes: int, effort: Effort,
         if variant is not base:
             return ask(variant, seconds_left() if len(variants) == 2
                        else LEAST_SHARE * effort.time_limit)
-        if not variant.may_fit(net_bytes):  # then it is only asked for its minimum, if nothing fits
+        if not variant.may_fit(net_bytes):  # only its minimum matters, if nothing fits
             return None
         headroom = 1 - variant.floor_bytes / max(net_bytes, 1)
         return ask(

@@ -62,7 +62,7 @@ class _Search:
 
     def close_in(self, low: int) -> Bracket:
         ceiling = self._last + 1  # nothing is tried from here on
-        high: int | None = None  # the ceiling, where a trial said so
+        high: int | None = None  # the ceiling, if a trial refuted it
         guesses_in_a_row = 0
         while ceiling - low > 1:
             candidate = self._candidate(low, high, ceiling, halve=guesses_in_a_row > 2)
@@ -85,7 +85,7 @@ class _Search:
         if halve:
             return (low + ceiling) // 2
         target = self._guess()
-        if target is None or (high is not None and target >= high):  # no idea, or refuted
+        if target is None or (high is not None and target >= high):  # no guess, or refuted
             target = 2 * low if high is None else (low + high) / 2
         farthest = ceiling - 1 if high is not None else min(ceiling - 1, _FARTHEST * low)
         return max(low + 1, min(int(min(target, 2.0 ** 62)), farthest))

@@ -44,7 +44,7 @@ class Feasibility:
         """The smallest budget known to be feasible, for numbers that do not fit this budget."""
         self._overheads: dict[int, float] = {}  # the least known within the budget
         self._proven: set[int] = set()  # numbers at which no plan exists
-        self._asked: set[int] = set()  # numbers at which the solver had all the time
+        self._asked: set[int] = set()  # numbers tried with the whole time limit
         self._small: list[Schedule] = []  # schedules of small peaks
 
     def largest(self, first: int, last: int, known: Bracket) -> Bracket:

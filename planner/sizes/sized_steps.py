@@ -97,7 +97,7 @@ class SizedSteps:
             inputs = self._make_inputs(size)
             if self._make_loss_fn is not None:
                 loss_fn = self._make_loss_fn(size)
-        except Exception as error:  # the user's code; it may know of sizes that it cannot make
+        except Exception as error:  # the user's code; it may not support every size
             self.skipped[size] = f"make_inputs({size}) failed: {type(error).__name__}: {error}"
             return None
         self._check(size, inputs)

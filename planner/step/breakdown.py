@@ -56,7 +56,7 @@ def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, li
     for position, index in timeline.runs:
         taken = timeline.inplace_of[position]
         hold(BufferKind.TEMPORARY, position, position, graph.ops[index].workspace_bytes)
-        if taken is not None:  # A buffer that the output took over counts once, as the output.
+        if taken is not None:  # A buffer that the output reuses counts once, as the output.
             hold(buffers[taken].kind, position, position, -buffers[taken].size_bytes)
     return {kind: list(accumulate(row[:-1])) for kind, row in changes.items()}
 
@@ -104,7 +104,7 @@ def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
     taken = timeline.inplace_of[position]
     for instance in timeline.instances:
         is_taken = instance.storage == taken and instance.death == position
-        # A buffer that the output reuses in place counts once, as the output.
+        # A buffer that the output reuses counts once, as the output.
         if instance.birth <= position <= instance.death and not is_taken:
             buffer = graph.buffers[instance.storage]
             is_gradient = buffer.kind is BufferKind.GRADIENT and buffer.label

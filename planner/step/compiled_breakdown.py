@@ -78,7 +78,7 @@ class CompiledBreakdown:
             begun = time.monotonic()
             step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
             self.compiled_ops = short.backend.compiled_ops
-            cut = max(begun, short.backend.cut_at)  # what comes before is made of all layers
+            cut = max(begun, short.backend.cut_at)  # passes before the cut process all layers
             self.whole_seconds = cut - begun + (time.monotonic() - cut) * (
                 short.backend.planned_ops / self.compiled_ops)
             self._estimated[spec] = step

@@ -101,7 +101,7 @@ class _Planned:
         if buffer.kind is not BufferKind.GRADIENT or buffer.label not in self.with_gradient:
             return None
         region = self.graph.ops[buffer.producer].region
-        if region < 0:  # made by code that is not captured: autograd sums it at once
+        if region < 0:  # from uncaptured code: autograd sums it at once
             return birth
         backward = self.graph.regions[region].backward
         return first_of[backward.stop - 1]
@@ -116,7 +116,7 @@ class _Planned:
         leaving = self.gone[position]
         for number in list(leaving):
             if self.timeline.instances[number].storage == taken and number in self.alive:
-                self._release(number)  # the output takes over its buffer
+                self._release(number)  # the output reuses its buffer
                 leaving.remove(number)
         for number in self.born[position]:
             buffer = self.graph.buffers[self.timeline.instances[number].storage]

@@ -51,7 +51,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
             works; of an instance, groups and settings count.  An instance that updates copies of
             the parameters (fp32 master weights) is assumed to get the model's gradients copied
             before each step.  If `step` takes a closure (L-BFGS), the closure is assumed to reset
-            the gradients and to run the micro-batches.
+            the gradients and to run the micro-batches, with nothing before it.
         plan: a plan for this model and these inputs; `None`: the plain step.
         accumulation: micro-batches per optimizer step; `inputs` are those of one.
         autocast: run forward and loss within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`)
@@ -90,7 +90,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         raise ValueError(f"plan: the blocks of a plan for the backend {plan.backend!r} are not "
                          "known one by one; its own figures (peak_bytes, memory) are the breakdown")
     if optimizer is not None:
-        optimizer_name(optimizer)  # a wrong name fails before the model is looked at
+        optimizer_name(optimizer)  # a wrong name fails before the model is traced
     args, kwargs = split_inputs(model, inputs)
     settings = OptimizerSettings(grad_clip=grad_clip, grad_scaler=grad_scaler,
                                  set_to_none=set_to_none)

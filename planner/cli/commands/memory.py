@@ -52,7 +52,7 @@ def run(
         "--snapshot", metavar="FILE", help="Save a snapshot for pytorch.org/memory_viz.")] = None,
     json: Json = False,
 ) -> None:
-    """Print what a training loop of TARGET takes, phase by phase, and whether a budget holds it."""
+    """Print the memory of a training loop of TARGET by phase, and check it against a budget."""
     from planner.arguments.budget import absolute_budget
     from planner.cli.target import load_target
     from planner.plans.file import load
