@@ -145,8 +145,7 @@ class _Applied:
     call: Callable[..., Any]
     region: Any
     parameters: tuple[ref[nn.Parameter], ...]
-    """When the first of them is deleted, this entry is dropped, before another object reuses its
-    `id`."""
+    """Deletion of one of them drops this entry, before another object reuses its `id`."""
 
     def __call__(self, *args: Any) -> Any:
         self.region.take(args)

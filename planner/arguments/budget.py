@@ -29,7 +29,7 @@ class Budget:
 
     size_bytes: int | None = None
     fraction: Fraction | None = None
-    """Of `baseline_peak_bytes`."""
+    """Fraction of `baseline_peak_bytes`."""
 
     def resolve(self, baseline_peak_bytes: int) -> int:
         """The limit in bytes, rounded down."""

@@ -31,7 +31,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, gradients, and states of optimizers."""
+    """The tensors of parameters, buffers, gradients and optimizer states."""
     parameters = list(model.parameters())
     states = [value for each in optimizers for state in each.state.values()
               for value in state.values()]

@@ -34,7 +34,7 @@ class Moment:
     pending_bytes: int = 0
     """Saved by calls of other graphs whose backward is yet to come."""
     has_gradients: bool = False
-    """Whether parameters of the model have gradients."""
+    """True if parameters of the model have gradients."""
 
     def held_bytes(self, saved_bytes: int, gradient_bytes: int) -> int:
         """This memory in bytes, where a call of the graph saves `saved_bytes`."""

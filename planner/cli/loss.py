@@ -72,7 +72,7 @@ class _FunctionalLoss:
         self.name, self._of_tokens = name, of_tokens
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """The loss."""
+        """Compute the loss of the model's output."""
         import torch
 
         from planner._graph_capture.output_tensors import output_tensors

@@ -140,7 +140,7 @@ def _block_of(module: str, patterns: Sequence[str] | None) -> str | None:
 
 
 def _kind(op: str) -> str:
-    """`aten.add.Tensor` of `layers.0/aten.add.Tensor#1`."""
+    """The kind of an op: `aten.add.Tensor` for `layers.0/aten.add.Tensor#1`."""
     return op.rpartition("/")[2].partition("#")[0]
 
 
@@ -153,7 +153,7 @@ def _is_held(kind: str, alike: Sequence[Decision], result_of: Mapping[str, str])
 
 
 def _result_bytes(layout: str) -> int:
-    """Bytes of `(float32[3, 4]/[4, 1], bool[3, 4]/[4, 1])`."""
+    """Bytes of results with a layout such as `(float32[3, 4]/[4, 1], bool[3, 4]/[4, 1])`."""
     import torch
 
     return sum(getattr(torch, dtype).itemsize * math.prod(map(int, re.findall(r"\d+", sizes)))

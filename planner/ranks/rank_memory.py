@@ -31,7 +31,7 @@ class RankMemory:
     parallel: DataParallel
     peak_bytes: int
     memory: RankCategories
-    """At the peak; sums to `peak_bytes`."""
+    """Bytes by category at the peak; sums to `peak_bytes`."""
     resident_bytes: int
     """Allocated between steps: parameters, buffers, inputs, optimizer state, DDP's buckets."""
     forward_backward_peak_bytes: int

@@ -102,7 +102,7 @@ def _fold(modules: dict[tuple[str, ...], Totals]) -> tuple[LayerRow, ...]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2,5`."""
+    """Format `[0, 1, 2, 5]` as `0-2,5`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:

@@ -181,7 +181,7 @@ class _Wishes:
     plan: bool
     overhead: float | None
     first: int
-    """In multiples of `multiple_of`, as `last`."""
+    """In multiples of `multiple_of`, like `last`."""
     last: int
     multiple_of: int
 

@@ -61,7 +61,7 @@ class LoopBreakdown:
     steady: IterationMemory
     """Any later iteration."""
     resident: MemoryByCategory
-    """Between steps, from the second on."""
+    """Memory allocated between steps, from the second on."""
 
     @property
     def fullest(self) -> PhaseMemory:
