@@ -23,8 +23,9 @@ class Status:
     calls: int
     """Calls of the model with gradients enabled."""
     worst_peak_bytes: int | None
-    """Highest peak of a step: on a GPU by its allocator's counter; on a CPU the plan's peak plus
-    the memory observed outside the model.  `None` before the first step."""
+    """Highest peak of the plans that calls ran under, including memory that the loop keeps outside
+    the model (on a GPU by its allocator's counter, on a CPU as observed); `None` before the first
+    step."""
     budget_bytes: int | None
     """The budget in force; `None` if there is no limit, or nothing was planned yet."""
     plans: int

@@ -53,7 +53,7 @@ class CompiledBreakdown:
     whole_seconds: float = 0.0
     """Approximate time to generate the code of a whole step with a single region."""
     leaves_out_layers: bool | None = None
-    """True if some estimate was faster than the code of the whole step; `None` before any."""
+    """True if some estimate left out layers; `None` before any estimate."""
     compiled_ops: int = 0
     """Number of graph ops compiled for the last estimate."""
     _known: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
