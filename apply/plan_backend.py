@@ -196,7 +196,7 @@ class PlanBackend:
         these names, if any; raise `PlanMismatch` if there is none."""
         names = [source.name(given) for source in primal_sources(primals_of(joint))]
         variant = JointVariant(self._spec.backend == "inductor", self._spec.low_peak,
-                         self._spec.chunks, self._spec.inner_chunks)
+                               self._spec.chunks, self._spec.inner_chunks)
         first_difference = ""
         start = self._compiled_regions % max(len(self._regions), 1)
         for index in (*self._regions[start:], *self._regions[:start]):

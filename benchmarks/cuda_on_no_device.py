@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         def child(what: str) -> list[str]:
             return ["-c", "from benchmarks.cuda_on_no_device import predict, measure\n"
-                          f"{what}({folder!r}, {arguments.model!r})"]
+                    f"{what}({folder!r}, {arguments.model!r})"]
 
         predicted = json.loads(subprocess.run(
             [arguments.torch, "-W", "ignore", *child("predict")], check=True, text=True,

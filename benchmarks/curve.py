@@ -84,7 +84,7 @@ def op_by_op(name: str, points: int, rounds: int, time_limit: float,
         ("plain PyTorch", "", workload.model), ("gradient_checkpointing_enable()", "", theirs),
         *planned(workload, "eager", points, time_limit),
         *(planned(workload, "eager", points, time_limit, chunked=True) if chunked else ())],
-        rounds)
+                   rounds)
 
 
 def by_inductor(name: str, points: int, rounds: int, time_limit: float) -> list[Point]:

@@ -181,9 +181,14 @@ def capture_step(
     args, kwargs = with_distinct_tensors(tuple(args), kwargs or {})
     forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
-    fake_copy = make_fake_copy(model, args, {**kwargs, **dict(forced)}, device=device,
-                     extra=() if loss_fn is None else (loss_fn,),
-                     capability=compute_capability(device_planned_for(model, device), gpu))
+    fake_copy = make_fake_copy(
+        model,
+        args,
+        {**kwargs, **dict(forced)},
+        device=device,
+        extra=() if loss_fn is None else (loss_fn,),
+        capability=compute_capability(device_planned_for(model, device), gpu),
+    )
     fake_loss = None if loss_fn is None else fake_copy.extra[0]
     fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
     headroom = None if not probe or probe_headroom is None else probe_headroom.left(
@@ -243,7 +248,7 @@ def capture_step(
         fake_copy.device, costs, costs.device_model)
 
     def variant(uses: Sequence[RegionUse], low_peak: bool = False,
-             chunks: tuple[int, int] = (1, 1)) -> StepVariant:
+                chunks: tuple[int, int] = (1, 1)) -> StepVariant:
         graph = assemble(
             uses, cost_of=fused or costs, pinned_by_user=keeper,
             resident=fake_copy.resident if layout is None else layout.resident,
@@ -303,7 +308,7 @@ def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
 def _without(fake_copy: FakeCopy, names: Set[str]) -> FakeCopy:
     """The fake copy without these keyword arguments."""
     return replace(fake_copy, kwargs={name: value for name, value in fake_copy.kwargs.items()
-                                 if name not in names}) if names else fake_copy
+                                      if name not in names}) if names else fake_copy
 
 
 def _forced_arguments(

@@ -40,7 +40,7 @@ def with_seen_loss(step: CapturedStep, seen: ObservedLoss) -> CapturedStep:
     later = step.later and (_traced(step, loss, baseline.with_gradient) or step.later)
     return replace(
         step, variants=tuple(replace(variant, graph=_with_loss(variant.graph, seen))
-                          for variant in step.variants),
+                             for variant in step.variants),
         baseline=baseline, later=later, tracing=replace(step.tracing, loss_fn=loss))
 
 
@@ -51,7 +51,7 @@ def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedSt
     step = replace(step, tracing=replace(step.tracing, holds_output=False), later=None)
     return replace(
         step, variants=tuple(replace(variant, graph=with_output_released(variant.graph, lives))
-                          for variant in step.variants),
+                             for variant in step.variants),
         baseline=_traced(step, step.tracing.loss_fn) or step.baseline,
         compiled=step.compiled and replace(step.compiled, holds_output=False))
 
@@ -64,7 +64,7 @@ def with_held(step: CapturedStep, held_bytes: int, pending_bytes: int = 0) -> Ca
             variant.graph.resident,
             inputs_bytes=variant.graph.resident.inputs_bytes + held_bytes,
             pending_bytes=variant.graph.resident.pending_bytes + pending_bytes)))
-        for variant in step.variants))
+                                        for variant in step.variants))
 
 
 def with_earlier_gradients(step: CapturedStep) -> CapturedStep:

@@ -1,4 +1,4 @@
-"""`planner.plan`: arguments checked, model captured, budget met."""
+"""`planner.plan`: check the arguments, capture the model, meet the budget."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
          budget: int | str | None = None, progress: Progress | None = None,
          **arguments: Unpack[PlanArguments]) -> Plan:
-    """What to keep and what to recompute so that one training step of `model` peaks within a
-    budget, at the least extra time.
+    """Plan one training step of `model`: keep or recompute each activation so that the peak memory
+    stays within a budget, at the least extra time.
 
     The model is not executed: capture runs on fake tensors, allocates no activation and changes no
     parameter, buffer, gradient, mode or random state.
@@ -45,70 +45,68 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             the model's own `example_input_array` or `dummy_inputs`.
         budget_gb: limit on the peak of the whole step in decimal gigabytes (1e9 bytes).
         budget: the same in bytes (`int`) or as text: `"8GB"`, `"8GiB"`, `"500MB"`, `"60%"` of the
-            plain step's peak.  With neither, nothing is recomputed, unless the step would use more
-            memory than the plain one does.
-        loss_fn: `loss_fn(output)` gives the scalar loss; `None`: `output.loss`,
+            plain step's peak.  Without a budget, nothing is recomputed, unless the captured step
+            would use more memory than the plain one.
+        loss_fn: `loss_fn(output)` returns the scalar loss; `None`: `output.loss`,
             `output["loss"]`, a scalar output, else every differentiable output gets a cotangent.
-        optimizer: instance, class or name (`"adamw"`), or a sequence of instances, whose state and
-            step count as memory.
+        optimizer: instance, class or name (`"adamw"`), or a sequence of instances; its state and
+            the temporaries of its step count as memory.
         solver: `"auto"`, or one of `solvers.SOLVERS`.
         backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact;
             `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.
-        cost_model: what recomputation costs. `"roofline"`: seconds, from FLOPs, bytes and the
+        cost_model: the cost of recomputation. `"roofline"`: seconds, from FLOPs, bytes and the
             device's figures; `"measured"`: seconds of each op, run alone on dummy inputs on
-            the device (cached on disk; estimated where the op cannot be run), and for Inductor
-            `overhead` from the seconds of each generated kernel, which is compiled for that;
+            the device (cached on disk; estimated where the op cannot be run); for Inductor,
+            `overhead` then comes from the seconds of each generated kernel, compiled for that;
             `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
-        device: the device planned for; by default the model's, the CPU for a `meta` model.
-        gpu: the GPU whose kernels are planned for where there is none here, and whose figures
-            estimates of time take: a name such as `"H100"`, or a `planner.Gpu`; by default the one
-            that is here, and an A100, with a note in the plan, where there is none or it is not
-            known.
-        probe: measure the workspace of single ops where the device is at hand.
+        device: the device to plan for; by default the model's, the CPU for a `meta` model.
+        gpu: the GPU whose kernels are planned for if none is present, and whose figures time
+            estimates use: a name such as `"H100"`, or a `planner.Gpu`; by default the present one;
+            if there is none or it is not known, an A100, with a note in the plan.
+        probe: measure the workspace of single ops if the device is present.
         time_limit: seconds for planning; soft.  Planning stops earlier, by counted work, when more
-            of it is not worth it; with more than the default it searches until the limit.  What
-            capture has used is taken off the solver's share, down to half of the limit.  For
-            Inductor work is counted and the limit only cuts off, which the plan then says.
+            search is not worth it; above the default it searches until the limit.  The time of
+            capture is subtracted from the solver's share, down to half of the limit.  With Inductor
+            work is counted; the plan says so where the limit cut the search off.
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
-        accumulation: micro-batches to each step of the optimizer, `inputs` being those of one: from
-            the second on, the gradients of those before are there from the start.
-        regions: what is compiled as a unit. `"model"`: all of it, the default for one device;
-            `"blocks"`, the default with `parallel` where there are any, and where
-            `torch.compile` breaks the model's graph in a loop: each of its
-            repeated blocks by itself, with one budget over all of them, while the rest runs as it
-            is written (counted, not planned), which compiles in a time that grows with the number
-            of different decisions instead of with depth, and leaves blocks in place for wrappers;
-            or names of modules, wildcards allowed.
-        autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
-            the backward outside; the applied model is to be called so, too.  An autocast that is
-            active at the time of the call counts as well.
+        accumulation: micro-batches per optimizer step, each of the size of `inputs`; from the
+            second on, the gradients of the earlier ones are allocated from the start.
+        regions: the units of capture and compilation. `"model"`: the whole model, the default for
+            one device; `"blocks"`: each repeated block by itself, with one budget over all of
+            them, while the rest runs as written (counted, not planned). This is the default with
+            `parallel` where the model has such blocks, and where `torch.compile` breaks the graph
+            in a loop; compile time then grows with the number of different decisions instead of
+            with depth, and blocks stay in place for wrappers. Or names of modules, wildcards
+            allowed.
+        autocast: run forward and loss within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`)
+            and the backward outside; call the applied model the same way.  An autocast that is
+            active during this call counts as well.
         hold_output: True if the caller keeps the model's output (logits) until the backward ends;
             False if it keeps only the loss, as trainers do and `loss = model(**batch).loss` does.
-        parallel: how the run is spread over ranks; the budget is then that of one rank.  Buckets
-            count as buffers, whole parameters as parameters while they are gathered, buffers of
-            collectives as temporaries.  The plan is applied before the model is wrapped.  In a
-            process group one rank makes the plan, and all that ask for the same take it.
+        parallel: the data parallelism of the run; the budget is then that of one rank.  Buckets
+            count as buffers, gathered parameters as parameters, buffers of collectives as
+            temporaries.  Apply the plan before wrapping the model.  In a process group one rank
+            makes the plan, and all ranks that ask for the same plan receive it.
         allow: choices beyond recomputation, one or a sequence. `"chunk"`: the widest part of the
             step whose ops act on rows of batch and sequence - a language model's loss head - may
-            run a chunk at a time, forward and backward together where the loss allows; sums over
-    rows are then
-            sums of sums, which rounds otherwise.  `"offload"` (experimental, for one GPU and the
-            eager backend): what the forward saves may be stored in pinned memory of the host and
-            fetched back, beside the ops, where that takes less time than computing it again.
-        budget_of: what the budget limits: `"allocated"` memory, the plan's `peak_bytes`; or, on a
-            GPU, what torch's allocator has `"reserved"` of the device for it, which decides whether
-            a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
-            where the environment asks for them.  A percentage is then of what the plain step
-            reserves.
+            run one chunk at a time, forward and backward together where the loss allows; sums over
+            rows are then sums of sums, which round differently.  `"offload"` (experimental, for one
+            GPU and the eager backend): saved tensors may be copied to pinned host memory and back,
+            in parallel with the ops, where that takes less time than recomputation.
+        budget_of: the memory that the budget limits: `"allocated"`: the plan's `peak_bytes`;
+            `"reserved"`, on a GPU: `reserved_bytes`, the memory that torch's allocator reserves
+            from the device, which decides whether a run dies, by a model of the allocator, with
+            expandable segments where the environment asks for them.  A percentage is then of the
+            plain step's reserved memory.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal, else a line in the log `planner.progress` after a second and one at the
-            end, which are printed where logging is not set up.
+            end, printed where logging is not set up.
 
     Raises:
-        InfeasibleBudget: nothing fits; with the smallest budget that works, what holds it, and
-            what would do if the plan were allowed more (`alternatives`).
+        InfeasibleBudget: no plan fits; names the smallest feasible budget, the memory at that
+            peak, and what would fit if the plan were allowed more (`alternatives`).
         CaptureError: the step cannot be captured.
-        TypeError, ValueError: an argument is wrong in itself.
+        TypeError, ValueError: an argument is invalid by itself.
     """
     limit = parse_budget(budget_gb, budget)
     planning = Planning.of(plan, arguments)
@@ -141,7 +139,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
 @takes_planning()
 def capture(model: nn.Module, inputs: object = None, *, progress: Progress | None = None,
             **arguments: Unpack[PlanArguments]) -> PreparedStep:
-    """Capture one training step of `model`, ready to be planned under any number of budgets.
+    """Capture one training step of `model`, to be planned under any number of budgets.
 
     Arguments and errors are those of `plan`.
     """
@@ -150,10 +148,11 @@ def capture(model: nn.Module, inputs: object = None, *, progress: Progress | Non
 
 def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
                 ) -> tuple[Variant, Timeline]:
-    """The form of a step that `plan` is for, captured again, and the plan's course through it.
+    """Capture a step again in the graph variant of `plan`; return that variant and the plan's
+    timeline.
 
-    `arguments`: those of `capture` that the plan does not tell.  Raises `PlanMismatch` where the
-    plan was made for another step.
+    `arguments`: those of `capture` that the plan does not store.  Raises `PlanMismatch` if the plan
+    was made for another step.
     """
     from planner.plans.decisions import build_spec, schedule_of
     from planner.solvers.simulator import unroll
@@ -171,7 +170,7 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
 
 def prepare_step(model: nn.Module, inputs: object, planning: Planning,
                  progress: Progress | None) -> PreparedStep:
-    """`capture` with arguments that are checked."""
+    """Like `capture`, with checked arguments."""
     import torch
     from torch import nn
 
@@ -203,9 +202,12 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                  planning: Planning, progress: Progress | None, *,
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
                  probe_headroom: ProbeHeadroom | None = None) -> CapturedStep:
-    """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
-    code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what
-    running single ops may take, where the model is being trained."""
+    """Capture the step whose forward is `model(*args, **kwargs)`.
+
+    `answers`: values of the tensors that the model's code reads; `unknown_loss`: placeholder for a
+    loss that was not given; `probe_headroom`: memory available to probing of single ops while the
+    model is being trained.
+    """
     from planner._graph_capture.capture import capture_step
     from planner._graph_capture.fake_copies.fake import device_planned_for
     from planner.step.rank_layout import layout_of, regions_of_rank

@@ -105,7 +105,7 @@ def _cut_out(problem: Problem, forward: list[int], pivot: int) -> Layer | None:
         for storage in outputs:
             name[storage] = len(inside)
             inside.append(Storage(storages[storage].size_bytes, len(chosen),
-                                storages[storage].kept_to_end))
+                                  storages[storage].kept_to_end))
         chosen.append(Op(
             "", op.cost, tuple(name[s] for s in op.inputs if s in name),
             tuple(name[s] for s in outputs), op.workspace_bytes, op.recomputable,

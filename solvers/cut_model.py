@@ -338,7 +338,7 @@ def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:
         last = min(end, len(ops) - 1)
         allowed = {home for segment in problem.segments[
             problem.segment_of[min(cut + 1, len(ops) - 1)]:problem.segment_of[last] + 1]
-            for home in segment.replays}
+                   for home in segment.replays}
         wanted = demanded | {s for s in carried if storages[s].producer <= cut}
         again: set[int] = set()
         stack = list(wanted)

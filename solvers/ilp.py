@@ -119,7 +119,7 @@ class CutSearch:
             self._cut_work += _offer_anchored(
                 self._task, self._incumbent, self._cuts[0], self._runs)
         elif (self._cuts_solved and not self._layered and len(self._cuts) > 1
-                and self._task.work_limit in (None, math.inf)):  # expensive, and only a bound
+              and self._task.work_limit in (None, math.inf)):  # expensive, and only a bound
             self._layered = True
             self._bound_layers()
         elif not self._candidates_settled and (
@@ -164,7 +164,7 @@ class CutSearch:
             if solution.retained is not None:
                 for early in (False, True)[:len(self._cuts)]:
                     self._relaxed = schedule_from_cuts(task.problem, self._cuts, solution.retained,
-                                            early=early)
+                                                       early=early)
                     incumbent.offer(self._relaxed)
                 self._candidates_settled = False
             elif solution.solved:

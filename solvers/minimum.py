@@ -237,4 +237,4 @@ def _heuristics(
         for rank in range(20):
             cost, size, distance = (chance.uniform(0.0, 1.5) for _ in range(3))
             yield EvictionHeuristic(cost, size, distance,
-                                keep_sources=plain[rank % len(plain)].keep_sources), effort
+                                    keep_sources=plain[rank % len(plain)].keep_sources), effort

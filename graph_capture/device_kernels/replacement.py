@@ -125,7 +125,7 @@ class DeviceKernels:
             return aten.native_batch_norm.default(
                 x, weight, bias, mean, variance, training, momentum, eps)[0]
         self._note("batch norm by cudnn", f"{str(x.dtype).removeprefix('torch.')}, with weight and "
-                                          "bias, 3 dimensions or more")
+                   "bias, 3 dimensions or more")
         last = (torch.channels_last if x.dim() == 4 else
                 torch.channels_last_3d if x.dim() == 5 else torch.contiguous_format)
         kept = last if x.dim() > 3 and x.is_contiguous(memory_format=last) else (

@@ -157,8 +157,8 @@ class GapTracker(MemoryTracker):
                    if self._gone.get(number) != made or number in read_by_regions]
         index_of = {number: index for index, number in enumerate(lasting)}
         storages = tuple(UncapturedBuffer(self._sizes[number], self._made[number],
-                                        self._gone.get(number), labels.get(number, ""),
-                                        self._kinds.get(number))
+                                          self._gone.get(number), labels.get(number, ""),
+                                          self._kinds.get(number))
                          for number in lasting)
         workspace = []
         for gap, peak in enumerate(self._peaks):

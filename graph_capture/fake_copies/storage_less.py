@@ -96,7 +96,7 @@ class UnknownValue(DataDependentValue):
 
 
 def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
-                unknown_is_zero: bool = False) -> FakeCopy:
+                      unknown_is_zero: bool = False) -> FakeCopy:
     """A copy of a fake copy with storage-less tensors on the CPU in place of fake tensors.
 
     `extra`: further objects that refer to the fake copy's tensors; their copies come last in the
@@ -105,7 +105,7 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
     an error.
     """
     copier = StorageLessCopier({id(fake): original for original, fake in fake_copy.fake_of.items()},
-                          unknown_is_zero=unknown_is_zero, planned=fake_copy.device)
+                               unknown_is_zero=unknown_is_zero, planned=fake_copy.device)
     made = fake_copy_by(
         copier,
         fake_copy.model,

@@ -13,7 +13,7 @@ from planner._graph_capture.training_graph import SavingCosts, StepVariant, Trai
 
 
 def compiled_variant(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts | None, *,
-                  low_peak: bool) -> StepVariant:
+                     low_peak: bool) -> StepVariant:
     """The variant of a step that Inductor compiles; `costs`: `None` if time does not count."""
     return StepVariant(
         within_kernels(graph, uses), low_peak,

@@ -249,7 +249,7 @@ def _cuts(there: _Sequence, back: _Sequence, maker_of: Mapping[fx.Node, int],
 
 
 def _breakdowns(there: _Sequence, back: _Sequence, cuts: Iterable[_Cut],
-              saved: Sequence[tuple[fx.Node, bool]]) -> tuple[LeftOut, ...]:
+                saved: Sequence[tuple[fx.Node, bool]]) -> tuple[LeftOut, ...]:
     held = {root: index for node, keeps in saved if keeps
             for root, index in _root(there, node)}
     lost = {root: index for node, keeps in saved if not keeps

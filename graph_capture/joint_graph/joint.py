@@ -171,7 +171,7 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
         if (node.op == "call_function" and node.users and node not in of_forward
                 and not node.is_impure() and hastened.issuperset(node.users)
                 and (is_view(node) or all(user is output or len(user.all_input_nodes) == 1
-                                           for user in node.users))):
+                                          for user in node.users))):
             hastened.add(node)
     rank: dict[fx.Node, float] = {}
     in_backward = _in_backward(graph)

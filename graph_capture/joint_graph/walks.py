@@ -25,7 +25,7 @@ def operands(node: fx.Node, through: Choice) -> set[fx.Node]:
     """The operands of a node, with nodes of `through` replaced by their own operands."""
     return {source for source in _reached(
         node.all_input_nodes, lambda source: source.all_input_nodes if through(source) else ())
-        if not through(source)}
+            if not through(source)}
 
 
 def sources(nodes: Iterable[fx.Node], is_source: Choice) -> set[fx.Node]:

@@ -324,7 +324,7 @@ def _choose_implementation(group: dict[str, Any], device: torch.device,
         if "fused" in group:
             group["fused"] = wanted == "fused"
     elif (device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused")
-            and not group.get("differentiable")):
+          and not group.get("differentiable")):
         group["foreach"] = True
 
 

@@ -60,8 +60,8 @@ def trace_eager_step(fake_copy: FakeCopy, loss_fn: LossFn | None = None, *, work
         footprint[:] = [trace_loss(loss, output, running, workspace)]
 
     step = trace_micro_batch(fake_copy, loss_fn, workspace=workspace,
-                            with_gradient=with_gradient, holds_output=holds_output, look=look,
-                            wrapper=wrapper)
+                             with_gradient=with_gradient, holds_output=holds_output, look=look,
+                             wrapper=wrapper)
     trace = step.trace
     at_peak = trace.by_category(trace.alive_at_peak())
     return EagerStep(

@@ -51,10 +51,10 @@ class PlainLoop:
         Raises `CaptureError` if no fake copy of the model can be made.
         """
         self.fake_copy = replace(make_fake_copy(model, args, kwargs, device=device,
-                                      extra=() if loss_fn is None else (loss_fn,),
-                                      capability=compute_capability(
-                                          device_planned_for(model, device), gpu)),
-                            autocast=autocast)
+                                                extra=() if loss_fn is None else (loss_fn,),
+                                                capability=compute_capability(
+                                                    device_planned_for(model, device), gpu)),
+                                 autocast=autocast)
         self.gpu = gpu
         """The named GPU, if any."""
         self._layout = None if make_layout is None else make_layout(self.fake_copy)

@@ -59,7 +59,7 @@ def trace_micro_batch(
 
 
 def run_without_data(fake_copy: FakeCopy, loss_fn: LossFn | None,
-                run: Callable[[FakeCopy, LossFn | None, bool], _Made]) -> _Made:
+                     run: Callable[[FakeCopy, LossFn | None, bool], _Made]) -> _Made:
     """`run(fake_copy, loss, True)` on a storage-less copy of the fake copy, which looks real to the
     code, if that works; otherwise `run(fake_copy, loss, False)` on the fake one."""
     if fake_copy.trace_device.type == "cpu":

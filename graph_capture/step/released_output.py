@@ -51,10 +51,10 @@ def with_output_released(graph: TrainingGraph, lives: Sequence[Until]) -> Traini
         buffers=tuple(replace(
             buffer, producer=buffer.producer + (buffer.producer >= start),
             kept_to_end=buffer.kept_to_end and index not in going)
-            for index, buffer in enumerate(graph.buffers)),
+                      for index, buffer in enumerate(graph.buffers)),
         regions=tuple(_moved(region, tuple(sorted(
             place for each in released if each.region == number for place in each.places)))
-            for number, region in enumerate(graph.regions)))
+                      for number, region in enumerate(graph.regions)))
 
 
 def _moved(region: Region, released: tuple[int, ...]) -> Region:

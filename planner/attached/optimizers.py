@@ -1,9 +1,8 @@
-"""Which optimizers step a model's parameters, seen as they do it.
+"""Observe which optimizers step a model's parameters.
 
-One hook of torch's is registered for the whole process, the first time that somebody asks; it looks
-at an optimizer once for each model that is watched.
+One hook of torch's is registered for the whole process, on the first `observe`.
 
-Blind spots: an optimizer that is none of torch's, and one that updates copies of the parameters.
+Blind spots: optimizers that are not torch's, and those that update copies of the parameters.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class StepObserver(Protocol):
-    """Who wants to know of steps."""
+    """Receives every optimizer step."""
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer, of whatever parameters, is about to step."""
+        """Called before any optimizer steps."""
 
 
 _observers: WeakSet[Any] = WeakSet()
@@ -27,14 +26,14 @@ _hooks: list[Any] = []
 
 
 def observe(observer: StepObserver) -> None:
-    """Tell `observer` of all steps of optimizers, as long as it is alive."""
+    """Report all optimizer steps to `observer` while it is alive."""
     _observers.add(observer)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_on_step))
 
 
 def observers() -> list[Any]:
-    """Those that are told."""
+    """The observers that are alive."""
     return list(_observers)
 
 

@@ -114,7 +114,7 @@ def test_layers_frozen_later_are_named(plan):
     applied(**case.inputs)
     case.model.layers[1].requires_grad_(False)
     with pytest.raises(planner.PlanMismatch, match=r"`layers.1.weight`, `layers.1.bias` are frozen "
-                                                   r"now, and trained when the plan was made: "):
+                       r"now, and trained when the plan was made: "):
         applied(**case.inputs)
     case.model.layers[1].requires_grad_(True)
     applied(**case.inputs)

@@ -145,7 +145,7 @@ def test_planning_changes_nothing_and_runs_no_kernel(default):
     state = torch.get_rng_state()
     peak = record_peak(lambda: planner.plan(
         model, batch(), loss_fn=loss_of, backend="inductor", time_limit=4.0, probe=False),
-        "cpu").peak_bytes
+                       "cpu").peak_bytes
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())

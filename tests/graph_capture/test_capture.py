@@ -365,7 +365,7 @@ def test_an_error_in_the_models_own_code_is_named():
             raise LookupError("no such expert")
 
     with pytest.raises(CaptureError, match=r"at test_capture\.py:\d+ \(`raise .*`\): "
-                                           r"LookupError: no such expert"):
+                       r"LookupError: no such expert"):
         capture(Case(Broken(), (torch.randn(2, 8),), torch.sum))
 
 

@@ -159,7 +159,7 @@ def test_inputs_of_any_shape_pass():
     tokenized = pytest.importorskip("transformers").BatchEncoding(
         {"input_ids": torch.ones(2, 3, dtype=torch.long)})
     fake_copy = make_fake_copy(nn.Identity(), ((data, [3, "text", None]), Batch(data, "b"), lock),
-                     {"batch": {"a": data.t()}, "encoding": tokenized})
+                               {"batch": {"a": data.t()}, "encoding": tokenized})
     (copied, rest), batch, passed = fake_copy.args
     assert copied.requires_grad and rest == [3, "text", None] and passed is lock
     assert batch.tokens is copied and batch.name == "b"

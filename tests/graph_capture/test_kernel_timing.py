@@ -59,8 +59,8 @@ def test_overhead_is_the_ratio_of_timed_steps_and_kernels_are_timed_once(monkeyp
     breakdown = prepared.base.compiled
     breakdown._seconds.clear()
     specs = [next(known for known in breakdown._known
-                    if breakdown.with_code(known) == replace(made.spec, ops=(), buffers=()))
-               for made in (default, plan)]
+                  if breakdown.with_code(known) == replace(made.spec, ops=(), buffers=()))
+             for made in (default, plan)]
     before, after = map(breakdown.seconds, specs)
     assert before > 0
     assert plan.overhead == pytest.approx(after / before - 1)

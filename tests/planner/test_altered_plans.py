@@ -100,9 +100,12 @@ class Original:
         mine, theirs = ([(region.block, region.cotangents, region.hoisted)
                          for region in spec.regions]
                         for spec in (self.plan.spec, plan.spec))
-        return mine != theirs or any(_first_difference(plan.spec.regions[index], lowered)
-                   or difference_from_step(plan.spec, index, lowered)
-                   for index, lowered in self.met.items() if index < len(plan.spec.regions))
+        return mine != theirs or any(
+            _first_difference(plan.spec.regions[index], lowered)
+            or difference_from_step(plan.spec, index, lowered)
+            for index, lowered in self.met.items()
+            if index < len(plan.spec.regions)
+        )
 
     def is_said(self, plan: Plan) -> bool:
         """Whether a plan counts on outputs being let go that the plan as it was made holds, which

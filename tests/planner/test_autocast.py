@@ -50,7 +50,7 @@ def test_a_step_without_it_is_refused_in_words():
     case = BUILDERS["language_model"](layers=1)
     applied = planned(case, autocast="bf16").apply(case.model)
     with pytest.raises(planner.PlanMismatch, match=r"made under autocast \(cpu bfloat16\), this "
-                                                   "step runs without autocast"):
+                       "step runs without autocast"):
         applied(*case.args)
     with torch.autocast("cpu", torch.bfloat16):
         case.loss_fn(applied(*case.args)).backward()

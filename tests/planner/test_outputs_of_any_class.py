@@ -99,7 +99,7 @@ def test_tensors_are_found_in_what_a_model_returns(kind, gives_loss, attach):
 def test_tensors_that_cannot_be_found_are_refused_in_true_words():
     net = planner.within(Net("hiding"), "90%", time_limit=1)
     with pytest.raises(CaptureError, match="no tensor that needs a gradient was found in what the "
-                                           r"model returns \(Hiding\)"):
+                       r"model returns \(Hiding\)"):
         net(X)
     with pytest.raises(CaptureError, match="keep tensors in attributes"):
         planner.plan(Net("hiding"), X, loss_fn=KINDS["hiding"][1])

@@ -47,7 +47,7 @@ def test_the_root_has_a_row_too():
 @given(st.lists(st.builds(
     decision, st.from_regex(r"[ab](\.[0-9])?(\.[xyz])?(\.[0-9])?", fullmatch=True),
     recomputations=st.integers(0, 2), saved=st.integers(0, 9), plain=st.integers(0, 9)),
-    max_size=60))
+                max_size=60))
 def test_no_op_or_byte_is_lost_in_folding(decisions):
     total = Totals()
     for row in layer_rows(decisions):

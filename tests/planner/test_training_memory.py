@@ -43,12 +43,17 @@ def test_models_with_embeddings_attention_and_convolutions(name, size, optimizer
     assert resident_error_bytes(report.breakdown, measured) == 0
 
 
-@pytest.mark.parametrize("options", [
-    {"accumulation": 3}, {"hold_output": "backward", "accumulation": 3},
-    {"zero_grad": "before_backward", "accumulation": 2},
-    {"zero_grad": "before_backward", "set_to_none": False},
-    {"accumulation": 2, "set_to_none": False, "grad_clip": 0.1}],
-    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulation": 3},
+        {"hold_output": "backward", "accumulation": 3},
+        {"zero_grad": "before_backward", "accumulation": 2},
+        {"zero_grad": "before_backward", "set_to_none": False},
+        {"accumulation": 2, "set_to_none": False, "grad_clip": 0.1},
+    ],
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "plain",
+)
 def test_every_way_of_going_about_a_step(options):
     check(momentum, **options)
 
@@ -83,7 +88,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
         return torch.optim.Adam([
             {"params": model.layers.parameters()},
             {"params": [*model.wide.parameters(), *model.head.parameters()], "amsgrad": True}],
-            lr=1e-3)
+                                lr=1e-3)
 
     model = Network()
     for frozen in (model.embed, model.norm):

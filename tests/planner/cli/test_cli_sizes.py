@@ -79,9 +79,10 @@ def test_a_factory_is_called_with_the_size(factories):
 
 def test_the_loss_of_a_factory_is_made_for_each_size(factories):
     arguments = ["--budget", "20kB", "--no-plan", "--json"]
-    own, none, named = (json.loads(run(
-        "max-batch", f"{factories}.py:{target}", *arguments, *loss).stdout)["plain"]
-        for target, loss in (("with_loss", []), ("sized", []), ("sized", ["--loss", "mse_loss"])))
+    own, none, named = (
+        json.loads(run("max-batch", f"{factories}.py:{target}", *arguments, *loss).stdout)["plain"]
+        for target, loss in (("with_loss", []), ("sized", []), ("sized", ["--loss", "mse_loss"]))
+    )
     assert own["largest"] and named["largest"]
     # Without a loss a gradient of the output's own size is held by the caller.
     assert own["peak_bytes"] / own["largest"] != none["peak_bytes"] / none["largest"]

@@ -33,7 +33,7 @@ def test_every_command_explains_itself():
 
 def test_commands_that_plan_take_the_same_options():
     own = {command: {word for word in run(command, "--help").stdout.split()
-                      if word.startswith("--")} for command in COMMANDS}
+                     if word.startswith("--")} for command in COMMANDS}
     shared = {"--solver", "--gpu", "--regions", "--keep", "--no-probe", "--cost-model"}
     for command in ("plan", "frontier", "max-batch", "max-seq", "advise"):
         assert shared <= own[command]
