@@ -1,1 +1,1 @@
-"""Rewrite specs into running models; use it through `planner`."""
+"""Rewrite specs into running models; used through `planner`."""

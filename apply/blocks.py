@@ -1,10 +1,10 @@
 """The code of a model whose repeated blocks are compiled one by one.
 
-Each block runs the plan's graphs for it; everything else runs as it is written.  Blocks with the
-same decisions share compiled code, so that compiling takes as long as there are different
-decisions, not as there are blocks.  The blocks have their planned forwards while the model's
-forward runs, and only then: wrappers that want each block for itself (as fully sharded data
-parallel does), whenever they came, find them in place, and their hooks run around the plan.
+Each block runs the plan's graphs for it; everything else runs unchanged.  Blocks with the same
+decisions share compiled code, so compile time grows with the number of different decisions, not of
+blocks.  The blocks have their planned forwards only while the model's forward runs.  Wrappers that
+wrap each block (fully sharded data parallel) find them in place at any time, and their hooks run
+around the plan.
 
 Blind spot: a block that is called outside of its model runs without the plan.
 """
@@ -45,16 +45,14 @@ from planner._graph_capture.torch_compat import as_plain_code, pytree
 
 
 class PlannedBlocks:
-    """Code of the blocks of a model under one rewrite spec; see `PlannedCode`, which it stands
-    beside."""
+    """Code of the blocks of a model under one rewrite spec; the counterpart of `PlannedCode`."""
 
     def __init__(self, model: nn.Module, spec: RewriteSpec) -> None:
         self._model = model
         self.has_begun = False
-        """Whether the model's forward has begun: what stands before the first block runs as it is
-        written."""
+        """True if the model's forward has begun; the part before the first block runs unchanged."""
         self.is_trial = False
-        """Whether a block that is not the plan's ends the call though others have run."""
+        """True if a block that is not the plan's ends the call although others have run."""
         self._falls_back = False
         self._is_compiled = spec.backend == "inductor"
         self._runs = 0
@@ -83,7 +81,7 @@ class PlannedBlocks:
                             ) if may_vary else ()
 
     def compare_with(self, earlier: Code) -> None:
-        """As `PlannedCode.compare_with`."""
+        """Like `PlannedCode.compare_with`."""
         found = {} if not isinstance(earlier, PlannedBlocks) else earlier._code_of
         for name, code in self._code_of.items():
             if name in found:
@@ -91,12 +89,12 @@ class PlannedBlocks:
 
     @property
     def compilations(self) -> int:
-        """Graphs that were compiled so far."""
+        """Number of graphs compiled so far."""
         return sum(code.compilations for code in self._codes)
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
-        """`own`: the forward that the instance has, `None`: that of its class."""
+        """Call a block.  `own`: the forward that the instance has; `None`: that of its class."""
         self.has_begun, self._runs, self._did_more_outside = True, 0, False
         blocks = [(self._model.get_submodule(name), code) for name, code in (
             *self._code_of.items(), *((name, None) for name in self._alike)) if name]
@@ -143,7 +141,7 @@ class PlannedBlocks:
         return torch.compiler.disable(call)
 
     def why_unplanned(self) -> str | None:
-        """Why the last call, which went well, did not run under the plan; `None` where it did."""
+        """Reason why the last successful call ran without the plan; `None` if it ran under it."""
         if not self._runs:
             return None if self._may_vary else _NO_BLOCK
         return DID_MORE_OUTSIDE if self._did_more_outside else None
@@ -153,8 +151,8 @@ Code = PlannedCode | PlannedBlocks
 
 
 def code_of(model: nn.Module, spec: RewriteSpec) -> Code:
-    """The code of a model under a rewrite spec, compiled when it is first called; raises
-    `PlanMismatch` where the model lacks blocks of the rewrite spec."""
+    """Return the code of a model under a rewrite spec; it is compiled at its first call.  Raises
+    `PlanMismatch` if the model lacks blocks of the rewrite spec."""
     if spec.blocks:
         return PlannedBlocks(model, spec)
     return PlannedCode(type(model).__name__, model, spec)
@@ -177,15 +175,15 @@ def attempt(code: Code | CompiledCode, module: nn.Module, own: Forward | None, /
 
 def run_step(code: Code | CompiledCode, spec: RewriteSpec, module: nn.Module, own: Forward | None,
              args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
-    """The call `code(module, own, ...)` with the arguments as the rewrite spec takes them;
-    `is_trial`: as `attempt` makes it."""
+    """Call `code(module, own, ...)` with the arguments that the rewrite spec expects.  `is_trial`:
+    through `attempt`."""
     run = partial(attempt, code) if is_trial else code
     args, kwargs = with_distinct_tensors(args, {**dict(spec.overrides), **kwargs})
     return run(module, own, *args, **kwargs)
 
 
 def check_blocks(model: nn.Module, spec: RewriteSpec) -> None:
-    """Raises `PlanMismatch` where the model lacks a block of the rewrite spec."""
+    """Raise `PlanMismatch` if the model lacks a block of the rewrite spec."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     for name in spec.blocks:
         if name not in names:
@@ -232,14 +230,14 @@ class SharedCode:
     """Blocks that run the same compiled code."""
 
     decisions: tuple[object, ...]
-    """All that it depends on beside the captured graphs: for each region of a block."""
+    """For each region of a block, all that the code depends on except the captured graph."""
     blocks: tuple[str, ...]
     regions: tuple[int, ...]
-    """Those of the first block, then those of the next."""
+    """Regions of the first block, then those of the next."""
 
 
 def shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
-    """The blocks of a rewrite spec (the whole model is one, called "") by their decisions."""
+    """Group the blocks of a rewrite spec by their decisions (the whole model is one, called "")."""
     regions: dict[str, list[int]] = {}
     for index, region in enumerate(spec.regions):
         regions.setdefault(region.block, []).append(index)
@@ -253,15 +251,15 @@ def shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
 
 
 def count_decisions(spec: RewriteSpec) -> int:
-    """How many different chunks of code the regions of a rewrite spec need."""
+    """Return the number of different compiled codes that the regions of a rewrite spec need."""
     return len({_decisions(region, index) for index, region in enumerate(spec.regions)})
 
 
 def _decisions(region: RegionSpec, index: int) -> object:
-    """What a block's code depends on beside its graph: equal for blocks that may share code."""
+    """Return the decisions for a region; they are equal for blocks that may share code."""
 
     def local(name: str) -> str:
-        """The op's name within the block."""
+        """Return the op's name within the block."""
         bare = name.removeprefix(f"{index}:")
         mark = "~" if bare.startswith("~") else ""
         return mark + bare.removeprefix(mark).removeprefix(region.block)

@@ -1,11 +1,10 @@
-"""The call signature of a step: what it is called with and under, and how they differ from a
-plan's.
+"""The call signature of a step: its arguments and settings, and the differences from a plan's.
 
-Two steps of one model have different graphs because something about the call differs.  A graph says
-so in ops and hashes; this says it in the user's words.
+Two steps of one model have different graphs because something about the call differs.  A graph
+shows this in ops and hashes; this file shows it in the user's words.
 
-Blind spots: what a global, a hook or an attribute of the model switches; values of numbers that are
-no argument of the call.  Where nothing here differs, the graphs are all that there is to show.
+Blind spots: settings in a global, a hook or an attribute of the model; values of numbers that are
+no argument of the call.  If nothing here differs, only the graphs can be compared.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from planner._graph_capture.module_hooks import classes_within, hooks_within
 
 def signature_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
                      ) -> CallSignature:
-    """The call signature of the call `model(*args, **kwargs)` here and now."""
+    """Return the signature of the call `model(*args, **kwargs)` under the current settings."""
     own = own_forward(model)
     wrapper = None if own is None else (
         f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', type(own).__name__)}"
@@ -41,26 +40,26 @@ def signature_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """All that is known of a call, before it is made, that decides which graphs it runs."""
+    """All that is known of a call in advance and that decides which graphs it runs."""
 
     signature: CallSignature
     training: bool
     trainable: tuple[bool, ...]
-    """Of each parameter, in the order of `parameters()`."""
+    """`requires_grad` of each parameter, in the order of `parameters()`."""
     hooks: tuple[int, ...] = ()
-    """As `hooks_within` gives them."""
+    """Result of `hooks_within`."""
     classes: int = 0
-    """As `classes_within` gives it."""
+    """Result of `classes_within`."""
 
     @classmethod
     def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """The call `model(*args, **kwargs)` here and now."""
+        """Describe the call `model(*args, **kwargs)` under the current settings."""
         return cls(signature_of(model, args, kwargs), model.training,
                    tuple(p.requires_grad for p in model.parameters()), hooks_within(model),
                    classes_within(model))
 
     def may_be_served_as(self, planned: Call) -> bool:
-        """Whether this may be the same graph with no tensor larger."""
+        """Return whether this may be the same graph with no tensor larger."""
         mine, theirs = self.signature, planned.signature
         return ((self.training, self.trainable, self.hooks, self.classes, mine.autocast)
                 == (planned.training, planned.trainable, planned.hooks, planned.classes,
@@ -84,7 +83,7 @@ class Call:
             self.signature, inputs=tuple(map(of, self.signature.inputs))))
 
     def __str__(self) -> str:
-        """Its first inputs, and what is unusual, for a log."""
+        """Its first inputs and unusual settings, for a log."""
         found = self.signature
         words = [f"{key.name} {key.kind}" for key in found.inputs[:3]]
         words += ["..."] * (len(found.inputs) > 3)
@@ -100,7 +99,7 @@ def input_tensors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:
-    """Every parameter and buffer of a model, as a rewrite spec lists them."""
+    """Return the keys of every parameter and buffer of a model, as a rewrite spec lists them."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return tuple(
         ParameterKey(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."),
@@ -109,8 +108,7 @@ def tensor_keys(model: nn.Module) -> tuple[ParameterKey, ...]:
 
 
 def differences(spec: RewriteSpec, model: nn.Module, now: CallSignature) -> list[str]:
-    """How the call signature of a step differ from those that a rewrite spec was made in, in
-    words."""
+    """Describe the differences between a step's call signature and that of a rewrite spec."""
     words = list(_device_differences(spec.device, model))
     words += _tensor_differences(spec.tensors, tensor_keys(model))
     if model.training != spec.training:
@@ -145,10 +143,10 @@ def differences(spec: RewriteSpec, model: nn.Module, now: CallSignature) -> list
 
 def _named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                      ) -> dict[str, Any]:
-    """Arguments by name, positional ones too."""
+    """Return the arguments by name, including positional ones."""
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # What does not bind is numbered.
+    except (TypeError, ValueError):  # Arguments that do not bind are numbered.
         return {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -176,7 +174,8 @@ def _input_keys(arguments: Mapping[str, Any]) -> Iterator[InputKey]:
 
 
 def _leaves(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Arguments by name, those in lists and mappings too; an absent one is as good as none."""
+    """Yield the arguments by name, including those in lists and mappings; `None` counts as absent.
+    """
     for name, value in sorted(arguments.items()):
         if isinstance(value, Mapping):
             yield from _leaves({f"{name}[{key!r}]": item for key, item in value.items()})
@@ -187,7 +186,7 @@ def _leaves(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def autocast_state() -> str:
-    """Each device type with its dtype, where autocast is on."""
+    """Return each device type with its dtype, where autocast is on."""
     kinds = ["cpu"]
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type not in kinds:
@@ -197,14 +196,14 @@ def autocast_state() -> str:
 
 
 def autocast_words(dtypes: Mapping[str, torch.dtype]) -> str:
-    """Dtypes of autocast by device type, as a plan records them."""
+    """Return the dtypes of autocast by device type, as a plan records them."""
     return ", ".join(f"{kind} {str(dtype).removeprefix('torch.')}"
                      for kind, dtype in dtypes.items())
 
 
 @contextmanager
 def autocast_as_planned(spec: RewriteSpec) -> Iterator[None]:
-    """Inside, autocast is on as it was when a rewrite spec was made."""
+    """Context in which autocast is on as it was when the rewrite spec was made."""
     recorded = "" if spec.signature is None else spec.signature.autocast
     with ExitStack() as stack:
         for each in filter(None, recorded.split(", ")):
@@ -214,7 +213,7 @@ def autocast_as_planned(spec: RewriteSpec) -> Iterator[None]:
 
 
 def _is_no_larger(mine: InputKey, planned: InputKey) -> bool:
-    """Whether an input is the planned one, or a tensor like it with no more elements."""
+    """Return whether an input is the planned one, or a tensor like it with no more elements."""
     dtype, sizes = _dtype_and_sizes(mine.kind)
     planned_dtype, planned_sizes = _dtype_and_sizes(planned.kind)
     return (mine.requires_grad == planned.requires_grad and dtype == planned_dtype
@@ -222,7 +221,7 @@ def _is_no_larger(mine: InputKey, planned: InputKey) -> bool:
 
 
 def _dtype_and_sizes(kind: str) -> tuple[str, list[int]]:
-    """Of the kind of a tensor; another kind is returned as it is, without sizes."""
+    """Split the kind of a tensor into dtype and sizes; any other kind is returned without sizes."""
     dtype, bracket, sizes = kind.rstrip("]").partition("[")
     if not bracket or not hasattr(torch, dtype):
         return kind, []
@@ -270,7 +269,7 @@ def _tensor_differences(planned: Sequence[ParameterKey], found: Sequence[Paramet
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names, and how many there are beside them."""
+    """List the first names and the number of the others."""
     shown = [f"`{name}`" for name in names[:3]]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

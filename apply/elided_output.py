@@ -1,4 +1,4 @@
-"""What stands for an output of the model that was not made, and says so when it is read."""
+"""Placeholder tensor for an elided output of the model; reading it raises an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_SHAPE = frozenset({torch.Tensor.size, torch.Tensor.stride, torch.Tensor.dim,
 
 
 class OutputNotMade(PlannerError, RuntimeError):
-    """An output of the model was read that the plan does not make."""
+    """An elided output of the model was read."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class OutputNotMade(PlannerError, RuntimeError):
 
 
 class ElidedOutput(torch.Tensor):
-    """Has shape, dtype and device; to read it raises `OutputNotMade`."""
+    """Has shape, dtype and device; reading it raises `OutputNotMade`."""
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Sequence[type],
@@ -45,7 +45,7 @@ class ElidedOutput(torch.Tensor):
             if func in get_default_nowrap_functions() or func in _OF_SHAPE or (
                     getattr(func, "__name__", "") == "__get__"):
                 return func(*args, **given)
-            if func in _CASTS:  # as wrappers of models do with all that these return
+            if func in _CASTS:  # as wrappers of models do with all outputs
                 single = args[0][(slice(0, 1),) * args[0].dim()]
                 return func(single, *args[1:], **given).expand(args[0].shape).as_subclass(cls)
             shape = next((arg.shape for arg in (*args, *given.values()) if isinstance(arg, cls)),
@@ -57,7 +57,7 @@ class ElidedOutput(torch.Tensor):
 
 
 def without_elided(outputs: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    """The outputs, with those at these places unreadable."""
+    """Return the outputs, with those at these places unreadable."""
     if not places:
         return outputs
     return type(outputs)(  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""What applying a plan raises; `planner` hands it on."""
+"""Errors of applying a plan; `planner` re-exports them."""
 
 from __future__ import annotations
 

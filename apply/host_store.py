@@ -1,18 +1,18 @@
-"""Results that are away from the device for a while: what the generated code calls.
+"""Results that are on the host for a while: the functions that generated code calls.
 
-The model of the world: each direction has a stream of its own.  A copy to the host begins when
-what the device's current stream has been given so far is done; the tensor is held until that stream
-has waited for the copy, so that its memory, once let go, is not written before the copy is made.  A
-copy back is into memory of the current stream, begins when that is done with whatever the memory
-held before, and is waited for before the first reader.  So no memory is ever used by two streams at
-once, the allocator needs to be told nothing, and memory is taken and let go where the plan says.
+The model of the world: each direction has a stream of its own.  A copy to the host begins when the
+work queued so far on the device's current stream is done.  The tensor stays alive until that stream
+has waited for the copy, so its memory is not overwritten before the copy is made.  A copy back
+writes to memory of the current stream, begins when that stream no longer uses this memory, and ends
+before the first reader.  So no memory is ever used by two streams at once, the allocator needs no
+notice, and memory is allocated and freed at the places of the plan.
 
-On a GPU the host's memory is pinned, without which a copy would hold the program up.  Elsewhere a
-stand-in takes the host's part: plain copies into memory that does not come from torch's allocator,
-so that what is measured is what a device would hold.
+On a GPU the host's memory is pinned, without which a copy would stop the program.  On other devices
+a substitute does plain copies into memory that does not come from torch's allocator, so measured
+memory is that of a device.
 
-Blind spots: torch's cache of pinned memory rounds sizes up to powers of two and keeps what it has;
-the stand-in's copies take the time of the ops.
+Blind spots: torch's cache of pinned memory rounds sizes up to powers of two and keeps its memory;
+the substitute's copies run in the time of the ops.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from torch import Tensor
 
 
 class Ending(Protocol):
-    """The end of a copy, at which what comes after it may be held up."""
+    """The end of a copy, for which later work may wait."""
 
     def wait(self) -> None:
-        """What the current stream is given from now on comes after the copy."""
+        """Make all later work of the current stream wait for the copy."""
 
 
 class HostStore(Protocol):
-    """The memory beside a device."""
+    """The memory of the host of a device."""
 
     def empty(self, size_bytes: int) -> Tensor:
-        """Memory of the host, as bytes."""
+        """Allocate memory of the host, as bytes."""
 
     def copy(self, target: Tensor, source: Tensor) -> Ending:
-        """Begin to copy bytes, between the device and the host."""
+        """Begin to copy bytes between the device and the host."""
 
 
 class Copy:
-    """A copy under way, which holds its tensors; what comes in its place is waited for at the
-    latest when it is let go, as happens where a step is broken off."""
+    """A copy under way, which keeps its tensors alive.  It is waited for at the latest when it is
+    deleted, as happens if a step is aborted."""
 
     def __init__(self, ending: Ending, held: Tensor, result: Tensor) -> None:
         self._ending: Ending | None = ending
@@ -50,7 +50,7 @@ class Copy:
         self._result = result
 
     def finish(self) -> Tensor:
-        """The result, for what the current stream is given from now on."""
+        """Wait, and return the result for later work of the current stream."""
         ending, self._ending = self._ending, None
         if ending is not None:
             ending.wait()
@@ -61,21 +61,21 @@ class Copy:
 
 
 def begin_store(tensor: Tensor) -> Copy:
-    """Begin to copy a tensor, and all of the storage that it lies in, to the host."""
+    """Begin to copy a tensor, with its whole storage, to the host."""
     store = _store_of(tensor.device)
     host = store.empty(tensor.untyped_storage().nbytes())
     return Copy(store.copy(host, _bytes_of(tensor)), tensor, _laid_out(host, tensor))
 
 
 def begin_fetch(host: Tensor, device: torch.device) -> Copy:
-    """Begin to copy back what `begin_store` made."""
+    """Begin to copy back a result of `begin_store`."""
     storage = torch.empty(host.untyped_storage().nbytes(), dtype=torch.uint8, device=device)
     ending = _store_of(device).copy(storage, _bytes_of(host))
     return Copy(ending, host, _laid_out(storage, host))
 
 
 def finish(copy: Copy) -> Tensor:
-    """The tensor that a copy makes, once it has ended."""
+    """Return the tensor of a copy, once the copy has ended."""
     return copy.finish()
 
 
@@ -90,7 +90,7 @@ class SharedHost:
         return self
 
     def wait(self) -> None:
-        """The copy is made."""
+        """The copy is already made."""
 
 
 class PinnedHost:
@@ -123,11 +123,11 @@ def _store_of(device: torch.device) -> HostStore:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor."""
+    """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _laid_out(storage: Tensor, like: Tensor) -> Tensor:
-    """Bytes as a tensor with dtype and layout of another."""
+    """Return bytes as a tensor with dtype and layout of another."""
     return torch.empty(0, dtype=like.dtype, device=storage.device).set_(
         storage.untyped_storage(), like.storage_offset(), like.size(), like.stride())

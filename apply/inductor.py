@@ -1,10 +1,10 @@
-"""The applied model under Inductor: the plan decides what crosses from forward to backward and what
-is computed again, and Inductor compiles the two graphs.
+"""The applied model under Inductor: the plan decides which results cross from forward to backward
+and which are recomputed, and Inductor compiles the two graphs.
 
-Inductor hands its partitioner the joint graph after its decompositions and joint passes; a plan for
-it was made on the same graph.  The graphs run in the order that Inductor's scheduler gives them: it
-starts from the plan's, and deviates where kernels fuse or its own estimate of the peak is lower.
-So what is generated is checked to take no more memory than planned, for smaller inputs, too.
+Inductor passes its partitioner the joint graph after its decompositions and joint passes; a plan
+for it was made on the same graph.  Inductor's scheduler orders the graphs: it starts from the
+plan's order, and deviates where kernels fuse or its own estimate of the peak is lower.  The
+generated code is therefore checked to use no more memory than planned, for smaller inputs, too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from planner._graph_capture.torch_compat.unfused_kernels import UnfusedKernels
 from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
-"""A graph of which more ops would be left than this part is compiled whole."""
+"""A graph that would keep more than this fraction of its ops is compiled whole."""
 _FORMAT = "checkpoint-planner 11"
-"""To be changed whenever one rewrite spec makes other graphs than before."""
+"""Version that changes whenever the same rewrite spec gives other graphs than before."""
 
 
 class InductorBackend(PlanBackend):
@@ -49,24 +49,24 @@ class InductorBackend(PlanBackend):
         self._generated: dict[tuple[int, bool], Callable[[], CodeMemory]] | None = None
         self._find_runs: FindRuns | None = None
         self.left_out: tuple[LeftOut, ...] = ()
-        """Layers that the graph compiled last lacks."""
+        """Layers left out of the graph compiled last."""
         self.compiled_ops = self.planned_ops = 1
         """Ops of the graphs compiled last, and of these with all layers."""
         self.cut_at = 0.0
-        """When layers were left out of them, of `time.monotonic`."""
+        """Time at which layers were left out of them, of `time.monotonic`."""
 
     def leave_out_layers(self, find_runs: FindRuns) -> None:
-        """From here on, compile graphs without most of the layers that are alike: for the memory of
-        their code (`graph_capture.inductor.shortened`), not to be run."""
+        """From now on, compile graphs without most of the repeated layers.  Their code is only for
+        its memory (`graph_capture.inductor.shortened`), not to be run."""
         self._find_runs = find_runs
 
     def keep_code(self) -> None:
-        """From here on, `memory_of_code` can tell what was generated."""
+        """From now on, keep generated code for `memory_of_code`."""
         self._generated = {}
 
     def memory_of_code(self) -> tuple[tuple[CodeMemory, ...], ...]:
-        """For each region, what the code of its forward and of its backward takes; nothing for a
-        region that was not met, or without one of the two."""
+        """Memory of the forward and the backward code of each region; empty for a region that was
+        not captured, or lacks one of the two."""
         generated = self._generated or {}
         both = [[generated.get((index, is_backward)) for is_backward in (False, True)]
                 for index in range(len(self._spec.regions))]
@@ -92,8 +92,8 @@ class InductorBackend(PlanBackend):
         settings: dict[str, Any] = {}
         if self._spec.low_memory_codegen:
             passes.append(UnfusedKernels())
-            # Inductor reuses a buffer where its own estimate of the peak allows that, and the
-            # estimate is above the peak.
+            # Inductor reuses a buffer if its own estimate of the peak allows it, and the estimate
+            # is above the peak.
             settings["allow_buffer_reuse"] = False
         return inductor_backend(
             partition, uuid_of(self._spec), finish=finish,
@@ -123,7 +123,7 @@ class InductorBackend(PlanBackend):
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool
                       ) -> None:
-        """Raise `PlanMismatch` where the generated code takes more than planned."""
+        """Raise `PlanMismatch` if the generated code uses more memory than planned."""
         follow = partial(memory_of_code, compiled, inputs)
         if self._generated is not None:
             self._generated[found.index, is_backward] = follow
@@ -141,7 +141,7 @@ class InductorBackend(PlanBackend):
 
 
 def uuid_of(spec: RewriteSpec) -> str:
-    """What tells rewrite specs apart in the keys of Inductor's caches: equal for equal rewrite
-    specs, in every process."""
+    """Identify a rewrite spec in the keys of Inductor's caches: equal for equal rewrite specs, in
+    every process."""
     graphs = replace(spec, signature=None, ops=(), buffers=())
     return hashlib.sha256(f"{_FORMAT}\0{graphs!r}".encode()).hexdigest()

@@ -1,9 +1,9 @@
 """Layouts of tensors in graphs that Inductor compiles.
 
-On a CPU, and elsewhere where it expects to gain, Inductor lays out for convolutions in
-`channels_last` whatever the traced graph says; but what is read by the backward of a convolution
-and by something else it makes in the layout of the trace, to copy it then.  The trace is therefore
-made to say `channels_last`, which follows from the layout of the weights.
+On a CPU, and elsewhere where it expects a gain, Inductor uses `channels_last` for convolutions in
+any traced graph.  A result that the backward of a convolution and another op read keeps the layout
+of the trace, and is then copied.  The trace is therefore changed to `channels_last`, which follows
+from the layout of the weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _READ_WEIGHTS = {_CONVOLUTION: 1, torch.ops.aten.convolution_backward.default: 2
 
 
 def lay_out_weights(backward: fx.GraphModule) -> None:
-    """Give each convolution of the backward, of which the result is an activation or its gradient,
-    a weight in `channels_last`, where Inductor would: what it makes is then traced so, too."""
+    """Give convolutions of the backward weights in `channels_last`, where Inductor would.  This
+    applies where the result is an activation or its gradient; the result is then traced in that
+    layout, too."""
     if not lays_out_for_convolutions(backward):
         return
     for node in backward.graph.nodes:

@@ -1,7 +1,6 @@
-"""Whether the caller lets the model's output go before the backward, where a plan counts on it.
+"""Check that the caller releases the model's output before the backward, if a plan relies on it.
 
-Blind spot: what the caller holds and the backward of the model saves as well is not told apart, and
-taken for saved.
+Blind spot: an output that both the caller and the model's backward keep alive counts as saved.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ OUTPUT_IS_HELD = (
 
 def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: RewrittenRegion
                     ) -> tuple[int, ...]:
-    """The outputs among `let_go`, which the plan counts on being let go, that are gone when the
-    backward begins unless the caller holds them."""
+    """Return the outputs among `let_go` that are freed before the backward unless the caller keeps
+    them alive.  `let_go`: outputs that the plan expects the caller to release."""
     count = len(lowered.joint.forward_outputs)
     returned = rewritten.forward.graph.output_node().args[0]
     saved = {storage_key(tensor) for node in returned[count:] if isinstance(node, fx.Node)
@@ -38,8 +37,8 @@ def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: 
 
 
 def watch(outputs: Sequence[Any], places: Sequence[int], report: Callable[[int], None]) -> None:
-    """Call `report` when the backward begins with the bytes of these outputs that are still held;
-    not where none is."""
+    """Call `report` when the backward begins with the bytes of these outputs that are still alive;
+    do not call it if there are none."""
     node = next((tensor.grad_fn for tensor in outputs
                  if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None), None)
     if node is None or not places:

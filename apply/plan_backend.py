@@ -1,7 +1,7 @@
-"""The Dynamo backend of a plan: it checks that each captured region is the one that the plan was
-made for, and puts the plan's graphs in its place.
+"""The Dynamo backend of a plan: it checks that each captured region is the planned one, and
+replaces it by the plan's graphs.
 
-They run op by op, boxed, so that memory is what the simulator says.
+The graphs run op by op, boxed, so that memory is as simulated.
 """
 
 from __future__ import annotations
@@ -46,57 +46,58 @@ from planner._graph_capture.torch_compat import (
 from planner._graph_capture.training_graph import RegionSignature
 
 Fallback = Callable[[fx.GraphModule], Callable[..., Any]]
-"""Makes of a captured graph a function of its inputs that trains it."""
+"""Converts a captured graph into a function of its inputs that trains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A captured graph and the region of the rewrite spec that it is."""
+    """A captured graph and its region in the rewrite spec."""
 
     index: int
     """The region's number."""
     region: RegionSpec
     lowered: LoweredRegion
     is_resized: bool
-    """Whether it is the region with smaller tensors."""
+    """True if it is the region with smaller tensors."""
 
 
 class PlanBackend:
-    """The Dynamo backend that puts a rewrite spec's graphs in the place of what was captured."""
+    """The Dynamo backend that replaces captured graphs by a rewrite spec's graphs."""
 
     def __init__(self, model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None = None
                  ) -> None:
-        """`regions`: those of the rewrite spec that may be met, by default all."""
-        # What was compiled refers to this, and torch's cache, in which the garbage collector does
-        # not see, to that: a model that the caller deletes would stay.
+        """Create the backend.  `regions`: those of the rewrite spec that may be met, by default
+        all."""
+        # Compiled code refers to this object, and torch's cache, which the garbage collector does
+        # not see, refers to the code: a model that the caller deletes would stay.
         self._model = weakref.ref(model)
         self._spec = spec
         self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
         self._compiled_regions = 0
         self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
         self.running: nn.Module | None = None
-        """The module whose forward is being called: the model or a block; `None`: not known, and
-        modules keep the names that the graph has."""
+        """The module whose forward is being called: the model or a block; `None`: unknown, and
+        modules keep the names of the graph."""
         self.fallback: Fallback | None = None
-        """Makes what runs in the place of a graph that is none of the plan's, where others have
-        run; `None`: that is an error."""
+        """Replacement for a graph that is not the plan's once others have run; `None`: that is an
+        error."""
         self.compilations = 0
-        """Graphs that were compiled so far."""
+        """Number of graphs compiled so far."""
         self.has_run = False
-        """Whether anything captured has run in this call."""
+        """True if any captured graph has run in this call."""
         self.has_begun = False
-        """Whether what has run may have changed random state or buffers, so that the call cannot
-        begin anew."""
+        """True if the part that has run may have changed random state or buffers, so that the call
+        cannot start over."""
         self.is_trial = False
-        """Whether a graph that is none of the plan's ends the call though others have run."""
+        """True if a graph that is not the plan's ends the call although others have run."""
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
-        """Regions of the plan that have run in this call."""
+        """Number of regions of the plan that have run in this call."""
         self._warned_of_output = False
 
     def with_spec(self, spec: RewriteSpec, regions: Sequence[int]) -> Self:
-        """The backend of these regions of another rewrite spec for the same captured graphs, the
-        very modules: what this one has lowered is not lowered again."""
+        """Return the backend of these regions of another rewrite spec for the same captured graphs
+        (the same modules).  Graphs that this one has lowered are not lowered again."""
         if self._lowered is None:
             self._lowered = {}
         other = copy.copy(self)
@@ -110,8 +111,8 @@ class PlanBackend:
         self.compilations += 1
         if self.running is not None:
             name_modules(module, self.running)
-        # Read now: the model may have been given other parameters since the plan was applied.  Only
-        # the names, since what compiles keeps `partition`, and an input may be an activation.
+        # Read now: the model may have other parameters than when the plan was applied.  Only the
+        # names, since the compiler keeps `partition`, and an input may be an activation.
         model = self._model()
         assert model is not None  # it is being called
         names = {id(tensor): name for name, tensor in
@@ -173,8 +174,8 @@ class PlanBackend:
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
         match: Callable[[], Match | None],
     ) -> Callable[..., Any]:
-        """The captured module, compiled with the graphs of `partition`; `match` is the region that
-        it found."""
+        """Return the captured module, compiled with the graphs of `partition`; `match` is the
+        region that it found."""
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             self._leaves_no_trace = match() is None and _leaves_no_trace(graph.graph)
@@ -192,16 +193,16 @@ class PlanBackend:
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
                   ) -> RewrittenRegion:
-        """The graphs as their compiler is to have them; the forward's first `num_outputs` outputs
-        are the caller's."""
+        """Return the graphs in the form for their compiler; the forward's first `num_outputs`
+        outputs are the caller's."""
         return graphs
 
     def _matching_region(
         self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
         given: Sequence[str | None],
     ) -> Match:
-        """The rewrite spec's region that this graph is, whose inputs have these names, if any;
-        raises `PlanMismatch`."""
+        """Return the rewrite spec's region that equals this graph, among those whose inputs have
+        these names, if any; raise `PlanMismatch` if there is none."""
         names = [source.name(given) for source in primal_sources(primals_of(joint))]
         variant = JointVariant(self._spec.backend == "inductor", self._spec.low_peak,
                                self._spec.chunks, self._spec.inner_chunks)
@@ -242,8 +243,8 @@ class PlanBackend:
     def _why_not_served(
         self, planned: RegionSignature, found: RegionSignature, difference: str
     ) -> str | None:
-        """Why a region that differs from the planned one cannot run its schedule within its memory;
-        `None` if it can, being the same ops on smaller tensors."""
+        """Reason why a region that differs from the planned one cannot run its schedule within its
+        memory; `None` if it can, since it has the same ops on smaller tensors."""
         # In a step that may fall back, values may decide sizes, so that equal inputs prove nothing.
         has_control_flow = self.fallback is not None and planned.is_like(found)
         if not (planned.serves(found) or has_control_flow):
@@ -266,7 +267,8 @@ def refuse_double_backward() -> None:
 
 
 def _leaves_no_trace(graph: fx.Graph) -> bool:
-    """Whether a graph only makes its outputs: it draws no random numbers and writes no input."""
+    """Return whether a graph only makes its outputs: it draws no random numbers and writes no
+    input."""
     return not mutated_inputs(graph.output_node()) and all(
         isinstance(node.target, OpOverload) and not schema_of(node.target).is_mutable
         and not is_random(node) for node in graph.nodes
@@ -292,7 +294,7 @@ def _describe_op(key: OpKey) -> str:
 
 
 def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module's generated code, taking its arguments in a list that it empties."""
+    """Return the module's generated code as a function of a list of arguments, which it empties."""
     graph.graph.set_codegen(BoxedCodeGen())
     graph.recompile()
     return boxed(graph.forward)
@@ -312,9 +314,9 @@ class Layout(Protocol):
 def checked_backward(
     run: Callable[[list[Any]], Any], planned: Sequence[Layout], cotangents: Sequence[bool],
 ) -> Callable[[list[Any]], Any]:
-    """The backward `run` with a check of its last arguments, the cotangents: zeros like `planned`
-    are made where autograd left them out and the plan counts on a gradient, and a gradient through
-    an output that the plan took for one without is refused."""
+    """Return the backward `run` with a check of its last arguments, the cotangents.  Missing
+    gradients that the plan relies on become zeros like `planned`; a gradient through an output that
+    the plan assumed to have none is refused."""
 
     def call(args: list[Any]) -> Any:
         first = len(args) - len(cotangents)

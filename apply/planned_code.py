@@ -43,10 +43,10 @@ class CompiledCode:
         self._is_compiled, self._is_of_blocks = is_compiled, is_of_blocks
         self._has_several_regions = has_several_regions
         self._operations_outside: int | None = None
-        """What autograd recorded outside of all regions in the first call; `None`: there was none.
-        """
+        """Number of ops that autograd recorded outside of all regions in the first call; `None`
+        before it."""
         self.did_more_outside = False
-        """Whether it recorded more there in the last call."""
+        """True if the last call recorded more ops outside than the first."""
 
     @property
     def has_begun(self) -> bool:
@@ -55,8 +55,8 @@ class CompiledCode:
         return bool(self._backend.has_begun)
 
     def fall_back(self, fallback: Fallback) -> None:
-        """In a step that has begun, a region that is not the plan's is from now on run by what
-        `fallback` makes of it, with a warning, instead of ending the step with `PlanMismatch`."""
+        """From now on, once a step has begun, run a region that is not the plan's by the result of
+        `fallback`, with a warning, instead of ending the step with `PlanMismatch`."""
         self._backend.fallback = fallback
 
     def compare_with(self, earlier: object) -> None:
@@ -86,7 +86,7 @@ class CompiledCode:
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
-        """`own`: the forward that the instance has, `None`: that of its class."""
+        """Call the module.  `own`: the forward that the instance has; `None`: that of its class."""
         backend = self._backend
         backend.has_run = backend.has_begun = False
         backend.planned_runs, backend.running = 0, module
@@ -124,7 +124,7 @@ class CompiledCode:
         return sizes_as_they_are((args, kwargs))
 
     def why_unplanned(self) -> str | None:
-        """Why the last call, which went well, did not run under the plan; `None` where it did."""
+        """Reason why the last successful call ran without the plan; `None` if it ran under it."""
         if not self._backend.has_run:
             return ("torch.compile ran this step as it is written, without the plan: it gave up on "
                     "the model's code, or a dispatch mode is active. If the model sets something "
@@ -156,7 +156,8 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, to
 
 
 def _backend_of(model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None) -> PlanBackend:
-    """The Dynamo backend that runs a rewrite spec's graphs, by default those of all regions."""
+    """Return the Dynamo backend that runs a rewrite spec's graphs, by default those of all regions.
+    """
     if spec.backend == "inductor":
         from planner._apply.inductor import InductorBackend
 

@@ -1,15 +1,15 @@
 """The forward of a module whose training step runs planned graphs.
 
-It stands in the instance, so that whoever calls the module meets it, and its hooks run around it as
-they do around any forward.  It knows rewrite specs, tries those that may be for the call, and asks
-for another where none is.  A copy and a pickle of the module take the rewrite specs along, and
-compile anew. An outer `torch.compile` does not trace it: its graph breaks there, and the plan is
-run.
+It is an attribute of the instance, so every caller of the module reaches it, and its hooks run
+around it as around any forward.  It knows rewrite specs, tries those that may fit the call, and
+asks for another if none does.  A copy and a pickle of the module include the rewrite specs, and
+compile again.  An outer `torch.compile` does not trace it: its graph breaks there, and the plan
+runs.
 
-Blind spots: where a rewrite spec has served calls of some kind before, and in another one does not
-fit when a part of that has run, no other rewrite spec is tried, since random state and buffers may
-have changed.  Hooks of the model that change its arguments have run when a rewrite spec is asked
-for, and run again where that captures the model.
+Blind spots: a rewrite spec that has served calls of some kind may not fit another such call, after
+a part of it has run.  No other rewrite spec is tried then, since random state and buffers may have
+changed.  Hooks of the model that change its arguments have run before a rewrite spec is requested,
+and run again if that captures the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], RewriteSpec]
 
 
 class CountingForward(ForwardOverride):
-    """A stand-in for the forward of a whole model, which counts its steps."""
+    """A forward override of a whole model that counts its steps."""
 
     def __init__(self, module: nn.Module, inner: Forward | None) -> None:
         super().__init__(module, inner)
@@ -47,7 +47,7 @@ class CountingForward(ForwardOverride):
         return {**super().__getstate__(), "steps": StepCounts()}
 
     def is_foreign(self) -> bool:
-        """Whether this call is no training step that a plan may serve, and runs as it is written;
+        """Return whether this call is no training step that a plan may serve, and runs unchanged;
         one with gradients is counted."""
         foreign = foreign_call()
         if foreign is None:
@@ -57,24 +57,24 @@ class CountingForward(ForwardOverride):
         return True
 
     def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """A call of the forward beneath this one."""
+        """Describe a call of the forward beneath this one."""
         with in_place_of_forward(self.__self__, self.inner):
             return Call.of(self.__self__, args, kwargs)
 
     def explained(self, spec: RewriteSpec, error: PlanMismatch, call: Call) -> PlanMismatch:
-        """The error with what differs from the rewrite spec's call signature in front."""
+        """Return the error with the differences from the rewrite spec's call signature in front."""
         words = differences(spec, self.__self__, call.signature)
         return PlanMismatch(f"{'; '.join(words)}: {error}") if words else error
 
 
 class PlannedForward(CountingForward):
-    """The planned forward of a model, which is compiled as one chunk or by blocks."""
+    """The planned forward of a model, which is compiled as a whole or by blocks."""
 
     def __init__(self, module: nn.Module, inner: Forward | None, specs: Sequence[RewriteSpec],
                  replan: Replan | None) -> None:
         super().__init__(module, inner)
         self.specs = tuple(specs)
-        """Those known; what `replan` made comes last."""
+        """Known rewrite specs; the result of `replan` comes last."""
         self._replan = replan
         self._codes: dict[int, Code] = {}  # by number of the rewrite spec
         self._served: dict[Call, int] = {}  # the rewrite spec that such calls ran under
@@ -119,7 +119,7 @@ class PlannedForward(CountingForward):
         return result
 
     def _step(self, known: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(known) == 1 and self._replan is None:  # no choice, which a description would help
+        if len(known) == 1 and self._replan is None:  # without a choice, no description is needed
             number, = known
             try:
                 return self._run(number, args, kwargs)
@@ -135,7 +135,7 @@ class PlannedForward(CountingForward):
                 differences(self.specs[number], module, call.signature)))
         refusals: list[tuple[int, PlanMismatch]] = []
         for number in known:
-            # What does not fit may show when a part has run; then another is tried from the start.
+            # A mismatch may show when a part has run; then another one is tried from the start.
             is_trial = number != served
             try:
                 result = self._run(number, args, kwargs, is_trial=is_trial)
@@ -151,7 +151,7 @@ class PlannedForward(CountingForward):
                 raise PlanMismatch("there is no plan for this model. Make one")
             number, refusal = refusals[0]
             raise self.explained(self.specs[number], refusal, call) from None
-        # What is planned is the forward beneath this one, called as it is called here.
+        # The plan is for the forward beneath this one, called as it is called here.
         with in_place_of_forward(module, self.inner):
             self.specs += (self._replan(module, args, kwargs),)
         result = self._run(len(self.specs) - 1, args, kwargs)
@@ -170,7 +170,7 @@ class PlannedForward(CountingForward):
 
 
 def can_be_pickled(value: object) -> bool:
-    """Whether a pickle of the value can be made."""
+    """Return whether the value can be pickled."""
     try:
         pickle.dumps(value)
     except Exception:  # whatever a `__reduce__` raises

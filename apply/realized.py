@@ -1,9 +1,9 @@
 """Results of the backward that Inductor has to store.
 
-Inductor computes a pointwise result anew in each kernel that reads it, and so holds what it is
-computed from until the last of them.  A schedule counts on something else: what is read behind a
-kernel of a library waits for that as itself, and its operands can go.  Such results are marked to
-be stored where they are made, unless what they are computed from takes less.
+Inductor recomputes a pointwise result in each kernel that reads it, and so keeps its operands alive
+until the last of them.  A schedule assumes otherwise: a result that is read after a kernel of a
+library is stored, and its operands are freed.  Such results are marked to be stored where they are
+made, unless their operands are smaller.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from planner._graph_capture.torch_compat.inductor import is_stored, store_result
 
 
 def realize_across_library_calls(graph: fx.Graph) -> None:
-    """Mark the results, of ops that Inductor generates kernels for, that are read behind a kernel
-    of a library."""
+    """Mark results of generated kernels that are read after a kernel of a library."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     external = [position for node, position in order.items() if _is_external(node)]
     for node, position in order.items():
@@ -50,14 +49,14 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def _last_read(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Position of the last op that reads the node or a view of it; -1 if none does."""
+    """Return the position of the last op that reads the node or a view of it; -1 if none does."""
     return max((order[user] for user in readers(node, _is_alias) if user.op != "output"),
                default=-1)
 
 
 def _held_for(node: fx.Node) -> set[fx.Node]:
-    """What has to be held until a kernel reads the node, if that is not stored: inputs of the
-    graph, results of libraries' kernels and of reductions, and what is stored."""
+    """Return the nodes that stay alive until a kernel reads this node, if it is not stored: inputs
+    of the graph, results of libraries' kernels and of reductions, and stored results."""
     return operands(node.args[0] if is_tuple_element(node) else node, lambda source: (
         is_view(source) or (_makes_values(source) and not is_stored(source)
                             and fusion_of(source) is Fusion.POINTWISE)))

@@ -1,11 +1,10 @@
 """A lowered region and its insertions -> the forward and backward graphs that execute them.
 
-The runs are emitted in the order of the schedule: first runs in the order of the region, what is
-inserted (`_EMIT` says how) just before the op it serves.  A view is made anew where it is first
-needed after its storage was made, and again in the backward, so that what crosses from the forward
-to the backward is one tensor for each storage: on the host where it is stored there
-(`apply.host_store`).  fx drops every name after its last use; the
-storages then live as long as `solvers.simulator` says.
+The runs are emitted in the order of the schedule: first runs in the order of the region, insertions
+(see `_EMIT`) just before the op that they serve.  A view is recomputed where it is first needed
+after its storage was made, and again in the backward, so that one tensor for each storage crosses
+from the forward to the backward: on the host if it is stored there (`apply.host_store`). fx drops
+every name after its last use; the storages then live as long as `solvers.simulator` says.
 """
 
 from __future__ import annotations
@@ -58,14 +57,15 @@ def rewrite(
     inplace_reuses: Sequence[InplaceReuse] = (),
     released: Sequence[int] = (),
 ) -> RewrittenRegion:
-    """Forward and backward of `region` with these insertions and in-place runs; `released`: outputs
-    of its forward that are not held, so that a run of their op in the forward replaces them."""
+    """Return forward and backward of `region` with these insertions and in-place runs.  `released`:
+    outputs of its forward that the caller does not keep alive, so that a run of their op in the
+    forward replaces them."""
     return _Rewriter(region, insertions, inplace_reuses, released).run()
 
 
 @dataclass
 class _ReplayInputs:
-    """What the first run of an op leaves for its replays."""
+    """The inputs that the first run of an op saves for its replays."""
 
     state: fx.Node | None = None
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class _Rewriter:
         return RewrittenRegion(forward, backward)
 
     def _enter_backward(self) -> None:
-        """From here on views are made anew, from what was saved."""
+        """From now on recompute views, from the saved tensors."""
         self.in_forward = False
         roots = {storage.root for storage in self.region.storages}
         self.env = {node: new for node, new in self.env.items()
@@ -145,8 +145,8 @@ class _Rewriter:
         return [self._value(v) if isinstance(v, fx.Node) else v for v in values]
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """The node in the new graph that holds the current value of `node`, which is re-made if it
-        is a view that is not there now."""
+        """Return the node in the new graph with the current value of `node`; a missing view is
+        recomputed."""
         storage = self.region.storage_of.get(node, RESIDENT)
         if storage in self.coming:
             self._end_fetch(storage)
@@ -205,7 +205,8 @@ class _Rewriter:
         return new
 
     def _moved(self, action: Stored) -> tuple[int, fx.Node]:
-        """The storage that an action moves, and the node that holds it when it is made."""
+        """Return the storage that an action moves, and the node that represents it when it is made.
+        """
         storage = self.region.ops[self.index_of[action.op]].outputs[action.output]
         root = self.region.storages[storage].root
         if root is None:
@@ -235,7 +236,7 @@ class _Rewriter:
             new = self._emit_copy(op.node)
         self.env[op.node] = new
         for user in op.node.users:
-            # A tuple must not outlive its run: it would hold all of its elements.
+            # A tuple must not outlive its run: it would keep all of its elements alive.
             if is_tuple_element(user) and not (run and self._is_returned_later(user)):
                 self._emit_copy(user)
 
@@ -243,12 +244,13 @@ class _Rewriter:
         return self._keeps(self.region.storage_of.get(node, RESIDENT))
 
     def _keeps(self, storage: int) -> bool:
-        """Whether the first result is still to be returned: a replay does not take its place.  Once
-        the forward has returned, it does."""
+        """Return whether the first result is still to be returned, so that a replay does not
+        replace it.  Once the forward has returned, it does."""
         return self.in_forward and storage in self.kept
 
     def _forget(self, op: LoweredOp) -> None:
-        """Views and elements of the previous results are stale once the op runs again."""
+        """Drop views and elements of the previous results, which are stale once the op runs again.
+        """
         for storage in op.outputs:
             if not self._keeps(storage):
                 self.coming.pop(storage, None)
@@ -264,7 +266,7 @@ class _Rewriter:
         self.replay_inputs[index] = inputs
 
     def _emit_draw(self, index: int, op: LoweredOp) -> fx.Node:
-        """The first run of a random op that runs again; what stands for its node."""
+        """Emit the first run of a random op that runs again; return the node that replaces it."""
         value = op.node.meta["val"]
         sample: Any = tensors_of(value)[0]
         new = self.graph.call_function(*draw(
@@ -321,7 +323,7 @@ class _Rewriter:
     def _arguments(
         self, op: LoweredOp, copies: Mapping[fx.Node, fx.Node]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Current operands of a run; `copies` stand in for inputs that the step mutates."""
+        """Return the current operands of a run; `copies` replace inputs that the step mutates."""
 
         def operand(node: fx.Node) -> fx.Node:
             if node not in copies:
@@ -334,7 +336,7 @@ class _Rewriter:
     def _emit_copy(self, node: fx.Node) -> fx.Node:
         new = self.graph.node_copy(node, self._operand)
         if new.target is torch.ops.aten.view.default:
-            # Where a kernel lays out its result in another way than its trace, no view may exist.
+            # No view may exist if a kernel lays out its result in another way than its trace.
             new.target = torch.ops.aten.reshape.default
         self._describe(new, node)
         self.env[node] = new
@@ -346,7 +348,7 @@ class _Rewriter:
         return new
 
     def _note_crossing(self, new: fx.Node) -> None:
-        """A value of the forward that the backward reads is a saved tensor."""
+        """Record a value of the forward that the backward reads as a saved tensor."""
         if not self.in_forward and new in self.forward_nodes:
             self.saved.setdefault(new)
 
@@ -366,4 +368,4 @@ class _Rewriter:
 _EMIT: Mapping[type, Callable[[_Rewriter, Any], None]] = {
     RunAgain: _Rewriter._emit_run_again, Store: _Rewriter._emit_store,
     Release: _Rewriter._emit_release, Fetch: _Rewriter._emit_fetch}
-"""What emits each kind of inserted action."""
+"""Method that emits each kind of inserted action."""

@@ -1,4 +1,4 @@
-"""What the applier needs of a plan, and nothing else: plain data, so that a file can hold it.
+"""The part of a plan that the applier needs: plain data, so that a file can contain it.
 
 A rewrite spec names the ops that the training graph must have (in order, each with its digest) and
 the actions to insert between their first runs.  It knows no costs and no budgets.
@@ -27,7 +27,7 @@ class OpKey:
 
 
 class RunAgain(msgspec.Struct, frozen=True, tag_field="kind", tag="run"):
-    """An op of the forward runs again."""
+    """Run an op of the forward again."""
 
     op: str
 
@@ -40,19 +40,19 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Store(Stored, frozen=True, tag_field="kind", tag="store"):
-    """A copy of a result to the host begins."""
+    """Begin a copy of a result to the host."""
 
 
 class Release(Stored, frozen=True, tag_field="kind", tag="release"):
-    """The copy is waited for; the device's memory is let go."""
+    """Wait for the copy, and free the device's memory."""
 
 
 class Fetch(Stored, frozen=True, tag_field="kind", tag="fetch"):
-    """A copy of a result back to the device begins."""
+    """Begin a copy of a result back to the device."""
 
 
 InsertedAction: TypeAlias = RunAgain | Store | Release | Fetch
-"""What can happen between first runs: a union of structs that a file tells apart by their tags."""
+"""Action between first runs: a union of structs, distinguished in a file by their tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,36 +70,36 @@ class InplaceReuse:
 
     op: str
     run: int
-    """Which run of the op: 0 is the first, 1 the first recomputation."""
+    """Number of the run of the op: 0 is the first, 1 the first recomputation."""
     candidate: int
-    """Which of the op's in-place candidates."""
+    """Number of the candidate among the op's in-place candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionSpec:
-    """One captured region: its ops and what is inserted into its forward and backward."""
+    """One captured region: its ops, and the insertions into its forward and backward."""
 
     forward: tuple[OpKey, ...]
     backward: tuple[OpKey, ...]
     cotangents: tuple[bool, ...]
-    """For each differentiable output of the joint graph, whether a gradient flows into it."""
+    """For each differentiable output of the joint graph, true if a gradient flows into it."""
     insertions: tuple[Insertion, ...] = ()
-    """In the order of the ops before which they stand."""
+    """Insertions, in the order of the ops that they precede."""
     inplace_reuses: tuple[InplaceReuse, ...] = ()
-    """In the order of the runs."""
+    """In-place runs, in the order of the runs."""
     region_signature: RegionSignature | None = None
-    """Which other sizes of inputs the rewrite spec serves; `None`: no others."""
+    """Other sizes of inputs that the rewrite spec serves; `None`: no others."""
     block: str = ""
-    """The submodule that is compiled by itself; empty where the whole model is."""
+    """The submodule that is compiled by itself; empty if the whole model is."""
     hoisted: tuple[int, ...] = ()
     """Positions, in the clean joint graph, of backward ops that belong to the forward here."""
     code: tuple[CodeMemory, ...] = ()
-    """What the forward and the backward code that Inductor generated take; empty: not known."""
+    """Memory of the generated forward and backward code of Inductor; empty: unknown."""
     released: tuple[int, ...] = ()
-    """Which outputs of its forward the caller lets go before the backward, mutated inputs not
-    counted."""
+    """Outputs of its forward that the caller releases before the backward, not counting mutated
+    inputs."""
     elided: tuple[int, ...] = ()
-    """Which outputs of its forward are not made: nobody is to read them."""
+    """Outputs of its forward that are not made, since nobody is to read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class InputKey:
     """One argument of the call that a plan was made for."""
 
     name: str
-    """As the model's forward names it, with what leads to a tensor within it."""
+    """Its name in the model's forward, with the path to a tensor within it."""
     kind: str
     """Dtype and shape of a tensor; a plain value; or a type."""
     requires_grad: bool = False
@@ -127,62 +127,63 @@ class InputKey:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What a step was called with and under when it was planned."""
+    """The arguments and settings of a step when it was planned."""
 
     inputs: tuple[InputKey, ...]
-    """By name; those that are `None` are left out."""
+    """Inputs by name; those that are `None` are left out."""
     autocast: str
-    """Device types and dtypes of autocast; empty where it was off."""
+    """Device types and dtypes of autocast; empty if it was off."""
     wrapper: str | None
-    """What wraps the forward in the instance of the model; `None`: nothing does."""
+    """Wrapper of the forward in the instance of the model; `None`: none."""
     attention: str | None
-    """The implementation of attention, where the model's configuration names one."""
+    """The implementation of attention, if the model's configuration names one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewriteSpec:
-    """A plan as the applier sees it."""
+    """The part of a plan that the applier uses."""
 
     tensors: tuple[ParameterKey, ...]
     """Every parameter and buffer, in the order of `named_parameters()`, then `named_buffers()`."""
     regions: tuple[RegionSpec, ...]
-    """In the order of their forwards."""
+    """Regions in the order of their forwards."""
     training: bool
-    """Whether the model was in training mode when it was captured."""
+    """True if the model was in training mode when it was captured."""
     overrides: tuple[tuple[str, object], ...] = ()
     """Keyword arguments that capture forced (`use_cache=False`) and the applied model repeats."""
     backend: str = "eager"
-    """What runs the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""
+    """Executor of the graphs: op by op (`eager`), or compiled by Inductor (`inductor`)."""
     low_peak: bool = False
-    """Whether gradients are copied so that the backward holds less
+    """True if gradients are copied so that the backward uses less memory
     (`graph_capture.joint_graph.low_peak_backward`)."""
     chunks: int = 1
-    """In how many chunks its widest part runs (`graph_capture.joint_graph.chunks`)."""
+    """Number of chunks in which its widest part runs (`graph_capture.joint_graph.chunks`)."""
     inner_chunks: int = 1
-    """In how many chunks the insides of its layers run."""
+    """Number of chunks in which the insides of its layers run."""
     kernel_order: bool = False
-    """Whether Inductor may not move or fuse kernels of the backward across calls of libraries, and
-    stores what is read behind them (`apply.realized`)."""
+    """True if Inductor may not move or fuse kernels of the backward across calls of libraries.  It
+    then stores results that are read after them (`apply.realized`)."""
     low_memory_codegen: bool = False
-    """Whether Inductor's code is to take less memory where that costs little.  It then lays out for
-    convolutions only what they read and make, and neither what its graphs hand on to the backward,
-    weights and images, nor what has its elements in other dimensions; and kernels that read the
-    same are two where as one they would set the peak."""
+    """True if Inductor's code is to use less memory at a small cost.  Only inputs and outputs of
+    convolutions are then laid out for them.  Left out are results for the backward, weights,
+    images, and tensors with permuted elements.  Kernels that read the same inputs stay apart if the
+    fused kernel would set the peak."""
     signature: CallSignature | None = None
-    """For errors, not for choosing; `None`: not known."""
+    """For errors, not for choosing; `None`: unknown."""
     device: str = ""
-    """The device planned for; for errors."""
+    """The planned device; for errors."""
     holds_output: bool = True
-    """Whether the caller is taken to hold the model's output until the backward ends."""
+    """True if the caller is assumed to keep the model's output alive until the backward ends."""
     ops: tuple[TrainingOp, ...] = ()
-    """The whole step that the plan was made for, in the order of execution, without what no check
-    needs (source, target, bytes moved); empty while rewrite specs are only compared in a search."""
+    """The whole step that the plan was made for, in the order of execution, without the fields that
+    no check needs (source, target, bytes moved).  Empty while a search only compares rewrite specs.
+    """
     buffers: tuple[Buffer, ...] = ()
-    """What these ops exchange."""
+    """Buffers that these ops exchange."""
 
     @property
     def is_variant(self) -> bool:
-        """Whether the graph is another one than that captured at first: low-peak, or in chunks."""
+        """True if the graph differs from the captured one: low-peak, or chunked."""
         return self.low_peak or self.chunks > 1 or self.inner_chunks > 1
 
     @property

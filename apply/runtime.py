@@ -1,9 +1,9 @@
 """The applied model: the user's module, whose training step runs the planned graphs.
 
-A planned forward stands in the instance (`apply.planned_forward`).  `torch.compile` captures the
-model's own forward again, now with its real tensors; AOTAutograd keeps aliasing, input mutation and
-tied weights right; the backend in `plan_backend` puts the plan's graphs in the place of what it is
-given.
+A planned forward is an attribute of the instance (`apply.planned_forward`).  `torch.compile`
+captures the model's own forward again, now with its real tensors; AOTAutograd keeps aliasing, input
+mutation and tied weights right; the backend in `plan_backend` replaces captured graphs by the
+plan's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = ["Replan", "apply_spec", "attach", "detach"]
 def apply_spec(
     model: nn.Module, spec: RewriteSpec, *, replan: Replan | None = None,
 ) -> nn.Module:
-    """A module that trains as `model` does, with the rewrite spec's recomputations; see `attach`.
+    """Return a module that trains as `model` does, with the rewrite spec's recomputations; see
+    `attach`.
 
     Raises `PlanMismatch`, here if parameters or buffers differ from those of the plan, and in the
     first training step if the captured graph does (and there is no `replan`).
@@ -43,22 +44,22 @@ def apply_spec(
 
 def attach(model: nn.Module, specs: Sequence[RewriteSpec] = (), *, replan: Replan | None = None,
            in_place: bool) -> nn.Module:
-    """A module that trains as `model` does, each step under one of the rewrite specs.
+    """Return a module that trains as `model` does, each step under one of the rewrite specs.
 
     In place, it is `model` itself, until `detach`.  Otherwise it is another module of the same
     class, which shares every submodule, parameter and buffer with `model` (which itself stays as it
     was); blocks that are compiled one by one have their planned forwards while the model runs.
-    Both have the `state_dict` keys of `model`.  Without gradients it runs the plain forward,
-    and, without `replan`, also in the other of train and eval mode than the rewrite specs were made
-    for.
+    Both have the `state_dict` keys of `model`.  Without gradients it runs the plain forward.
+    Without `replan`, it also does so in the other of train and eval mode than that of the rewrite
+    specs.
 
-    A step with inputs of another size runs a rewrite spec where its graph is the same but for sizes
-    and no tensor is larger than planned.  For a step that no rewrite spec serves `replan` is asked
-    for one, with the model and the arguments; from then on that is tried as the others are.
-    Rewrite specs that were attached before are dropped.
+    A step with inputs of another size runs a rewrite spec if its graph is the same except for sizes
+    and no tensor is larger than planned.  For a step that no rewrite spec serves, `replan` is
+    called with the model and the arguments; its result is then tried like the others.  Rewrite
+    specs that were attached before are dropped.
 
-    Raises `PlanMismatch` where the model lacks the blocks of a rewrite spec; a step raises it where
-    no rewrite spec serves it (and there is no `replan`).
+    Raises `PlanMismatch` if the model lacks the blocks of a rewrite spec; a step raises it if no
+    rewrite spec serves it (and there is no `replan`).
     """
     for spec in specs:
         check_blocks(model, spec)
@@ -70,13 +71,13 @@ def attach(model: nn.Module, specs: Sequence[RewriteSpec] = (), *, replan: Repla
 
 
 def detach(model: nn.Module) -> None:
-    """Take away what `attach` has put into a model, which then runs as it is written."""
+    """Undo `attach`; the model then runs unchanged."""
     take_down(model)
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A shallow copy of a model, which shares all but modules that have a stand-in, and what holds
-    them."""
+    """Return a shallow copy of a model, which shares everything except modules with a forward
+    override, and their parents."""
     copies = {"": _shallow(model)}
 
     def copy_of(path: str) -> nn.Module:
@@ -96,7 +97,7 @@ def _copy(model: nn.Module) -> nn.Module:
 def _shallow(module: nn.Module) -> nn.Module:
     try:
         copied = copy.copy(module)
-    except Exception as error:  # A wrapper has swapped its class for one that cannot be copied.
+    except Exception as error:  # A wrapper has replaced its class by one that cannot be copied.
         raise TypeError(
             f"cannot make another {type(module).__name__} that shares everything with the model "
             f"({type(error).__name__}: {error}); apply the plan before the model is wrapped, as by "

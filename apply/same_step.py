@@ -1,12 +1,12 @@
-"""Whether a captured region is what a rewrite spec states of it.
+"""Compare a captured region with the step of a rewrite spec.
 
-A rewrite spec holds the whole step that its schedule was simulated on.  Here the region that is met
-is held against that: what each op reads and makes, how large that is, what it may be written over,
-whether it may run again and what that needs.  Where nothing is understated, the schedule is legal
-for the region and takes no more memory than the simulator found.
+A rewrite spec contains the whole step that its schedule was simulated on.  The captured region is
+compared with it: the inputs, outputs and sizes of each op, the operands that it may be written
+over, whether it may run again and what that needs.  If nothing is understated, the schedule is
+legal for the region and uses no more memory than the simulator found.
 
-Blind spots: what is outside of the regions is not met here.  Of a graph that Inductor compiles,
-sizes are those of buffers that leave a kernel; they are not compared, its code is.
+Blind spots: ops outside of the regions are not compared.  In a graph that Inductor compiles, sizes
+are those of buffers that leave a kernel; they are not compared, but the code is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from planner._graph_capture.training_graph import Phase, TrainingOp
 
 
 def difference_from_step(spec: RewriteSpec, index: int, lowered: LoweredRegion) -> str | None:
-    """The first op, in words, of which the rewrite spec states something else than the region, its
-    `index`-th, has; `None` where there is none, and for a rewrite spec without a step.
+    """Describe the first op that differs between the rewrite spec and the region, its `index`-th;
+    `None` if there is none, and for a rewrite spec without a step.
 
     Sizes may be smaller than stated.
     """
@@ -37,14 +37,14 @@ def difference_from_step(spec: RewriteSpec, index: int, lowered: LoweredRegion) 
 
 
 def outputs_let_go(spec: RewriteSpec, index: int, lowered: LoweredRegion) -> tuple[int, ...]:
-    """Places of the outputs of a region's forward, mutated inputs not counted, that the rewrite
-    spec counts on being let go before the backward."""
+    """Return the places of the outputs of a region's forward, not counting mutated inputs, that the
+    caller must release before the backward, according to the rewrite spec."""
     released = set(spec.regions[index].released)
-    if spec.ops and len(spec.regions) == 1:  # else code between regions holds them for a while
+    if spec.ops and len(spec.regions) == 1:  # else code between regions may keep them alive
         planned = {op.name: op for op in spec.ops}
         held = {buffer for op in spec.ops if not op.digest for buffer in op.inputs}
         held |= {place for place, buffer in enumerate(spec.buffers) if buffer.kept_to_end}
-        # What the plan itself saves for the backward is there whoever holds it.
+        # Tensors that the plan itself saves for the backward exist anyway.
         again = {action.op for group in spec.regions[index].insertions
                  for action in group.actions if isinstance(action, RunAgain)}
         held |= {buffer for op in spec.ops if op.phase is Phase.BACKWARD for buffer in op.inputs
@@ -119,7 +119,8 @@ class _Comparison:
                 else buffer in self._cotangent[storage])
 
     def _of_reuses(self) -> str | None:
-        """Which operand a run writes over is given by its place among the candidates."""
+        """Compare in-place runs: the overwritten operand is given by its place among the
+        candidates."""
         planned_of: Mapping[str, tuple[LoweredOp, TrainingOp]] = {
             op.name: (op, planned) for op, planned in self._pairs}
         for reuse in self._region.inplace_reuses:
@@ -131,8 +132,9 @@ class _Comparison:
         return None
 
     def _of_what_leaves(self) -> str | None:
-        """Others hold what leaves the region, to the end or for a while: gradients, and what is
-        copied into inputs.  An output that nobody is stated to hold is not written over."""
+        """Compare the outputs of the region: gradients, and copies into inputs.  Others keep them
+        alive, to the end or for a while.  An output that nobody is stated to keep alive is not
+        written over."""
         ours = {id(planned) for _, planned in self._pairs}
         held = {buffer for op in self._spec.ops if id(op) not in ours for buffer in op.inputs}
         held |= {place for place, buffer in enumerate(self._spec.buffers) if buffer.kept_to_end}

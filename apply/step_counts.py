@@ -1,7 +1,7 @@
-"""How many steps of a model ran under its plan, and why others did not.
+"""Count the steps of a model that ran under its plan, and the reasons why others did not.
 
-A step is a call of the model with gradients switched on.  The first step that does not run under
-the plan for some reason warns of it; later ones with that reason are only counted.
+A step is a call of the model with gradients enabled.  The first step that does not run under the
+plan for some reason warns of it; later ones with that reason are only counted.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class StepCounts:
     planned: int = 0
     """Steps that ran under a plan."""
     unplanned: int = 0
-    """Steps that ran as the model is written."""
+    """Steps that ran unchanged."""
     last_reason: str | None = None
-    """Why the last unplanned step did not run under the plan; `None`: there was none."""
+    """Reason why the last unplanned step did not run under the plan; `None`: there was none."""
     _warned: set[str] = field(default_factory=set, repr=False)
 
     def count(self, reason: str | None) -> None:
-        """Count a step; `reason`: why it did not run under the plan, `None` where it did."""
+        """Count a step; `reason`: why it did not run under the plan, `None` if it did."""
         if reason is None:
             self.planned += 1
             return
@@ -39,6 +39,6 @@ class StepCounts:
 
 
 def reason_of_mode(planned_training: bool) -> str:
-    """Why a step in the other mode than the plan's runs without it."""
+    """Return the reason why a step in the other mode than the plan's runs without it."""
     planned, now = ("train", "eval") if planned_training else ("eval", "train")
     return f"the plan was made in {planned} mode; this step in {now} mode runs without it"

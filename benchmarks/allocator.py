@@ -1,12 +1,12 @@
-"""The model of torch's caching allocator beside torch's own, on a machine without a GPU.
+"""Compare the model of torch's caching allocator with torch's own, on a machine without a GPU.
 
     python -m benchmarks.allocator --torch /path/to/python --include /usr/local/cuda/include
 
 `--torch` is the Python of an environment with a CUDA build of torch (Linux); gcc and the headers of
-CUDA are needed.  There the allocator runs on a device that hands out addresses only
-(`no_device.c`); the same requests, drawn at random, and those of whole training loops, go through
-the model, and what is allocated and reserved is compared after each.  Exit status 1 where any of it
-differs.
+CUDA are needed.  There the allocator runs on a device that only hands out addresses
+(`no_device.c`).  The same requests, drawn at random, and those of whole training loops, go through
+the model; allocated and reserved bytes are compared after each request.  Exit status 1 if any of
+them differ.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Requests = tuple[list[int], list[int]]
 
 
 def no_device_parser(module: str, doc: str | None, **options: Any) -> ArgumentParser:
-    """The parser of a benchmark that asks another Python's torch for CUDA."""
+    """Return the parser of a benchmark that uses the CUDA build of torch in another Python."""
     parser = benchmark_parser(module, doc, **options)
     parser.add_argument("--torch", required=True, help="Python with a CUDA build of torch")
     parser.add_argument("--include", default="/usr/local/cuda/include", help="CUDA's headers")
@@ -63,7 +63,7 @@ def no_device_parser(module: str, doc: str | None, **options: Any) -> ArgumentPa
 
 def on_no_device(python: str, include: str, arguments: Sequence[str],
                  environment: Mapping[str, str]) -> str:
-    """What a Python with a CUDA build of torch prints on the device that is none."""
+    """Run a Python with a CUDA build of torch on the simulated device, and return its output."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "no_device.so")
         sources = [str(Path(__file__).with_name(f"{name}.c"))
@@ -79,7 +79,7 @@ def on_no_device(python: str, include: str, arguments: Sequence[str],
 
 
 def random_requests(seed: int) -> Requests:
-    """A few hundred requests, of sizes about which the allocator decides."""
+    """Return a few hundred requests, of sizes around the allocator's thresholds."""
     draw = random.Random(seed)
     kinds = [(1, 4096), (1, MIB), (MIB - 2000, 12 * MIB), (9 * MIB, 200 * MIB)]
     taken = draw.sample(kinds, draw.randint(1, len(kinds)))
@@ -100,7 +100,7 @@ def random_requests(seed: int) -> Requests:
 
 
 def loop_requests(name: str) -> Requests:
-    """Those of loading and two plain steps of a model."""
+    """Return the requests of loading and two plain steps of a model."""
     prepared = WORKLOADS[name]().prepare(device="cuda", optimizer="adamw")
     around = prepared.surroundings
     assert around is not None and around.plain is not None
@@ -121,7 +121,7 @@ def loop_requests(name: str) -> Requests:
 
 def of_torch(python: str, include: str, requests: Sequence[Requests], expandable: bool
              ) -> list[list[list[int]]]:
-    """Allocated and reserved bytes after each event, as torch's allocator says."""
+    """Return allocated and reserved bytes after each event, according to torch's allocator."""
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder, "requests.json")
         given.write_text(json.dumps(requests), encoding="utf-8")
@@ -131,7 +131,7 @@ def of_torch(python: str, include: str, requests: Sequence[Requests], expandable
 
 
 def of_model(requests: Requests, expandable: bool, torch_version: str) -> list[list[int]]:
-    """The same by the model."""
+    """Return allocated and reserved bytes after each event, according to the model."""
     sizes, events = requests
     allocator = CachingAllocator(expandable=expandable,
                                  first_made=takes_first_made(torch_version))

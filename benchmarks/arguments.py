@@ -1,4 +1,4 @@
-"""The options that benchmarks have in common, each with one home."""
+"""Options that the benchmarks have in common, each defined once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def benchmark_parser(module: str, doc: str | None, *, models: Iterable[str] | No
                      known: Iterable[str] = WORKLOADS, rounds: int | None = None,
                      threads: int | None = None,
                      time_limit: float | None = None) -> argparse.ArgumentParser:
-    """The parser of the benchmark that lies in this module; the description is its first line.
+    """Create the parser of the benchmark in this module; the description is its first line.
 
-    An option for which a default is given, it has: `--model` (some of `known`), `--rounds`,
+    It has the options that a default is given for: `--model` (some of `known`), `--rounds`,
     `--threads`, `--time-limit`.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}",
@@ -35,8 +35,8 @@ def benchmark_parser(module: str, doc: str | None, *, models: Iterable[str] | No
 
 def add_names(parser: argparse.ArgumentParser, flag: str, known: Iterable[str],
               default: Iterable[str] | None = None, *, separator: str = ",") -> None:
-    """An option whose value is a list of names, all of them among `known`, or "all"; the parser
-    ends the process where one is not."""
+    """Add an option whose value is a list of names, all of them among `known`, or "all"; any other
+    name ends the process."""
     names = tuple(known)
 
     def chosen(text: str) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def add_names(parser: argparse.ArgumentParser, flag: str, known: Iterable[str],
 
 def add_numbers(parser: argparse.ArgumentParser, flag: str, default: Iterable[float],
                 help: str) -> None:
-    """An option whose value is a list of numbers, separated by commas."""
+    """Add an option whose value is a list of numbers, separated by commas."""
     def numbers(text: str) -> list[float]:
         try:
             return [float(number) for number in text.split(",")]
@@ -64,7 +64,7 @@ def add_numbers(parser: argparse.ArgumentParser, flag: str, default: Iterable[fl
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; where `--threads` is one of them, torch uses so many from here on."""
+    """Parse the arguments; `--threads`, if it is one of them, becomes torch's number of threads."""
     arguments = parser.parse_args(argv)
     if "threads" in arguments:
         torch.set_num_threads(arguments.threads)

@@ -1,11 +1,11 @@
-"""Which kernel of attention torch chooses, asked of torch, on a machine without a GPU.
+"""Compare the predicted attention kernel with torch's own choice, on a machine without a GPU.
 
     python -m benchmarks.attention_choice --torch /path/to/python --include /usr/local/cuda/include
 
 `--torch` is the Python of an environment with a CUDA build of torch and this package's needs.  Its
 own code chooses for a few thousand calls on the device of `no_device.c`, once for each compute
-capability, and so does `graph_capture.device_kernels.attention` for the same operands.  Exit status
-1 where they differ.
+capability, and `graph_capture.device_kernels.attention` chooses for the same operands.  Exit status
+1 if they differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHAPES = (  # of queries, keys and values
 
 
 def calls() -> Iterator[AttentionCall]:
-    """Calls about which torch decides differently; their operands are on the device."""
+    """Yield calls for which torch chooses different kernels; their operands are on the device."""
     def made(shape: Sequence[int], dtype: torch.dtype, needs_gradient: bool = False
              ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=needs_gradient)
@@ -64,7 +64,7 @@ def calls() -> Iterator[AttentionCall]:
 
 
 def differing() -> tuple[int, list[str]]:
-    """How many calls there were, and those for which torch chooses another kernel."""
+    """Return the number of calls, and those for which torch chooses another kernel."""
     capability = torch.cuda.get_device_capability()
     count, wrong = 0, []
     for count, call in enumerate(calls(), start=1):  # noqa: B007

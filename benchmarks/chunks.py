@@ -1,14 +1,13 @@
-"""Parts of a step in chunks, measured: the smallest peaks with and without `allow="chunk"`, and a
-chunked loss written by hand at its own peak.
+"""Chunked steps, measured: the smallest peaks with and without chunks, and a chunked loss by hand.
 
     python -m benchmarks.chunks --model gpt2,llama --vocabulary 32000 --rounds 7
     python -m benchmarks.chunks --model gpt2,t5 --attention eager --batch 2 --sequence 1024 \\
         --vocabulary 1024
 
 All steps of one row of models run in turns in one process; times are medians of their ratios to the
-plain step.  Peaks are allocator events above resident memory.  The models return nothing but their
-loss.  The hand-written loss is the usual one: the head and the cross-entropy of a number of rows at
-a time, each checkpointed, so that its backward computes the logits again.  BERT and T5 have none.
+plain step.  Peaks are allocator events above resident memory.  The models return only their loss.
+The hand-written loss is the usual one: the head and the cross-entropy of a number of rows at a
+time, each checkpointed, so that its backward computes the logits again.  BERT and T5 have none.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from benchmarks.models import WIDTH, WORKLOADS, Workload, returning_loss_only
 from benchmarks.table import Table
 
 CHUNKS = 16
-"""Of the loss that is written by hand."""
+"""Number of chunks of the loss that is written by hand."""
 WITHOUT, WITH = ("recompute",), ("recompute", "chunk")
 MODELS = ("gpt2", "llama")
 NOT_BY_HAND = ("bert", "t5")
@@ -60,7 +59,7 @@ def _summed(head: nn.Module, rows: torch.Tensor, wanted: torch.Tensor) -> torch.
 
 
 def smallest(workload: Workload, allow: Sequence[str], time_limit: float) -> planner.Plan:
-    """The plan for the smallest budget that can be met."""
+    """Return the plan for the smallest feasible budget."""
     budget_bytes = 1
     while True:
         try:
@@ -71,7 +70,7 @@ def smallest(workload: Workload, allow: Sequence[str], time_limit: float) -> pla
 
 
 def steps(workload: Workload, time_limit: float) -> Iterator[tuple[str, nn.Module, str]]:
-    """The steps of one model: what they are called, the model, and what the plan says."""
+    """Yield the steps of one model: the name, the model, and the plan's description."""
     returning = returning_loss_only(workload)
     yield "plain", returning.model, ""
     for name, allow in (("smallest", WITHOUT), ("smallest, in chunks", WITH)):

@@ -1,17 +1,17 @@
-"""Plans for Inductor: budgets held, gradients, and times beside `activation_memory_budget`.
+"""Plans for Inductor: peaks, gradients, and times compared with `activation_memory_budget`.
 
     python -m benchmarks.compiled --model gpt2,llama,bert,vit,unet --rounds 9
 
 Peaks are allocator events of a compiled step, above resident memory; times are ratios of steps run
-in turns, to `torch.compile(model)`.  The models return nothing but their loss.  Two tables:
+in turns, to `torch.compile(model)`.  The models return only their loss.  Two tables:
 
 - budgets: plans at fractions of the peak of `torch.compile(model)`, and the plan of the smallest
   peak.  Gradients are compared with those of `torch.compile(model)` after the same seed.  With
   `--fallback-random` random numbers are those of eager PyTorch, and gradients are compared with the
   plain model's.
-- torch: the peak of each ratio is read off the generated code; the ratio of the smallest peak, and
-  the one nearest to the middle between it and the default, run beside plans whose budget is the
-  peak measured there.
+- torch: the peak of each ratio is read from the generated code.  Two ratios run in turns with plans
+  whose budget is the peak measured there: the ratio of the smallest peak, and the one nearest to
+  the middle between it and the default.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Compiled(nn.Module):
 
 
 def compiled(model: nn.Module, ratio: float = 1.0) -> Compiled:
-    """`torch.compile(model)` with a value of `activation_memory_budget`."""
+    """Return `torch.compile(model)` with a value of `activation_memory_budget`."""
     @contextmanager
     def settings() -> Iterator[None]:
         with (compile_settings(donated_buffers=True),
@@ -84,15 +84,14 @@ class Measured:
 
 
 def measure(workload: Workload, label: str, model: nn.Module, plan: Plan | None = None) -> Measured:
-    """Peak and gradients of `model`, which computes what the workload's model does."""
+    """Measure peak and gradients of `model`, a variant of the workload's model."""
     peak = peak_bytes(workload, model)
     return Measured(label, model, peak, gradients(workload, model), plan)
 
 
 def within(workload: Workload, prepared: PreparedStep, label: str, net_bytes: int,
            effort: Effort) -> Measured | None:
-    """The plan under a budget above resident memory, applied and measured; `None` where nothing
-    fits."""
+    """Apply and measure the plan under a budget above resident memory; `None` if nothing fits."""
     try:
         plan = plan_within(prepared, prepared.resident_bytes + net_bytes, effort)
     except InfeasibleBudget as refusal:
@@ -105,8 +104,8 @@ def within(workload: Workload, prepared: PreparedStep, label: str, net_bytes: in
 
 def print_budgets(workload: Workload, prepared: PreparedStep, models: Sequence[Measured],
                   reference: torch.Tensor, rounds: int) -> bool:
-    """The table of one model, whose first line is `torch.compile`; whether every budget is held and
-    every gradient right."""
+    """Print the table of one model, whose first line is `torch.compile`; return whether every
+    budget is kept and every gradient right."""
     times = time_steps(workload, [row.model for row in models], rounds)
     table = Table("model:6", "step:13", "budget MB:.2f", "predicted MB:.2f", "measured MB:.2f",
                   "gradient error:.1e", "time:>19", "estimated:.3f")
@@ -127,7 +126,8 @@ def print_budgets(workload: Workload, prepared: PreparedStep, models: Sequence[M
 
 
 def peaks_of_torch(prepared: PreparedStep, ratios: Sequence[float]) -> dict[float, int]:
-    """The step's peak under each value of `activation_memory_budget`, above resident memory."""
+    """Return the step's peak under each value of `activation_memory_budget`, above resident memory.
+    """
     assert prepared.base.compiled is not None
     found = {}
     for ratio in ratios:
@@ -142,7 +142,8 @@ def peaks_of_torch(prepared: PreparedStep, ratios: Sequence[float]) -> dict[floa
 
 def compare_with_torch(workload: Workload, prepared: PreparedStep, default: Measured,
                        ratios: Sequence[float], rounds: int, effort: Effort) -> bool:
-    """torch at its smallest peak and at a middle one, and plans at the same; whether these win."""
+    """Compare torch at its smallest peak and at a middle one with plans at the same peaks; return
+    whether the plans win."""
     peaks = peaks_of_torch(prepared, ratios)
     print(f"{workload.name}: torch's peaks by ratio: " + ", ".join(
         f"{ratio:g}: {peak / MEGABYTE:.1f}" for ratio, peak in peaks.items()) + " MB")
@@ -171,7 +172,7 @@ def compare_with_torch(workload: Workload, prepared: PreparedStep, default: Meas
 
 
 def run(name: str, arguments: argparse.Namespace) -> bool:
-    """All tables of one model."""
+    """Print all tables of one model."""
     options = {"layers": arguments.layers} if arguments.layers and name != "unet" else {}
     workload = returning_loss_only(WORKLOADS[name](**options))
     effort = Effort(time_limit=arguments.time_limit)
@@ -194,7 +195,7 @@ def run(name: str, arguments: argparse.Namespace) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; exit status 1 where a budget, a gradient or a comparison fails."""
+    """Entry point; exit status 1 if a budget, a gradient or a comparison fails."""
     parser = benchmark_parser("compiled", __doc__, models=("gpt2", "llama", "bert", "vit", "unet"),
                               rounds=9, threads=2, time_limit=60.0)
     parser.add_argument("--layers", type=int, help="of the transformers; by default 4")

@@ -4,12 +4,12 @@
     python -m benchmarks.cuda --rehearse      # the same code, tiny, on the CPU
 
 GPT-2 medium, and Llama at the width of 8B (on small GPUs of 1B) with as many layers as fit, in
-bf16.  Each is predicted on `meta` as on a machine without the GPU, then measured: what torch's
-allocator handed out and what it reserved.  Step times (forward, loss, backward; rounds in turns)
+bf16.  Each is predicted on `meta` as on a machine without the GPU, then measured: the bytes that
+torch's allocator handed out and reserved.  Step times (forward, loss, backward; rounds in turns)
 are those of the plain step, `torch.compile`, its `activation_memory_budget`, checkpointing of every
-layer, selective checkpointing as torchtitan does it (products, every second one, and attention are
-kept), and of plans within the measured peak of each of these.  What time does not allow is left
-out, and said so.  No GPU has run this yet.
+layer, selective checkpointing as in torchtitan (every second matrix product and attention are
+kept), and of plans within the measured peak of each of these.  Alternatives that exceed the time
+are left out, with a note.  No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 class Subject(NamedTuple):
-    """A model and how to make it on a device."""
+    """A model, and a function that makes it on a device."""
 
     name: str
     layers: int
@@ -60,7 +60,7 @@ def _llama(layers: int, **sizes: int) -> nn.Module:
 
 
 def subjects(memory_bytes: int | None) -> list[Subject]:
-    """What to measure on a GPU with so much memory; `None`: a rehearsal."""
+    """Return the models to measure on a GPU with so much memory; `None`: a rehearsal."""
     if memory_bytes is None:
         return [Subject("gpt2, tiny", 2, functools.partial(
             _gpt2, n_embd=64, n_head=4, vocab_size=512), (2, 64), 512)]
@@ -75,27 +75,28 @@ def subjects(memory_bytes: int | None) -> list[Subject]:
 
 
 class LossOnly(nn.Module):
-    """Returns the loss alone, so that all alternatives let the logits go."""
+    """Returns only the loss, so that all alternatives free the logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The loss of predicting the next token."""
+        """Return the loss of predicting the next token."""
         loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
         return loss
 
 
 def on_meta(subject: Subject, layers: int) -> tuple[nn.Module, torch.Tensor]:
-    """Model and batch without memory."""
+    """Return model and batch without memory."""
     with torch.device("meta"):
         model = LossOnly(subject.build(layers)).to(torch.bfloat16)
         return model, torch.zeros(subject.batch, dtype=torch.long)
 
 
 def layers_that_fit(subject: Subject, device: str, memory_bytes: int | None) -> int:
-    """As many layers as the plain step is predicted to run in 80% of the memory."""
+    """Return the number of layers whose plain step is predicted to use at most 80% of the memory.
+    """
     layers = subject.layers
     while memory_bytes is not None and layers > 1:
         model, ids = on_meta(subject, layers)
@@ -106,14 +107,14 @@ def layers_that_fit(subject: Subject, device: str, memory_bytes: int | None) -> 
 
 
 def sharing_tensors(model: nn.Module) -> nn.Module:
-    """Another model of the same parameters and buffers."""
+    """Return another model of the same parameters and buffers."""
     return copy.deepcopy(model, {id(each): each for each in (*model.parameters(),
                                                              *model.buffers())})
 
 
 def with_checkpoints(model: nn.Module, *, selective: bool) -> nn.Module:
-    """A copy of a model of transformers, or of one that holds it, in which every layer is
-    checkpointed."""
+    """Return a copy of a model of transformers, or of a module that contains one, in which every
+    layer is checkpointed."""
     model = sharing_tensors(model)
     inner: Any = model.model if isinstance(model, LossOnly) else model
     how = {"use_reentrant": False, **({"context_fn": _contexts} if selective else {})}
@@ -143,7 +144,7 @@ def _contexts() -> Any:
 
 
 def step(model: Callable[..., torch.Tensor], ids: torch.Tensor) -> None:
-    """Forward, loss and backward from no gradients."""
+    """Run forward, loss and backward, starting without gradients."""
     for parameter in model.parameters():  # type: ignore[attr-defined]
         parameter.grad = None
     model(ids).backward()
@@ -152,7 +153,8 @@ def step(model: Callable[..., torch.Tensor], ids: torch.Tensor) -> None:
 
 
 def measured(model: Callable[..., torch.Tensor], ids: torch.Tensor) -> tuple[int, int]:
-    """Peak of a step above what is there before, after two others; and what is reserved by then."""
+    """Return the peak of a step above the memory before it, after two others, and the reserved
+    bytes at its end."""
     step(model, ids)
     step(model, ids)
     for parameter in model.parameters():  # type: ignore[attr-defined]
@@ -165,7 +167,7 @@ def measured(model: Callable[..., torch.Tensor], ids: torch.Tensor) -> tuple[int
 
 
 def alternatives(model: LossOnly, backends: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """What there is without plans, by name."""
+    """Yield the alternatives without plans, by name."""
     yield "plain", model
     yield "checkpointing every layer", with_checkpoints(model, selective=False)
     yield "selective, as torchtitan", with_checkpoints(model, selective=True)
@@ -176,7 +178,7 @@ def alternatives(model: LossOnly, backends: tuple[str, ...]) -> Iterator[tuple[s
 
 def run(subject: Subject, device: str, memory_bytes: int | None, deadline: float, rounds: int
         ) -> None:
-    """One table."""
+    """Measure one model and print its table."""
     backends = ("eager",) if memory_bytes is None else ("eager", "inductor")
     layers = layers_that_fit(subject, device, memory_bytes)
     ahead = planner.plan(*on_meta(subject, layers), device=device)

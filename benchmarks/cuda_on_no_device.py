@@ -1,14 +1,15 @@
-"""Steps of torch's own code for CUDA beside what is predicted of them, on a machine without a GPU.
+"""Compare steps of torch's own code for CUDA with their predictions, on a machine without a GPU.
 
     python -m benchmarks.cuda_on_no_device --torch /path/to/python [--model gpt2,llama,bert,t5]
 
 `--torch` is the Python of an environment with a CUDA build of torch and this package's needs.
 There each step runs twice: predicted, on `meta`; and by torch's code for CUDA on the device of
 `no_device.c`, whose kernels and cuBLAS do nothing (`no_kernels.c`), so that all values are zeros.
-What is compared is what the step asked torch's allocator for at its peak.  bf16, 4 x 256 tokens, 4
-layers of 512, vocabulary of 8000; "loop" is the second step of a loop with the optimizer.
+The compared value is the memory that the step requests from torch's allocator at its peak. bf16, 4
+x 256 tokens, 4 layers of 512, vocabulary of 8000; "loop" is the second step of a loop with the
+optimizer.
 
-Left out: what cuDNN computes (convolutions, attention on H100).
+Left out: ops of cuDNN (convolutions, attention on H100).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model and its batch."""
+    """Return a model and its batch."""
     import transformers as t
 
     with torch.device(device):
@@ -61,7 +62,7 @@ def build(name: str, device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def predict(folder: str, names: Sequence[str]) -> None:
-    """Print the peaks that are predicted, and leave the plans in `folder`."""
+    """Print the predicted peaks, and write the plans to `folder`."""
     import planner
 
     found: dict[str, dict[str, int]] = {}
@@ -82,11 +83,11 @@ def predict(folder: str, names: Sequence[str]) -> None:
 
 
 def measure(folder: str, names: Sequence[str]) -> None:
-    """Print the peaks of what torch's code asks for."""
+    """Print the peaks of the memory that torch's code requests."""
     import planner
 
     found: dict[str, dict[str, int]] = {}
-    weight = torch.ones(64, 64, device="cuda", requires_grad=True)  # what cuBLAS works in
+    weight = torch.ones(64, 64, device="cuda", requires_grad=True)  # the workspace of cuBLAS
     nn.functional.linear(weight @ weight, weight, weight[0]).sum().backward()
     del weight
     for name in names:

@@ -2,13 +2,13 @@
 
     python -m benchmarks.curve --model gpt2 --rounds 9 --allow recompute,chunk --draw FILE.svg
 
-There are two ways to execute a step, and each is compared with itself.  Op by op: the plain step,
-Hugging Face's gradient checkpointing of every layer, and plans.  Compiled by Inductor:
-`torch.compile(model)` with several values of `torch._functorch.config.activation_memory_budget`,
-and plans.  All steps of one executor run in turns in one process; a step's time is the median of
-its ratios to the step of that executor which saves no memory.  Peaks are allocator events above
-resident memory.  The models return nothing but their loss.  With `--allow recompute,chunk`, plans
-that may run parts in chunks are another series of the steps that run op by op.
+There are two executors, and each is compared with itself.  Op by op: the plain step, Hugging Face's
+gradient checkpointing of every layer, and plans.  Compiled by Inductor: `torch.compile(model)` with
+several values of `torch._functorch.config.activation_memory_budget`, and plans.  All steps of one
+executor run in turns in one process; a step's time is the median of its ratios to the step of that
+executor without memory savings.  Peaks are allocator events above resident memory.  The models
+return only their loss.  With `--allow recompute,chunk`, plans that may run parts in chunks are
+another series of the steps that run op by op.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Point(NamedTuple):
     label: str
     peak_bytes: int
     time: Ratio
-    """As a multiple of the first step's."""
+    """Time as a multiple of the first step's."""
 
 
 def measure(workload: Workload, steps: Iterable[tuple[str, str, nn.Module]],
             rounds: int) -> list[Point]:
-    """Peaks and times of steps given as series, label and model; the first is what they are
-    compared with."""
+    """Measure peaks and times of steps given as series, label and model; the first is the
+    reference."""
     named = [(series, label, model, peak_bytes(workload, model)) for series, label, model in steps]
     times = time_steps(workload, [model for _, _, model, _ in named], rounds)
     return [Point(series, label, peak, times.ratio(index, 0))
@@ -62,7 +62,7 @@ def measure(workload: Workload, steps: Iterable[tuple[str, str, nn.Module]],
 
 def planned(workload: Workload, backend: str, points: int, time_limit: float,
             chunked: bool = False) -> Iterable[tuple[str, str, nn.Module]]:
-    """Plans from the least memory to the least time, applied."""
+    """Yield applied plans, from the least memory to the least time."""
     curve = planner.frontier(
         workload.model, workload.inputs, loss_fn=workload.loss_fn, backend=backend, points=points,
         allow="chunk" if chunked else ("recompute",), time_limit=time_limit)
@@ -73,8 +73,8 @@ def planned(workload: Workload, backend: str, points: int, time_limit: float,
 
 def op_by_op(name: str, points: int, rounds: int, time_limit: float,
              chunked: bool) -> list[Point]:
-    """The plain step, gradient checkpointing and plans for the eager backend, with those that may
-    run parts in chunks if asked for."""
+    """Measure the plain step, gradient checkpointing and plans for the eager backend, and on
+    request those that may run parts in chunks."""
     workload = WORKLOADS[name]()
     checkpointed = with_gradient_checkpointing(workload)
     assert checkpointed is not None, f"{name} has no gradient checkpointing"
@@ -88,7 +88,7 @@ def op_by_op(name: str, points: int, rounds: int, time_limit: float,
 
 
 def by_inductor(name: str, points: int, rounds: int, time_limit: float) -> list[Point]:
-    """`torch.compile` at several ratios, and plans for Inductor."""
+    """Measure `torch.compile` at several ratios, and plans for Inductor."""
     workload = returning_loss_only(WORKLOADS[name]())
     return measure(workload, [
         ("torch.compile(model)", "", compiled(workload.model)),
@@ -97,7 +97,7 @@ def by_inductor(name: str, points: int, rounds: int, time_limit: float) -> list[
 
 
 def draw(panels: Mapping[str, Sequence[Point]], path: str) -> None:
-    """One panel for each executor: time, with quartiles, over peak memory."""
+    """Draw one panel for each executor: time, with quartiles, over peak memory."""
     figure, axes = new_figure(len(panels))
     for panel, (title, points) in zip(axes, panels.items(), strict=True):
         for series in dict.fromkeys(point.series for point in points):

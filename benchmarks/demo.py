@@ -24,16 +24,16 @@ BATCH, SEQUENCE, VOCABULARY = 4, 192, 8192
 BUDGET = "70%"
 TIMED_STEPS = 2
 ROUNDING = 1e-5
-"""Of the loss: what another order of adding up could do within these few steps."""
+"""Relative difference of the loss that another order of adding up may cause in these few steps."""
 
 
 def build_model() -> nn.Module:
-    """GPT-2 small as published, dropout included, but with a smaller vocabulary."""
+    """Build GPT-2 small as published, dropout included, but with a smaller vocabulary."""
     return gpt2(sequence=SEQUENCE, layers=12, width=768, heads=12, vocabulary=VOCABULARY).model
 
 
 def make_batch(seed: int) -> dict[str, torch.Tensor]:
-    """Random tokens, the same for the same seed."""
+    """Return random tokens, the same for the same seed."""
     source = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=source)
     return {"input_ids": ids, "labels": ids}
@@ -48,14 +48,14 @@ class Training:
         self.seconds: list[float] = []
 
     def forward_backward(self) -> None:
-        """Gradients of one batch."""
+        """Compute the gradients of one batch."""
         torch.manual_seed(len(self.losses))
         output = self.model(**make_batch(len(self.losses)))
         output.loss.backward()
         self.losses.append(output.loss.item())
 
     def step(self) -> None:
-        """One training step, timed."""
+        """Run one training step, and time it."""
         started = time.perf_counter()
         self.forward_backward()
         self.optimizer.step()
@@ -63,7 +63,7 @@ class Training:
         self.seconds.append(time.perf_counter() - started)
 
     def measured_peak_bytes(self) -> int:
-        """What forward and backward allocate at most, above what is resident."""
+        """Return the peak of forward and backward above resident memory."""
         peak_bytes = record_peak(self.forward_backward, "cpu").peak_bytes
         self.optimizer.zero_grad()
         return peak_bytes

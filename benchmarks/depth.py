@@ -4,10 +4,10 @@
     python -m benchmarks.depth --models llama --layers 48 --regions model --budgets 60
     python -m benchmarks.depth --models llama --layers 12 --budgets 40 --measure
 
-Batch 4 x 512 tokens, 256 wide, or 4 images of 128 x 128, one thread.  Seconds are of CPU, those of
-child processes included.  The row of torch.compile is what its first step takes beside the second,
-where it finds no code on disk.  All budgets of a model share its capture.  "measured": the
-allocator's peak in the second step of the applied model, as a part of the predicted one; only with
+Batch 4 x 512 tokens, 256 wide, or 4 images of 128 x 128, one thread.  Seconds are of CPU, including
+child processes.  The row of torch.compile is the time by which its first step exceeds the second,
+if it finds no code on disk.  All budgets of a model share its capture.  "measured": the allocator's
+peak in the second step of the applied model, as a fraction of the predicted one; only with
 `--measure`.
 """
 
@@ -115,7 +115,8 @@ def measure(name: str, layers: int, regions: str, budgets: Sequence[str], time_l
 
 
 def _compiling_seconds(workload: Workload) -> tuple[float, float]:
-    """Of CPU, and by the clock: the first step of `torch.compile(model)` less the second."""
+    """Return the seconds, of CPU and by the clock, that the first step of `torch.compile(model)`
+    lasts longer than the second."""
     compiled, spent = torch.compile(workload.model), []
     with no_code_on_disk():
         for _ in range(2):
@@ -128,24 +129,24 @@ def _compiling_seconds(workload: Workload) -> tuple[float, float]:
 
 @contextmanager
 def no_code_on_disk() -> Iterator[None]:
-    """Inside, Inductor finds nothing that it has compiled before."""
+    """Context in which Inductor finds no code compiled before."""
     with tempfile.TemporaryDirectory() as empty, patch.dict(
             os.environ, TORCHINDUCTOR_CACHE_DIR=empty):
         yield
 
 
 def cpu_seconds() -> float:
-    """Seconds of CPU of this process and of those that it has waited for."""
+    """Return seconds of CPU of this process and of those that it has waited for."""
     return sum(usage.ru_utime + usage.ru_stime for usage in map(
         resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def _peak_bytes(workload: Workload, plan: Plan) -> int:
-    """The allocator's peak in the second step of the applied model, resident memory included."""
+    """Return the allocator's peak in the second step of the applied model, with resident memory."""
     applied = plan.apply(workload.model)
 
     def step() -> None:
-        output = workload.call(applied)  # held to the end of the step, as a training loop does
+        output = workload.call(applied)  # alive to the end of the step, as in a training loop
         output.loss.backward()
 
     step()

@@ -23,7 +23,7 @@ from benchmarks.table import Table
 
 def grow(make: Callable[..., Workload], batch: int, overhead: float, time_limit: float,
          allow: Sequence[str]) -> planner.LargestSize:
-    """The largest batches of a model."""
+    """Return the largest batches of a model."""
     def loss(size: int) -> Any:
         return make(batch=size).loss_fn
 

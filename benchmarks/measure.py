@@ -1,4 +1,4 @@
-"""Training steps, measured: peak, gradients, and times that other load on the machine spares.
+"""Measure training steps: peak, gradients, and times that are robust to other load on the machine.
 
 Steps are forward, loss and backward from `grad = None`; there is no optimizer.
 """
@@ -28,15 +28,16 @@ MEGABYTE = 1e6
 
 
 def run_step(workload: Workload, model: nn.Module) -> None:
-    """One step of `model`, which stands in for the workload's; gradients start from `None` and the
-    output is held to the end, as a training loop holds it."""
+    """Run one step of `model` in place of the workload's.  Gradients start from `None`, and the
+    output stays alive to the end, as in a training loop."""
     model.zero_grad(set_to_none=True)
     output = workload.call(model)
     objective(output, workload.loss_fn).backward()
 
 
 def peak_bytes(workload: Workload, model: nn.Module) -> int:
-    """Measured peak of one step above what is resident before it; a step before it compiles."""
+    """Measure the peak of one step above the resident memory before it; a step before it compiles.
+    """
     run_step(workload, model)
     model.zero_grad(set_to_none=True)
     peak = record_peak(lambda: run_step(workload, model), "cpu").peak_bytes
@@ -45,7 +46,7 @@ def peak_bytes(workload: Workload, model: nn.Module) -> int:
 
 
 def plan_or_smallest(step: PreparedStep, budget_bytes: int, time_limit: float) -> Plan:
-    """The plan within a budget of the whole step, or within the smallest that can be met."""
+    """Return the plan within a budget of the whole step, or within the smallest feasible one."""
     while True:
         try:
             return plan_within(step, budget_bytes,
@@ -55,7 +56,7 @@ def plan_or_smallest(step: PreparedStep, budget_bytes: int, time_limit: float) -
 
 
 def with_gradient_checkpointing(workload: Workload) -> nn.Module | None:
-    """A copy of the model under `gradient_checkpointing_enable()`; `None` where it has none."""
+    """Return a copy of the model under `gradient_checkpointing_enable()`; `None` if it has none."""
     if not hasattr(workload.model, "gradient_checkpointing_enable"):
         return None
     model = copy.deepcopy(workload.model)
@@ -64,23 +65,25 @@ def with_gradient_checkpointing(workload: Workload) -> nn.Module | None:
 
 
 def held_by_loss(workload: Workload) -> list[object]:
-    """What the loss holds, its labels among it; the breakdown counts these among the buffers."""
+    """Return the objects that the loss keeps alive, including its labels; the breakdown counts
+    these among the buffers."""
     closure = getattr(workload.loss_fn, "__closure__", None) or ()
     return [cell.cell_contents for cell in closure]
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
-    """Bytes of the storages of the tensors among these, those of a sharded one on this rank."""
+    """Return the bytes of the storages of the tensors among these; of a sharded one, on this rank.
+    """
     local = [t._local_tensor if isinstance(t, DTensor) else t
              for t in tensors if isinstance(t, torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}.values())
 
 
 def gradients(workload: Workload, model: nn.Module, *, seed: int = 1) -> torch.Tensor:
-    """All gradients of the second of two steps in a row, as one vector, in float64.
+    """Return all gradients of the second of two steps in a row, as one vector, in float64.
 
-    The second step is that which shows random numbers that were not replayed; buffers are put back
-    afterwards, so that every model starts from the same ones.
+    The second step shows random numbers that were not replayed.  Buffers are restored afterwards,
+    so that every model starts from the same ones.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     torch.manual_seed(seed)
@@ -96,13 +99,13 @@ def gradients(workload: Workload, model: nn.Module, *, seed: int = 1) -> torch.T
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2 distance of two vectors."""
+    """Return the relative L2 distance of two vectors."""
     return float((found - expected).norm() / expected.norm())
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How much longer one thing takes than another."""
+    """Ratio of two times."""
 
     median: float
     low: float
@@ -122,14 +125,14 @@ class Times:
     """One row for each alternative, one entry for each round."""
 
     def ratio(self, index: int, base: int) -> Ratio:
-        """Of the times of two alternatives in the same round."""
+        """Return the ratio of the times of two alternatives in the same round."""
         ratios = [a / b for a, b in zip(self.seconds[index], self.seconds[base], strict=True)]
         low, middle, high = quantiles(ratios, n=4, method="inclusive")
         return Ratio(middle, low, high)
 
 
 def time_steps(workload: Workload, models: Iterable[nn.Module], rounds: int) -> Times:
-    """Times of a step of each model, run in turns."""
+    """Measure the times of a step of each model, run in turns."""
     return time_in_turns([partial(run_step, workload, model) for model in models], rounds)
 
 

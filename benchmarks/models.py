@@ -1,7 +1,7 @@
-"""Models to measure on two cores: activations outweigh parameters, a step takes about a second.
+"""Models to measure on two cores: activations outweigh parameters, a step lasts about a second.
 
 All are built from a config with seeded random weights, dropout at the published rate, and train on
-one fixed random batch.  Vocabularies are small: the logits of a large one would hold the peak of
+one fixed random batch.  Vocabularies are small: the logits of a large one would set the peak of
 every step, and no recomputation lowers that.
 """
 
@@ -30,14 +30,14 @@ class Workload:
     model: nn.Module
     inputs: tuple[Any, ...] | Mapping[str, Any]
     loss_fn: Callable[[Any], Tensor] | None = None
-    """`None`: the model makes its own loss."""
+    """`None`: the model computes its own loss."""
 
     def prepare(self, **arguments: Any) -> PreparedStep:
-        """The step, captured; `arguments` are those of `planner.api.capture`."""
+        """Return the step, captured; `arguments` are those of `planner.api.capture`."""
         return capture(self.model, self.inputs, loss_fn=self.loss_fn, **arguments)
 
     def call(self, model: nn.Module) -> Any:
-        """The output of `model`, which takes what `self.model` takes."""
+        """Return the output of `model` for the inputs of `self.model`."""
         if isinstance(self.inputs, tuple):
             return model(*self.inputs)
         return model(**self.inputs)
@@ -56,7 +56,7 @@ class LossOnly(nn.Module):
 
 
 def returning_loss_only(workload: Workload) -> Workload:
-    """The workload with a scalar output, where the model makes the loss."""
+    """Return the workload with a scalar output, if the model computes the loss."""
     if workload.loss_fn is not None:
         return workload
     return replace(workload, model=LossOnly(workload.model))
@@ -136,7 +136,7 @@ def vit(*, batch: int = 8, image: int = 56, layers: int = LAYERS, width: int = W
 
 def _normed(inside: int, outside: int, kernel: int, stride: int = 1, *, relu: bool = True,
             **options: Any) -> list[nn.Module]:
-    """A convolution that keeps the size, up to its stride, and a batch normalization."""
+    """Return a convolution that keeps the size, up to its stride, and a batch normalization."""
     layers: list[nn.Module] = [
         nn.Conv2d(inside, outside, kernel, stride, kernel // 2, **{"bias": False, **options}),
         nn.BatchNorm2d(outside)]
@@ -144,7 +144,7 @@ def _normed(inside: int, outside: int, kernel: int, stride: int = 1, *, relu: bo
 
 
 class _Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions around which the input is added."""
+    """1x1, 3x3 and 1x1 convolutions with a residual connection around them."""
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
@@ -228,8 +228,8 @@ def unet_channels_last(**sizes: int) -> Workload:
 
 
 def unet_large(*, batch: int = 8, image: int = 256) -> Workload:
-    """The U-Net in `channels_last` on images of four times the area: gradients of parameters count
-    for less."""
+    """The U-Net in `channels_last` on images of four times the area, where gradients of parameters
+    weigh less."""
     return replace(unet_channels_last(batch=batch, image=image), name="unet_large")
 
 

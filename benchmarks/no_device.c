@@ -1,7 +1,7 @@
-/* A runtime and a driver of CUDA with a device of 1 TiB that hands out addresses and no memory: as
-   much as torch's caching allocator asks for.  It stands in for libcudart (LD_PRELOAD), libcuda.so.1
-   and libnvidia-ml.so.1 alike.  Addresses ascend, in steps of 2 MiB.  NO_DEVICE_CAPABILITY (9.0) and
-   NO_DEVICE_NAME say what it is. */
+/* A stub of the CUDA runtime and driver with a device of 1 TiB: it returns as many addresses as
+   torch's caching allocator requests, without memory.  It replaces libcudart (LD_PRELOAD),
+   libcuda.so.1 and libnvidia-ml.so.1.  Addresses ascend, in steps of 2 MiB.  NO_DEVICE_CAPABILITY
+   (9.0) and NO_DEVICE_NAME describe the device. */
 
 #include <stdint.h>
 #include <stdio.h>

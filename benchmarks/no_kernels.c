@@ -1,6 +1,6 @@
-/* Kernels, copies and cuBLAS on the device of no_device.c: they do nothing, so that torch's own code
-   for CUDA runs and asks its allocator for what it would on a GPU.  What is read back from the
-   device is 0, and true where it is one byte. */
+/* Kernels, copies and cuBLAS on the device of no_device.c: they do nothing, so torch's own code for
+   CUDA runs and requests the same memory from its allocator as on a GPU.  Values read back from the
+   device are 0, and true if they have one byte. */
 #include <stdlib.h>
 #include <string.h>
 #include <stdio.h>

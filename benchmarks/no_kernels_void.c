@@ -1,5 +1,5 @@
-/* What no_kernels.c has nothing to say for but that it went well; apart, since CUDA's headers
-   declare some of it otherwise. */
+/* Functions that only return success; in a file of their own, since CUDA's headers declare some of
+   them otherwise. */
 
 #define DOES_NOTHING(name) int name(void) { return 0; }
 

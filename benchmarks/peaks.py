@@ -2,9 +2,8 @@
 
     python -m benchmarks.peaks --model gpt2,llama --time-limit 30
 
-Budgets are fractions of the memory, above what is resident, of the step in which nothing is
-recomputed; the last is the smallest that the planner meets.  Measured peaks are the allocator's, of
-the second step.
+Budgets are fractions of the memory above resident of the step without recomputation; the last is
+the smallest feasible one.  Measured peaks are the allocator's, of the second step.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ FRACTIONS = (0.8, 0.6, 0.4)
 
 
 def run(workload: Workload, time_limit: float, table: Table) -> bool:
-    """Print the rows of one model, in bytes above resident memory; whether no measured peak exceeds
-    its budget."""
+    """Print the rows of one model, in bytes above resident memory; return whether every measured
+    peak is within its budget."""
     def show(budget: str, predicted: int, measured: int, *others: object) -> None:
         table.row(workload.name, budget, predicted / MEGABYTE, measured / MEGABYTE,
                   100 * (predicted / measured - 1), *others)
@@ -57,7 +56,7 @@ def run(workload: Workload, time_limit: float, table: Table) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; exit status 1 where a peak exceeds its budget."""
+    """Entry point; exit status 1 if a peak exceeds its budget."""
     parser = benchmark_parser("peaks", __doc__, models=WORKLOADS, threads=2, time_limit=20.0)
     arguments = parse(parser, argv)
     table = Table("model:6", "budget:>6", "predicted MB:.3f", "measured MB:.3f", "off %:7.3f",

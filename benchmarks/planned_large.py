@@ -1,11 +1,11 @@
-"""Plans of one rank of Llama 3 8B and 70B under `fully_shard` by layer, of which nothing is there.
+"""Plans of one rank of Llama 3 8B and 70B under `fully_shard` by layer, without memory for tensors.
 
     python -m benchmarks.planned_large --model 8b --budget 80GB,64GB
     python -m benchmarks.planned_large --model 70b --batch 1 --budget 80GB,64GB
 
 One rank of 8, and one of 64, for an H100: parameters and AdamW's state in bf16, gradients reduced
-in float32, the model of transformers on `meta`, its output dropped.  `seconds` are those of the
-clock, `CPU s` those of this process, both with capture; `host GB` is the most that it ever held.
+in float32, the model of transformers on `meta`, its output dropped.  `seconds` is wall time and
+`CPU s` the time of this process, both with capture; `host GB` is the peak of its own memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def rank_of(size: str, dtype: str) -> tuple[LlamaForCausalLM, planner.DataParallel]:
-    """The model, and how it is spread."""
+    """Return the model, and its data-parallel setting."""
     layers, width, inside, heads, ranks = SIZES[size]
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(

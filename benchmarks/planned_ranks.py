@@ -1,13 +1,13 @@
-"""One rank of many: its memory as predicted, plain and planned, against real ranks with gloo.
+"""Memory of one rank of many, plain and planned: predictions against real ranks with gloo.
 
     python -m benchmarks.planned_ranks --model gpt2,bert --budget "80%,60%,40%,least,layers"
 
 All rows of a model and a wrapper are one run of several processes.  Each process trains the model
-in its wrapper as it is, with every layer checkpointed, and with each plan applied before it is
-wrapped, from the same seeds; the third step is measured, and the largest peak of any rank counts.
-The budget `layers` is what checkpointing every layer takes, predicted; its measured peak is in the
+from the same seeds: unchanged in its wrapper, with every layer checkpointed, and with each plan
+applied before wrapping.  The third step is measured, and the largest peak of any rank counts.  The
+budget `layers` is the predicted peak with every layer checkpointed; its measured peak is in the
 last line.  `gradients` is the distance of the gradients (their shards) of the third step from those
-without a plan; `collectives` are those of one step, by the profiler, and `as plain` says whether
+without a plan.  `collectives` are those of one step, by the profiler, and `as plain` says whether
 there are as many of each kind, of as many elements in all.  `time` is that of a planned step as a
 ratio to the plain one, `to layers` to that with every layer checkpointed, both the median
 [quartiles] of rounds in which all take turns; `planned` is the plan's estimate.
@@ -88,14 +88,14 @@ class Trained:
     peak_bytes: int
     gradients: torch.Tensor
     collectives: tuple[Counter[str], Counter[str]]
-    """How many of each kind a step has, and of how many elements in all."""
+    """Number of collectives of each kind in a step, and of their elements in all."""
     step: Callable[[], None]
 
 
 def plan_for(workload: Workload, parallel: planner.DataParallel, step: PreparedStep, budget: str,
              time_limit: float) -> planner.Plan:
-    """The plan of one rank's step; `least`: for the smallest budget that can be met; `layers`: for
-    what checkpointing every layer takes."""
+    """Return the plan of one rank's step; `least`: for the smallest feasible budget; `layers`: for
+    the peak with every layer checkpointed."""
     if budget == "least":
         return plan_or_smallest(step, 1, time_limit)
     if budget == LAYERS:
@@ -108,9 +108,9 @@ def plan_for(workload: Workload, parallel: planner.DataParallel, step: PreparedS
 
 
 def wrap(model: nn.Module, parallel: planner.DataParallel) -> Callable[..., Any]:
-    """The model as its rank calls it."""
+    """Wrap the model for its rank."""
     if parallel.kind in ("ddp", "zero1"):
-        # All ranks make the same model; sending it around would leave traces in the measurement.
+        # All ranks make the same model; broadcasting it would affect the measurement.
         return DistributedDataParallel(
             model, gradient_as_bucket_view=parallel.gradient_as_bucket_view, init_sync=False)
     mesh = init_device_mesh("cpu", (parallel.ranks,))
@@ -123,14 +123,14 @@ def wrap(model: nn.Module, parallel: planner.DataParallel) -> Callable[..., Any]
 
 
 def make_optimizer(model: nn.Module, parallel: planner.DataParallel) -> Optimizer:
-    """AdamW on one rank."""
+    """Return AdamW on one rank."""
     if parallel.kind == "zero1":
         return ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3)
     return AdamW(model.parameters(), lr=1e-3)
 
 
 def train_here(workload: Workload, parallel: planner.DataParallel) -> Trained:
-    """This rank's third step, measured, and its gradients then."""
+    """Train on this rank, and return the measured third step with its gradients."""
     wrapped: list[Callable[..., Any]] = []
     record = record_peak(lambda: wrapped.append(wrap(workload.model, parallel)), "cpu")
     buckets = record.end_bytes if parallel.kind in ("ddp", "zero1") else 0
@@ -219,7 +219,8 @@ def _ratio(seconds: Sequence[float], base: Sequence[float]) -> str | None:
 
 def run(name: str, wrapper: str, ranks: int, plans: Mapping[str, planner.Plan], rounds: int = 0
         ) -> list[dict[str, dict[str, Any]]]:
-    """What each rank saw of each plan, of the step as it is, and of every layer checkpointed."""
+    """Return the results of each rank for each plan, the unchanged step, and every layer
+    checkpointed."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -233,7 +234,8 @@ def run(name: str, wrapper: str, ranks: int, plans: Mapping[str, planner.Plan], 
 
 
 def compare(name: str, wrapper: str, arguments: argparse.Namespace, table: Table) -> bool:
-    """Print the rows of a model in a wrapper; whether budgets hold and all is as without a plan."""
+    """Print the rows of a model in a wrapper; return whether budgets hold and all results are as
+    without a plan."""
     parallel = planner.DataParallel(ranks=arguments.ranks, **WRAPPERS[wrapper])
     workload = STEPS[name]()
     step = workload.prepare(parallel=parallel, optimizer="adamw", regions=arguments.regions)
@@ -269,7 +271,7 @@ def compare(name: str, wrapper: str, arguments: argparse.Namespace, table: Table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; exit status 1 where a budget is broken or collectives differ."""
+    """Entry point; exit status 1 if a budget is broken or collectives differ."""
     parser = benchmark_parser("planned_ranks", __doc__, models=("gpt2", "bert", "llama", "vit"),
                               known=STEPS)
     add_names(parser, "--wrapper", WRAPPERS, ("ddp", "zero1", "fsdp2", "fsdp2, kept"),

@@ -1,7 +1,7 @@
-"""Collectives of gloo that can be measured: no other thread holds their buffers when they return.
+"""Collectives of gloo that can be measured: no other thread keeps their buffers alive on return.
 
-Otherwise it depends on the scheduler how long a thread of gloo holds what was gathered, and whether
-its release is seen.
+Otherwise the scheduler decides how long a thread of gloo keeps gathered buffers alive, and whether
+their release is seen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Settled:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype,
                  device: torch.device) -> torch.Tensor:
-        """A buffer, as fully_shard makes it by default."""
+        """Return a buffer, as fully_shard makes it by default."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -48,7 +48,7 @@ class _SettledReduceScatter(_Settled):
 
 
 def _settle(collective: Callable[..., dist.Work | None], *tensors: torch.Tensor) -> None:
-    """Run a collective, and wait until nobody but who called holds its tensors."""
+    """Run a collective, and wait until only the caller keeps its tensors alive."""
     held = [use_counts(tensor) for tensor in tensors]
     collective(*tensors, async_op=True).wait()
     until = time.monotonic() + SETTLING_SECONDS
@@ -57,7 +57,6 @@ def _settle(collective: Callable[..., dist.Work | None], *tensors: torch.Tensor)
 
 
 def settle_collectives(unit: FSDPModule) -> None:
-    """Let no thread of gloo hold the buffers of a sharded module longer than the collective runs.
-    """
+    """Make gloo's threads release the buffers of a sharded module when the collective ends."""
     unit.set_custom_all_gather(_SettledAllGather())
     unit.set_custom_reduce_scatter(_SettledReduceScatter())

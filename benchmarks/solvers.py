@@ -2,11 +2,11 @@
 
     python -m benchmarks.solvers --instances FOLDER --budgets .9,.8,.5 --time-limit 60
 
-Instances are networkx node-link JSON files (see `solvers.instances`); `--models` names models that
-are captured first, large ones on the meta device, and kept with `--save`; `--problems` takes what
-was kept.  `auto` searches until the time limit; `usual` is `auto` as planning has it, which stops
-when more work is not worth it.  Budgets are fractions of the peak of the plain order, overheads
-percentages of the cost of running every op once.
+Instances are networkx node-link JSON files (see `solvers.instances`).  `--models` names models that
+are captured first, large ones on the meta device, and kept with `--save`; `--problems` reads these
+files.  `auto` searches until the time limit; `usual` is `auto` with the default work of planning,
+which stops when more work is not worth it.  Budgets are fractions of the peak of the plain order,
+overheads percentages of the cost of running every op once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from planner.solvers.problem import Problem, Schedule
 
 
 def save_problem(problem: Problem, path: Path) -> None:
-    """Write a problem; `read_problem` gives an equal one back."""
+    """Write a problem; `read_problem` returns an equal one."""
     path.write_bytes(msgspec.json.encode(problem) + b"\n")
 
 
 def read_problem(path: Path) -> Problem:
-    """Read what `save_problem` wrote; raises `ValueError` where the file holds no problem."""
+    """Read a file of `save_problem`; raise `ValueError` if the file contains no problem."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Problem)
     except msgspec.DecodeError as error:
@@ -50,7 +50,7 @@ def read_problem(path: Path) -> Problem:
 
 
 class Found(NamedTuple):
-    """A solver's answer; None: nothing was found, nothing is proven."""
+    """The result of a solver; `None`: nothing was found, nothing is proven."""
 
     schedule: Schedule | None
     bound: float | None
@@ -61,13 +61,13 @@ Method = Callable[[Problem, int, float, int], Found]
 
 
 def lazy(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-    """Lazy walks alone."""
+    """Run only lazy walks."""
     deadline = time.monotonic() + time_limit
     return Found(cheapest_walk(problem, budget_bytes, deadline=deadline), None)
 
 
 def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-    """Annealing alone, from lazy walks or, where they fail, from the plain order."""
+    """Run only annealing, from lazy walks or, if they fail, from the plain order."""
     begin = time.monotonic()
     deadline = begin + time_limit
     start = cheapest_walk(
@@ -124,7 +124,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
 
 def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: Sequence[str],
             time_limit: float, seed: int, table: Table) -> None:
-    """Run the solvers on one problem, printing each row as it comes."""
+    """Run the solvers on one problem, and print each row as it comes."""
     plain_peak, _ = simulate(problem, problem.keep_all_schedule)
 
     def percent(cost: float) -> float:

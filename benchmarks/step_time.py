@@ -3,7 +3,7 @@
     python -m benchmarks.step_time --model gpt2,bert,llama,t5,vit,resnet,unet --rounds 15
 
 All steps of a model run in turns in one process; times are medians [quartiles] of the ratios within
-a round, so that other load meets all of them alike.  Peaks are allocator events of forward, loss
+a round, so that other load affects all of them alike.  Peaks are allocator events of forward, loss
 and backward above resident memory.  Convolutional models have no per-layer checkpointing.
 """
 

@@ -13,7 +13,7 @@ class _Column(NamedTuple):
     width: int
     right: bool
     kind: str
-    """How a number is printed, as for `format`; empty: as it is."""
+    """Format of a number, as for `format`; empty: unformatted."""
 
     def cell(self, value: object) -> str:
         text = "" if value is None else (
@@ -22,11 +22,11 @@ class _Column(NamedTuple):
 
 
 class Table:
-    """Prints its head when it is made, and each row when it is given.
+    """Prints its head on creation, and each row as it is given.
 
-    A column is its heading and, behind a colon, how its values are printed, as in format strings:
-    `"peak MB:8.2f"`.  Where a kind of number is named they stand to the right, else to the left
-    unless `>` says so.  Text is printed as it is, and `None` as nothing.
+    A column is its heading and, after a colon, the format of its values: `"peak MB:8.2f"`.
+    Formatted numbers are aligned right, anything else left unless `>` is given.  Text is printed as
+    it is, and `None` as nothing.
     """
 
     def __init__(self, *columns: str) -> None:

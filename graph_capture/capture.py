@@ -1,4 +1,4 @@
-"""From a model and one batch to the annotated training step.
+"""Capture the annotated training step of a model for one batch.
 
 Everything happens on a fake copy: the model is neither executed nor changed.
 """
@@ -72,15 +72,15 @@ from planner._graph_capture.training_graph import (
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """What traces a step that was captured before; no tensor of it has memory."""
+    """Retraces a captured step; no tensor has memory."""
 
     fake_copy: FakeCopy
-    """As the user calls it, without the arguments that capture forced."""
+    """The fake copy as the user calls it, without the arguments that capture forced."""
     loss_fn: LossFn | None
-    """That of the fake copy; `None`: the step was captured without one."""
+    """Loss function of the fake copy; `None`: the step was captured without one."""
     workspace: Workspace
     holds_output: bool = True
-    """Whether the caller holds the output until the backward ends."""
+    """True if the caller keeps the output alive until the backward ends."""
     layout: RankLayout | None = None
     """How a rank of a data-parallel run holds the model; `None`: there is one rank."""
     early: EarlyGradients = field(default_factory=dict)
@@ -92,10 +92,11 @@ class Tracing:
         return UsesGradients(self.early) if self.layout is None else self.layout.wrapper()
 
     def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerTrace | None:
-        """What steps of an optimizer take, if there is one: an instance, class or name, or several
-        instances.  `with_gradient`: names of the parameters that have one.
+        """Memory of the steps of an optimizer; `None` without one.
 
-        Raises as `graph_capture.optimizer.step.trace_optimizer_steps`.
+        `optimizer`: an instance, class or name, or several instances.  `with_gradient`: names of
+        the parameters that have a gradient.  Raises as
+        `graph_capture.optimizer.step.trace_optimizer_steps`.
         """
         if optimizer is None:
             return None
@@ -121,25 +122,24 @@ class CapturedStep:
     """A training step, ready to be planned."""
 
     variants: tuple[StepVariant, ...]
-    """The base variant, as the step was captured, the low-peak variant where there is one, and
-    those in chunks."""
+    """The base variant, the low-peak variant where there is one, and the chunked variants."""
     baseline: EagerStep
     """The step as plain PyTorch runs it."""
     later: EagerStep | None
-    """A later micro-batch of accumulated gradients as plain PyTorch runs it, above what is resident
-    and the gradients from before; `None` without accumulation."""
+    """A later micro-batch of accumulated gradients as plain PyTorch runs it, above the resident
+    memory and the earlier gradients; `None` without accumulation."""
     optimizer_steps: OptimizerTrace | None
     """`None`: no optimizer was named, and none is counted."""
     training: bool
-    """Whether the model was in training mode."""
+    """True if the model was in training mode."""
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
     compiled: CompiledTracer | None
-    """Follows the step as Inductor compiles it; `None` for the eager backend."""
+    """Traces the step as Inductor compiles it; `None` for the eager backend."""
     outputs: tuple[OutputGradient, ...]
-    """What the loss makes of each tensor of the model's output."""
+    """The gradient of each tensor of the model's output."""
     tracing: Tracing
-    """What traces it again, for what comes to be known later."""
+    """Retraces the step when more is known about it."""
     held_workspace_bytes: int
     """What torch holds for cuBLAS, for each thread; 0 where the device is no GPU."""
     may_skip: bool = False
@@ -147,21 +147,21 @@ class CapturedStep:
 
     @property
     def graph(self) -> TrainingGraph:
-        """The graph of the step as it was captured."""
+        """The graph of the base variant."""
         return self.variants[0].graph
 
     @property
     def holds_output(self) -> bool:
-        """Whether the caller holds the model's output until the backward ends."""
+        """True if the caller keeps the model's output alive until the backward ends."""
         return self.tracing.holds_output
 
     @property
     def optimizer(self) -> OptimizerMemory | None:
-        """What the optimizer takes, if one is counted."""
+        """Memory of the optimizer, if one is counted."""
         return None if self.optimizer_steps is None else self.optimizer_steps.memory
 
     def resident_blocks(self) -> tuple[Block, ...]:
-        """What is held before the step, storage by storage."""
+        """The storages that are alive before the step."""
         return resident_blocks(self.tracing.fake_copy, self.graph.resident,
                                is_sharded=self.tracing.layout is not None)
 
@@ -355,7 +355,7 @@ def capture_step(
     for widest, inner in chunks:
         cut = region_uses(
             traced, recording, output, JointVariant(inductor, chunks=widest, inner_chunks=inner),
-            # Code between regions, or a loss of the caller's, might read them.
+            # Code between regions, or a loss of the caller's, might read the output.
             elides_output=(not holds_output and loss_fn is None and len(recording.calls) == 1
                            and recording.uncaptured is None))
         has_inner = any(use.lowered.inner_chunks > 1 for use in cut)
@@ -375,13 +375,13 @@ def capture_step(
 
 
 def _sharing_code(recording: Recording) -> int:
-    """Of how many regions the code runs more than once in the step."""
+    """Number of regions whose code runs more than once in the step."""
     return sum(count for count in count_runs(recording).values() if count > 1)
 
 
 def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
-    """The peak of the plain step above what is resident, but for the workspace of its ops; 0 where
-    it cannot be traced, which is an error later."""
+    """Peak of the plain step above the resident memory, without op workspaces; 0 if the step cannot
+    be traced, which is an error later."""
     try:
         return trace_eager_step(fake_copy, loss_fn, workspace=lambda *call: 0).peak_bytes
     except Exception:  # whatever the user's code raises
@@ -389,7 +389,7 @@ def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
 
 
 def _without(fake_copy: FakeCopy, names: Set[str]) -> FakeCopy:
-    """The fake copy as the user calls it: without the arguments that capture forced."""
+    """The fake copy without these keyword arguments."""
     return replace(fake_copy, kwargs={name: value for name, value in fake_copy.kwargs.items()
                                       if name not in names}) if names else fake_copy
 
@@ -397,8 +397,8 @@ def _without(fake_copy: FakeCopy, names: Set[str]) -> FakeCopy:
 def _forced_arguments(
     model: nn.Module, kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, object], ...]:
-    """`use_cache=False` for a transformers model that would build a key-value cache: in training
-    nobody reads it, and it would hold every key and value to the end of the step."""
+    """`use_cache=False` for a transformers model that would build a key-value cache: training never
+    reads it, and it would keep every key and value alive to the end of the step."""
     config = getattr(model, "config", None)
     if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
         return ()
@@ -407,7 +407,7 @@ def _forced_arguments(
 
 
 def _rules_since(fake_copy: FakeCopy) -> dict[str, tuple[str, ...]]:
-    """Why kernels were chosen for the fake copy since this was last asked."""
+    """The rules by which kernels were chosen since the last call."""
     if fake_copy.kernels is None:
         return {}
     rules = {kernel: tuple(found) for kernel, found in fake_copy.kernels.rules.items()}

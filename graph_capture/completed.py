@@ -1,13 +1,11 @@
-"""A captured step, completed by what is known of it only once it has run.
+"""A captured step, completed by facts that are known only once it has run.
 
-The model of the world: the graph of a step does not depend on the optimizer, on gradients that are
-there before it, or on how much memory the caller's loss takes; the breakdown of it does.  So these
-are put in place afterwards, without capturing again; the plain step, with which a plan is compared,
-is traced anew.
+The model of the world: the optimizer, earlier gradients and the memory of the caller's loss change
+the memory breakdown of a step, but not its graph.  They are added afterwards without another
+capture; only the plain step, with which a plan is compared, is traced again.
 
-Blind spots: a loss that leaves out differentiable outputs gives another graph, and one that comes
-behind several graphs is part of what was recorded between them: both need another capture (with
-`ReplayedLoss`).
+Blind spots: a loss that ignores differentiable outputs changes the graph, and a loss behind several
+graphs is part of the code recorded between them.  Both need another capture, with `ReplayedLoss`.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:
 
 
 def with_seen_loss(step: CapturedStep, seen: ObservedLoss) -> CapturedStep:
-    """The step, captured without a loss, with the memory of the one that was seen."""
+    """The step, captured without a loss, with the memory of the observed loss."""
     loss = ReplayedLoss(seen)
     baseline = _traced(step, loss) or step.baseline
     later = step.later and (_traced(step, loss, baseline.with_gradient) or step.later)
@@ -47,7 +45,7 @@ def with_seen_loss(step: CapturedStep, seen: ObservedLoss) -> CapturedStep:
 
 
 def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedStep:
-    """The step, captured with its output held, in which each tensor of it lives so long."""
+    """The step with an output whose tensors live as long as `lives` says."""
     if all(until is Until.END for until in lives):
         return step
     step = replace(step, tracing=replace(step.tracing, holds_output=False), later=None)
@@ -59,8 +57,8 @@ def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedSt
 
 
 def with_held(step: CapturedStep, held_bytes: int, pending_bytes: int = 0) -> CapturedStep:
-    """The step with so much more that the caller holds throughout; `pending_bytes`: and that other
-    calls hold, to the end of the backward."""
+    """The step with `held_bytes` more of the caller's memory throughout, and `pending_bytes` more
+    of other calls' memory until the backward ends."""
     return replace(step, variants=tuple(replace(variant, graph=replace(
         variant.graph, resident=replace(
             variant.graph.resident,
@@ -70,7 +68,7 @@ def with_held(step: CapturedStep, held_bytes: int, pending_bytes: int = 0) -> Ca
 
 
 def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
-    """The step with what a later micro-batch of accumulated gradients takes."""
+    """The step with a traced later micro-batch of accumulated gradients."""
     if step.later is not None:
         return step
     later = _traced(step, step.tracing.loss_fn, step.baseline.with_gradient)
@@ -81,7 +79,7 @@ def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
 @undisturbed_autograd()
 def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
             ) -> EagerStep | None:
-    """The plain step; `None` where it depends on inputs that are gone since."""
+    """The plain step; `None` if it depends on inputs that no longer exist."""
     try:
         return step.tracing.plain_step(loss_fn, with_gradient)
     except CaptureError:
@@ -89,7 +87,7 @@ def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Set[str] 
 
 
 def _with_loss(graph: TrainingGraph, seen: ObservedLoss) -> TrainingGraph:
-    """The graph whose cotangents are those of a loss that takes what was seen."""
+    """The graph with the cotangents and the memory of the observed loss."""
     start = graph.index_of[LOSS_BACKWARD]
     cotangents = set(graph.ops[start].outputs)
     buffers = tuple(replace(buffer, kept_to_end=False) if index in cotangents else buffer

@@ -1,4 +1,4 @@
-"""The base of all that is raised, and what capturing a model raises; `planner` hands both on."""
+"""The base class of all errors, and the errors of capture; `planner` exports both."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class CaptureError(PlannerError):
 
 
 class DataDependentValue(CaptureError):
-    """The model's code asks for what depends on the values of tensors: for one of them, or for a
-    result whose size they decide.  A step that is captured without being run has none."""
+    """The model's code asks for the value of a tensor, or for a result whose size depends on
+    values; a step that is captured without being run has no values."""
 
     what = ""
-    """What it asks for, and where."""
+    """Description of the request and its place in the code."""
 
 
 class UnsupportedTorch(PlannerError, ImportError):
-    """The installed torch lacks an internal that this package stands on, or has another in its
-    place; the message names it."""
+    """The installed torch lacks or has changed an internal that this package needs; the message
+    names it."""

@@ -1,12 +1,13 @@
-"""Calls of a model that are no training step: it then runs as it is written.
+"""Calls of a model that are no training step: the model then runs as it is written.
 
-The model of the world: a plan is compiled code, which torch runs under autograd alone.  Under a
-dispatch mode it runs something else, a transform of `torch.func` has no place for it, and a tracer
-must see the model itself.  These are seen before anything is compiled or looked up, so that the
-call leaves no trace and the next step runs under the plan as before.
+The model of the world: a plan is compiled code, which torch runs only under autograd.  Torch runs
+other code under a dispatch mode, cannot use the plan in a transform of `torch.func`, and a tracer
+must see the model itself.  Such calls are detected before anything is compiled or looked up, so
+that they change no state and the next step runs under the plan.
 
 Blind spots: modes for functions (`TorchFunctionMode`) count as part of the step; `torch.export`
-with `strict=True` does not call the model at all, and refuses the function that stands in it.
+with `strict=True` does not call the model at all, and refuses the function that replaces its
+forward.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _RUNS_AS_WRITTEN = ("so this call runs as the model is written, and may take mor
 
 @dataclass(frozen=True, slots=True)
 class ForeignCall:
-    """Why a call is none that a plan serves."""
+    """The reason why a call does not run under a plan."""
 
     reason: str
     is_traced: bool = False
-    """Whether nothing is trained, so that no budget is at stake."""
+    """True if nothing is trained, so that no budget can be exceeded."""
 
 
 def foreign_call() -> ForeignCall | None:
-    """What the call that is being made is under; `None`: it may be a training step."""
+    """The reason why the current call is no training step; `None`: it may be one."""
     if is_traced():
         return ForeignCall("the model is being traced", is_traced=True)
     if is_under_transform():

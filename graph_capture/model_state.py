@@ -1,6 +1,7 @@
-"""What a call of a model changes beside gradients: random state and buffers.
+"""State that a call of a model changes in addition to gradients: random state and buffers.
 
-Blind spots: what else the model's code changes (a counter of its own); generators of the user's.
+Blind spots: other state that the model's code changes (a counter of its own); generators of the
+user's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 
 def remembered_state(model: nn.Module) -> Callable[[], None]:
-    """A function that puts random state and buffers back to what they are now."""
+    """A function that restores the current random state and buffers."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     restore_random = remembered_random_state(model)
 

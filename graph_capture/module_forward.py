@@ -1,14 +1,14 @@
-"""What stands in for a module's forward, in the instance, and what it stands in for.
+"""Forward overrides: functions that replace a module's forward in the instance.
 
 The model of the world: `nn.Module.__call__` runs the hooks and, between them, `self.forward`; an
-attribute of the instance comes before the method of the class.  So an attribute `forward` is where
-a computation is replaced such that every caller meets it: `module(x)`, `module.forward(x)`, a
-wrapper that holds the module, a copy of the module.  Others put their own functions there too
-(accelerate, for mixed precision); what a stand-in found in the instance, it keeps and calls.
+attribute of the instance comes before the method of the class.  So an attribute `forward` replaces
+a computation for every caller: `module(x)`, `module.forward(x)`, a wrapper around the module, a
+copy of the module.  Others put their own functions there too (accelerate, for mixed precision); an
+override keeps and calls the forward that it found in the instance.
 
-Blind spots: a class that defines `__call__` without calling `forward`; whoever kept the bound
-method from before; `copy.copy` of a module with a stand-in shares it, and so runs the module that
-it was copied from.
+Blind spots: a class that defines `__call__` without calling `forward`; code that kept the earlier
+bound method; `copy.copy` of a module with an override shares it, and so runs the module that it was
+copied from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Forward = Callable[..., Any]
 
 
 def call_forward(module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module without its hooks; `own`: what its instance has, `None`: the method
+    """The forward of a module without its hooks; `own`: the instance's forward, `None`: the method
     of its class."""
     if own is None:
         return type(module).forward(module, *args, **kwargs)
@@ -37,38 +37,37 @@ def call_forward(module: nn.Module, own: Forward | None, /, *args: Any, **kwargs
 
 
 class ForwardOverride:
-    """A function that stands in for the forward of one module; copies and pickles refer to the copy
-    of the module.
+    """A function that replaces the forward of one module; copies and pickles refer to the copy of
+    the module.
 
-    It looks like a bound method, so that wrappers of methods (`__func__`) and readers of signatures
-    take it for one.
+    It looks like a bound method to wrappers of methods (`__func__`) and readers of signatures.
     """
 
     def __init__(self, module: nn.Module, inner: Forward | None) -> None:
-        """`inner`: what the instance had before; `None`: the method of its class."""
+        """`inner`: the instance's forward before; `None`: the method of its class."""
         self.__self__ = module
         self.inner = inner
         _OVERRIDES[id(module)] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward as the module itself has it; subclasses run something else."""
+        """The module's own forward; subclasses run something else."""
         return self.plain(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """What this stands in for."""
+        """The replaced forward."""
         return call_forward(self.__self__, self.inner, *args, **kwargs)
 
     def without_self(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of the forward, where this was made a method of the module once more."""
+        """The arguments of the forward, also if this override was bound to the module once more."""
         return args[1:] if args and args[0] is self.__self__ else args
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """A function of a module, this or a copy of it, and its arguments."""
+        """A function of a module, this one or a copy of it, and its arguments."""
 
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             mine = self if module is self.__self__ else forward_override(module)
-            if mine is None:  # Whoever wrapped this method was copied.
+            if mine is None:  # A wrapper of this method was copied.
                 mine = copy.deepcopy(self, {id(self.__self__): module})
                 vars(module)["_placeholder"] = mine  # which keeps it alive
             return mine(*args, **kwargs)
@@ -79,18 +78,18 @@ class ForwardOverride:
 
     @property
     def __code__(self) -> types.CodeType:
-        """That of the class's method: `torch.export` reads it."""
+        """The code of the class's method, which `torch.export` reads."""
         code: types.CodeType = inspect.unwrap(type(self.__self__).forward).__code__
         return code
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of what this stands in for."""
+        """The signature of the replaced forward."""
         return inspect.signature(self.inner if self.inner is not None else
                                  types.MethodType(type(self.__self__).forward, self.__self__))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy and a pickle take along."""
+        """State for copies and pickles."""
         return dict(vars(self))
 
     def __copy__(self) -> Self:
@@ -111,18 +110,17 @@ class ForwardOverride:
 
 
 _OVERRIDES: WeakValueDictionary[int, ForwardOverride] = WeakValueDictionary()
-"""By identity of the module: what was put into it, wherever it is wrapped now."""
+"""Overrides by identity of the module, also if others have wrapped them since."""
 
 
 def forward_override(module: nn.Module) -> ForwardOverride | None:
-    """What was put in the place of a module's forward, though others may have wrapped it since."""
+    """The override of a module's forward, also if others have wrapped it since."""
     found = _OVERRIDES.get(id(module))
     return found if found is not None and found.__self__ is module else None
 
 
 def own_forward(module: nn.Module) -> Forward | None:
-    """The forward that the instance itself has, beneath what stands in for it; `None`: it has that
-    of its class."""
+    """The instance's own forward beneath overrides; `None`: that of its class."""
     found = vars(module).get("forward")
     while isinstance(found, ForwardOverride):
         found = found.inner
@@ -138,7 +136,7 @@ def set_forward(module: nn.Module, forward: Forward | None) -> None:
 
 
 def take_down(model: nn.Module) -> None:
-    """Remove every stand-in from a model and its submodules."""
+    """Remove every override from a model and its submodules."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), ForwardOverride):
             set_forward(module, own_forward(module))
@@ -158,7 +156,7 @@ def in_place_of_forward(module: nn.Module, forward: Forward | None) -> Iterator[
 
 @contextlib.contextmanager
 def in_place_of_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Inside, each of these instances has the forward beside it."""
+    """Inside, each of these instances has the forward paired with it."""
     with contextlib.ExitStack() as stack:
         for module, forward in forwards:
             stack.enter_context(in_place_of_forward(module, forward))
@@ -166,8 +164,8 @@ def in_place_of_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Itera
 
 
 def rebound(forward: Forward | None, old: nn.Module, new: nn.Module) -> Forward | None:
-    """An instance's forward for a shallow copy of the module: what is bound to `old`, as a method
-    or as a partial function, is bound to `new`; anything else stays."""
+    """An instance's forward for a shallow copy of the module: a method or partial function bound to
+    `old` is bound to `new`; anything else stays."""
     if isinstance(forward, types.MethodType) and forward.__self__ is old:
         return types.MethodType(forward.__func__, new)
     if isinstance(forward, functools.partial) and any(arg is old for arg in forward.args):

@@ -1,6 +1,6 @@
-"""The hooks and classes of a model's submodules: some of what decides which graph a call runs.
+"""The hooks and classes of a model's submodules, which help to decide which graph a call runs.
 
-Blind spot: hooks with the same code are taken for the same, whatever they close over.
+Blind spot: hooks with the same code count as equal, whatever they close over.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from torch import nn
 
 
 def hooks_within(model: nn.Module) -> tuple[int, ...]:
-    """The hooks of a model's submodules, by module and code; those of the model itself run around
-    its forward, whatever that is."""
+    """The hooks of a model's submodules, by module and code; hooks of the model itself run around
+    its forward and are left out."""
     found: list[int] = []
     waiting = [*model._modules.values()]
     number = 0
-    while waiting:  # at each step, so without `modules()`, which takes several times as long
+    while waiting:  # runs at each step, so without `modules()`, which is several times slower
         module = waiting.pop()
         if module is None:
             continue
@@ -29,8 +29,8 @@ def hooks_within(model: nn.Module) -> tuple[int, ...]:
 
 
 def classes_within(model: nn.Module) -> int:
-    """A hash of the classes of a model's submodules: another one where a submodule was replaced by
-    one of another kind, or parametrized."""
+    """A hash of the classes of a model's submodules; it changes if a submodule is replaced by one
+    of another class, or parametrized."""
     found: list[int] = []
     waiting = [*model._modules.values()]
     while waiting:

@@ -1,11 +1,11 @@
-"""The tensors of what a model returns, wherever in it they are.
+"""The tensors in a model's output.
 
 The model of the world: an output is a tensor, a container that `torch.utils._pytree` knows, or an
-object that keeps what it was made of in attributes: a dataclass, a distribution, an object of the
-user's own class.  Containers, attributes and slots are followed, in their order.
+object that keeps its content in attributes: a dataclass, a distribution, an object of the user's
+own class.  Containers, attributes and slots are searched, in their order.
 
 Blind spots: tensors in closures, in objects of other languages, and those that a property makes
-when it is read.  Modules, functions and classes are not looked into.
+when it is read.  Modules, functions and classes are not searched.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from planner._graph_capture.torch_compat import pytree
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:
-    """Every tensor of a model's output, in order; one that is there twice, twice."""
+    """Every tensor of a model's output, in order; one that occurs twice is listed twice."""
     found: list[torch.Tensor] = []
     _collect(output, found, set())
     return found
 
 
 def with_changed_tensors(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """`output` with each of `output_tensors` changed; what holds them is copied."""
+    """`output` with each of `output_tensors` changed; the objects that contain them are copied."""
     return pytree.tree_map(partial(_changed, change, {}), output)
 
 
-# Functions that refer to themselves from inside of another would hold the tensors until garbage is
-# collected.
+# Nested functions that refer to themselves would keep the tensors alive until garbage is collected.
 def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -65,7 +64,7 @@ _OPAQUE = (nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinF
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    """What an object keeps, by attribute, or, where it is a container, by key."""
+    """The content of an object by attribute, or of a container by key."""
     if isinstance(value, dict):  # of a class that pytree does not know
         return dict(value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What long work tells of itself."""
+"""Progress callback type."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One rank of a data-parallel run, as far as the memory of its training step goes.
+"""One rank of a data-parallel run, as far as it affects the memory of its training step.
 
-The model of the world: each rank runs the same step on a batch of its own.  How the model is spread
-decides what is resident on a rank (whole parameters or shards, buckets) and what its optimizer
-takes; a wrapper (DDP, fully_shard) makes buffers and takes gradients at fixed moments while the
-step runs, by hooks of the model's modules.
+The model of the world: each rank runs the same step on its own batch.  The distribution of the
+model determines the resident memory of a rank (whole parameters or shards, buckets) and the memory
+of its optimizer.  A wrapper (DDP, fully_shard) allocates buffers and collects gradients at fixed
+moments of the step, by hooks of the model's modules.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from planner._graph_capture.fake_copies.fake import FakeCopy
 
 MakeBuffer = Callable[[int, BufferKind], torch.Tensor]
-"""Makes a buffer of so many bytes, and is told what it is; those of collectives are temporaries."""
+"""Allocates a buffer of so many bytes and of this kind; buffers of collectives are temporaries."""
 
 
 class Wrapper:
-    """What data parallelism does while a step runs; this one does nothing."""
+    """Data parallelism during a step; this base class does nothing."""
 
     @property
     def frees(self) -> frozenset[str]:
@@ -33,33 +33,32 @@ class Wrapper:
         return frozenset()
 
     def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
-        """Inside, the model has the wrapper's hooks, which make buffers by `make`."""
+        """Inside, the model has the wrapper's hooks, which allocate buffers with `make`."""
         return nullcontext()
 
     def finish(self) -> list[torch.Tensor]:
-        """The end of the backward, and of the step; returns what is left of the gradients elsewhere
-        than in `grad`."""
+        """End the backward and the step; returns the gradients that are not in `grad`."""
         return []
 
 
 class RankLayout(Protocol):
-    """How one rank holds a model."""
+    """The layout of a model on one rank."""
 
     @property
     def resident(self) -> ResidentMemory:
-        """Held between steps, but for gradients and the state of the optimizer."""
+        """Memory between steps, without gradients and the state of the optimizer."""
 
     def wrapper(self) -> Wrapper:
-        """What runs along with a step."""
+        """The wrapper that runs during a step."""
 
     @property
     def whole_gradient_bytes(self) -> int:
-        """Of gradients that no rank has reduced yet."""
+        """Bytes of gradients that no rank has reduced yet."""
 
     @property
     def holds_optimizer(self) -> bool:
-        """Whether the optimizer's state is in the memory of the device."""
+        """True if the optimizer's state is in the memory of the device."""
 
     def share_of(self, optimizer: object) -> tuple[object, FakeCopy]:
-        """The optimizer of the rank that holds most of its state, and a fake copy of what it
+        """The optimizer of the rank with the most state, and a fake copy of the parameters that it
         updates."""

@@ -1,15 +1,15 @@
-"""The annotated graph of one training step: what `graph_capture` makes and everything else reads.
+"""The annotated graph of one training step, which `graph_capture` makes and everything else reads.
 
 The model of the world: the step is a fixed sequence of *ops* - the forward, then the loss, then the
 backward - that exchange *buffers*.  A buffer is a storage that an op allocates; views, `detach` and
 tuple elements of it are the same buffer and are not ops.  Parameters, model buffers and inputs are
 *resident*: alive the whole step, whatever the schedule, and so not buffers of the graph.
 
-A step captured in several chunks (graph breaks) is a chain of *regions*, each with a forward and a
-backward of its own: forwards in order, the loss, backwards in reverse.
+A step with graph breaks is a chain of *regions*, each with its own forward and backward: forwards
+in order, the loss, backwards in reverse.
 
-Blind spots: control flow that depends on data is not in a graph; what the user's own code
-allocates between two regions or outside the model is not seen.
+Blind spots: data-dependent control flow is not in a graph; allocations of the user's own code
+between two regions or outside the model are not seen.
 
 `graph_capture.specification.check` enforces the rules that the fields below state.
 """
@@ -34,16 +34,16 @@ class Phase(StrEnum):
 
 
 class BufferKind(StrEnum):
-    """What the bytes of a buffer are to the user."""
+    """The use of a buffer, as shown to the user."""
 
     ACTIVATION = "activations"
-    """Made by the forward (or the loss): saved tensors, outputs, and what lives only briefly."""
+    """Made by the forward (or the loss): saved tensors, outputs and short-lived values."""
     GRADIENT = "gradients"
     """Gradient of a parameter; stays to the end of the step."""
     TEMPORARY = "temporaries"
-    """Made by the backward and gone before its end: gradients of activations, cotangents."""
+    """Made by the backward and freed before its end: gradients of activations, cotangents."""
     PARAMETER = "parameters"
-    """Whole parameters of which this rank holds a shard, while they are gathered."""
+    """Whole parameters, while they are gathered from this rank's and others' shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class Buffer:
     """Index of the op that makes it."""
     kind: BufferKind
     kept_to_end: bool = False
-    """Held by the user to the end of the step: the model's output, a parameter's gradient."""
+    """Kept alive by the user to the end of the step: the model's output, a parameter's gradient."""
     label: str = ""
     """For a gradient, the parameter's name; otherwise empty."""
 
 
 KEPT_BY_USER, RUNS_SEVERAL_TIMES = "kept by the user", "runs several times in a step"
-"""Why an op is pinned whose results must stay where they are."""
+"""Reasons to pin an op whose results must be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class TrainingOp:
     """One op of the step, in the order of execution."""
 
     name: str
-    """Stable across processes and machines: module path, op and occurrence,
-    e.g. `transformer.h.0.attn/aten.bmm#1` (`~` in front of the op in the backward)."""
+    """Stable across processes and machines: module path, op and occurrence, e.g.
+    `transformer.h.0.attn/aten.bmm#1` (`~` in front of the op in the backward)."""
     target: str
     """The op itself, e.g. `aten.bmm.default`."""
     module: str
     """Qualified name of the module that called it (in the backward: the one whose forward it
     differentiates); empty for the root."""
     source: str
-    """`file:line` of the model's code, empty where unknown."""
+    """`file:line` of the model's code; empty if unknown."""
     phase: Phase
     region: int
     """Index of the region it belongs to; -1 for the loss."""
@@ -91,15 +91,15 @@ class TrainingOp:
     seconds: float = 0.0
     """Estimated or measured duration of one run."""
     workspace_bytes: int = 0
-    """What its kernel allocates for itself, and frees, while it runs."""
+    """Temporary memory of its kernel while it runs."""
     pinned: str = ""
-    """Why it may not be replayed; empty if it may."""
+    """The reason why it may not be replayed; empty if it may."""
     inplace: tuple[int, ...] = ()
-    """Inputs whose storage its only output may take over when they die in this op, in order of
+    """Inputs whose storage its only output may overwrite when they die in this op, in order of
     preference: same size, and the kernel reads each element before it writes it."""
     replay_state_bytes: int = 0
-    """What a replay needs from the first run: the random generator's state, copies of inputs that
-    the step mutates later."""
+    """State that a replay needs from the first run: the random generator's state, copies of inputs
+    that the step mutates later."""
     digest: str = ""
     """Hash of op, arguments, shapes and dtypes: equal for equal ops, in any process."""
     result: str = ""
@@ -108,36 +108,36 @@ class TrainingOp:
 
 @dataclass(frozen=True, slots=True)
 class RegionSignature:
-    """What a region is apart from its sizes, and its sizes.
+    """A region's structure without its sizes, and its sizes.
 
-    A plan made for one size of inputs serves another where the structure is the same, and fits the
-    same budget where no size is larger: the same schedule then holds the same storages, none of
-    them larger.  (What a kernel takes for itself is assumed to grow with its operands.)
+    A plan for one size of inputs serves another if the structure is the same, and fits the same
+    budget if no size is larger: the same schedule then keeps the same storages alive, none of them
+    larger. (A kernel's workspace is assumed to grow with its operands.)
     """
 
     structure: str
-    """Hash of everything about the ops but sizes: what they are, what they exchange, which of them
-    may write over an operand."""
+    """Hash of everything about the ops except sizes: the ops, the storages they exchange, and
+    possible in-place writes."""
     storage_bytes: tuple[int, ...]
-    """Sizes of what the ops make, in order."""
+    """Sizes of the ops' results, in order."""
     input_bytes: tuple[int, ...]
     """Sizes of the region's inputs, parameters included."""
     input_layout: str
-    """Hash of the inputs' shapes and strides.  Where it is equal, the sizes must be, too: nothing
-    but another model can make them differ."""
+    """Hash of the inputs' shapes and strides.  If it is equal, the sizes must be, too: only another
+    model can make them differ."""
 
     def serves(self, other: RegionSignature) -> bool:
-        """Whether a plan made for this region is one for `other`, whatever its sizes."""
+        """True if a plan for this region serves `other`, whose sizes differ."""
         return self.is_like(other) and self.input_layout != other.input_layout
 
     def is_like(self, other: RegionSignature) -> bool:
-        """Whether nothing but sizes is another than in `other`."""
+        """True if only sizes differ from `other`."""
         return (self.structure == other.structure
                 and len(self.input_bytes) == len(other.input_bytes)
                 and len(self.storage_bytes) == len(other.storage_bytes))
 
     def first_larger(self, other: RegionSignature) -> tuple[int, int] | None:
-        """Bytes planned for and bytes needed where `other` first takes more memory than this."""
+        """Bytes planned and bytes needed where `other` first uses more memory than this."""
         mine = (*self.input_bytes, *self.storage_bytes)
         theirs = (*other.input_bytes, *other.storage_bytes)
         return next(((m, t) for m, t in zip(mine, theirs, strict=True) if t > m), None)
@@ -145,40 +145,40 @@ class RegionSignature:
 
 @dataclass(frozen=True, slots=True)
 class CodeMemory:
-    """What the generated code of one graph takes, its inputs included."""
+    """Memory of the generated code of one graph, its inputs included."""
 
     peak_bytes: int
-    """The most at any time."""
+    """Maximum at any time."""
     left_bytes: int
-    """What it leaves: its outputs."""
+    """Bytes of its outputs."""
 
     def serves(self, other: CodeMemory) -> bool:
-        """Whether other code takes no more at its peak, and leaves no more."""
+        """True if other code uses no more memory at its peak, and leaves no more."""
         return other.peak_bytes <= self.peak_bytes and other.left_bytes <= self.left_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of the model that was captured as one joint graph."""
+    """A part of the model that was captured as one joint graph."""
 
     forward: range
     """Indices of its forward ops."""
     backward: range
     """Indices of its backward ops."""
     cotangents: tuple[bool, ...]
-    """For each differentiable output of the joint graph, whether a gradient flows into it."""
+    """For each differentiable output of the joint graph, true if a gradient flows into it."""
     region_signature: RegionSignature | None = None
     """`None`: a plan of this region serves these sizes alone."""
     block: str = ""
-    """The submodule that was captured by itself; empty where the whole model was."""
+    """The submodule that was captured by itself; empty for the whole model."""
     hoisted: tuple[int, ...] = ()
     """Positions, in the clean joint graph, of backward ops that were moved to the forward."""
     released: tuple[int, ...] = ()
-    """Which outputs of its forward the caller lets go before the backward, mutated inputs not
+    """Outputs of its forward that the caller releases before the backward, mutated inputs not
     counted."""
     elided: tuple[int, ...] = ()
-    """Which outputs of its forward are not made, since the part that makes them runs in chunks and
-    nobody reads them."""
+    """Elided outputs of its forward: the part that would make them runs in chunks, and nobody reads
+    them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,56 +187,56 @@ class ModelOutput:
 
     buffer: int
     tensors: tuple[int, ...]
-    """Which tensors of the model's output lie in it, counted through containers."""
+    """Tensors of the model's output in the buffer, counted through containers."""
     region: int
     """The region that makes it."""
     places: tuple[int, ...]
-    """Which outputs of that region's forward lie in it, mutated inputs not counted."""
+    """Outputs of that region's forward in the buffer, mutated inputs not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentMemory:
-    """Bytes held before the step begins and throughout it."""
+    """Bytes that stay allocated before and throughout the step."""
 
     parameters_bytes: int
     buffers_bytes: int
     inputs_bytes: int
     gradients_bytes: int = 0
-    """Of earlier micro-batches, to which this one adds its own."""
+    """Gradients of earlier micro-batches, to which this one adds its own."""
     pending_bytes: int = 0
     """Saved by other calls of the step whose backward is yet to come."""
 
     @property
     def total_bytes(self) -> int:
-        """Their sum."""
+        """Sum of all parts."""
         return (self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
                 + self.gradients_bytes + self.pending_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """What an optimizer holds beyond parameters and gradients."""
+    """Memory of an optimizer beyond parameters and gradients."""
 
     name: str
-    """Of its class; `none` without an optimizer."""
+    """Name of its class; `none` without an optimizer."""
     state_bytes: int
-    """Held from the first step on; where the step evaluates the model, while it does so."""
+    """Bytes alive from the first step on; if the step evaluates the model, while it does so."""
     step_peak_bytes: int
-    """The most that a step takes beyond that."""
+    """Maximum of bytes that a step uses in addition to the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Which of several kernels ops of the forward take on the GPU planned for."""
+    """The kernel that torch chooses for ops of the forward on the GPU planned for."""
 
     kernel: str
     """E.g. `attention by flash`."""
     modules: str
-    """Qualified names of the modules, numbers in them as `*`; empty where it is not known."""
+    """Qualified names of the modules, numbers in them as `*`; empty if unknown."""
     count: int
-    """How many ops; 0 where it is composed of others."""
+    """Number of ops; 0 if the kernel is composed of others."""
     rule: str
-    """Why; empty where torch chose on the device itself."""
+    """The reason for the choice; empty if torch chose on the device itself."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,9 @@ class TrainingGraph:
     device: str
     """The device planned for, e.g. `cpu` or `cuda:0`."""
     notes: tuple[str, ...] = ()
-    """What the user should know about this capture, e.g. that a cache was switched off."""
+    """Notes for the user about this capture, e.g. that a cache was switched off."""
     outputs: tuple[ModelOutput, ...] = ()
-    """What the model returns."""
+    """The buffers that the model returns."""
     kernels: tuple[KernelChoice, ...] = ()
     """Kernels of a GPU among which there was a choice."""
     assumptions: tuple[str, ...] = ()
@@ -286,27 +286,27 @@ class SavingCosts:
     """Seconds of memory traffic, by buffer of the forward, where ops are fused."""
 
     to_save: Mapping[int, float] = field(default_factory=dict)
-    """To write a result for the backward and to read it there; only for buffers that no kernel has
-    to find in memory otherwise, and that no two kernels would compute."""
+    """Seconds to write a result for the backward and to read it there; only for buffers that no
+    kernel needs in memory otherwise, and that no two kernels would compute."""
     to_read: Mapping[int, float] = field(default_factory=dict)
-    """To read a result."""
+    """Seconds to read a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepVariant:
-    """A training step as one graph, and what Inductor makes of its buffers."""
+    """A training step as one graph, and Inductor's treatment of its buffers."""
 
     graph: TrainingGraph
-    """Where Inductor compiles the step, what never leaves a kernel takes no memory
+    """If Inductor compiles the step, buffers that never leave a kernel have no size
     (`graph_capture.inductor.within_kernels`)."""
     low_peak: bool = False
-    """Whether the backward holds less at the price of copies
+    """True if the backward uses less memory at the price of copies
     (`graph_capture.joint_graph.low_peak_backward`); otherwise it is the base variant."""
     chunks: int = 1
-    """In how many chunks its widest part runs (`graph_capture.joint_graph.chunks`)."""
+    """Number of chunks in which its widest part runs (`graph_capture.joint_graph.chunks`)."""
     inner_chunks: int = 1
-    """In how many chunks the insides of its layers run."""
+    """Number of chunks in which the insides of its layers run."""
     saved_by_default: frozenset[int] = frozenset()
     """Buffers that Inductor's own partitioner saves for the backward."""
     saving_costs: SavingCosts = field(default_factory=SavingCosts)
-    """What Inductor's kernels take to save results for the backward."""
+    """Costs of Inductor's kernels to save results for the backward."""

@@ -1,4 +1,4 @@
-"""Which file of a traceback is the user's: neither torch's nor of this package."""
+"""Detects the user's files in a traceback: neither torch's nor this package's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _HERE = PurePath(__file__).parent
 
 
 def is_user_code(path: str) -> bool:
-    """Whether a source file is outside of torch and of this package."""
+    """True if a source file is outside of torch and of this package."""
     file = PurePath(path)
     return "torch" not in file.parts and not file.is_relative_to(_HERE)
 
 
 def place_of(error: BaseException) -> str:
-    """Where in the user's code an error was raised, to follow what was done there: ` at
-    model.py:12 (`x.item()`)`; empty if nowhere."""
+    """The place in the user's code of an error's traceback, to append to a text: ` at model.py:12
+    (`x.item()`)`; empty if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if is_user_code(frame.filename)]
     if not frames:

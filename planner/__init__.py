@@ -3,10 +3,10 @@
     plan = planner.plan(model, inputs, budget="8GB", optimizer="adamw")
     model = plan.apply(model)
 
-Everything public is here; `_graph_capture`, `solvers` and `_apply` are how it is done.  They are
-links to folders at the top of the repository, so that a user's own folders of these names do not
-shadow them.  The public names are those of `planner.public`, which is imported when one of them is
-first asked for, so that the command line shows its help without waiting for the solvers.
+This package exports the public names of `planner.public`, and imports that module on the first use
+of one of them: the command line shows its help without loading the solvers.  `_graph_capture`,
+`solvers` and `_apply` are links to folders at the top of the repository, so that a user's own
+folders of these names do not shadow them.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ else:
 
             public = import_module("planner.public")
             found = {each: getattr(public, each) for each in (*public.__all__, "__all__")}
-            globals().update(found)  # where pdoc looks for them
+            globals().update(found)  # for pdoc
             if name in found:
                 return found[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

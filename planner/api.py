@@ -1,4 +1,4 @@
-"""`planner.plan`: arguments checked, model captured, budget met."""
+"""`planner.plan`: check the arguments, capture the model, meet the budget."""
 
 from __future__ import annotations
 
@@ -46,30 +46,29 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             the model's own `example_input_array` or `dummy_inputs`.
         budget_gb: limit on the peak of the whole step in decimal gigabytes (1e9 bytes).
         budget: the same in bytes (`int`) or as text: `"8GB"`, `"8GiB"`, `"500MB"`, `"60%"` of the
-            plain step's peak.  With neither, nothing is recomputed, unless the step would use more
-            memory than the plain one does.
-        loss_fn: `loss_fn(output)` gives the scalar loss; `None`: `output.loss`,
+            plain step's peak.  Without a budget, nothing is recomputed, unless the captured step
+            would use more memory than the plain one.
+        loss_fn: `loss_fn(output)` returns the scalar loss; `None`: `output.loss`,
             `output["loss"]`, a scalar output, else every differentiable output gets a cotangent.
-        optimizer: instance, class or name (`"adamw"`), or a sequence of instances, whose state and
-            step count as memory.
+        optimizer: instance, class or name (`"adamw"`), or a sequence of instances; its state and
+            the temporaries of its step count as memory.
         solver: `"auto"`, or one of `solvers.SOLVERS`.
         backend: `"eager"`: the planned graph runs op by op and the predicted peak is exact;
             `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.
-        cost_model: what recomputation costs. `"roofline"`: seconds, from FLOPs, bytes and the
+        cost_model: the cost of recomputation. `"roofline"`: seconds, from FLOPs, bytes and the
             device's figures; `"measured"`: seconds of each op, run alone on dummy inputs on
-            the device (cached on disk; estimated where the op cannot be run), and for Inductor
-            `overhead` from the seconds of each generated kernel, which is compiled for that;
+            the device (cached on disk; estimated where the op cannot be run); for Inductor,
+            `overhead` then comes from the seconds of each generated kernel, compiled for that;
             `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
-        device: the device planned for; by default the model's, the CPU for a `meta` model.
-        gpu: the GPU whose kernels are planned for where there is none here, and whose figures
-            estimates of time take: a name such as `"H100"`, or a `planner.Gpu`; by default the one
-            that is here, and an A100, with a note in the plan, where there is none or it is not
-            known.
-        probe: measure the workspace of single ops where the device is at hand.
+        device: the device to plan for; by default the model's, the CPU for a `meta` model.
+        gpu: the GPU whose kernels are planned for if none is present, and whose figures time
+            estimates use: a name such as `"H100"`, or a `planner.Gpu`; by default the present one;
+            if there is none or it is not known, an A100, with a note in the plan.
+        probe: measure the workspace of single ops if the device is present.
         time_limit: seconds for planning; soft.  Planning stops earlier, by counted work, when more
-            of it is not worth it; with more than the default it searches until the limit.  What
-            capture has used is taken off the solver's share, down to half of the limit.  For
-            Inductor work is counted and the limit only cuts off, which the plan then says.
+            search is not worth it; above the default it searches until the limit.  The time of
+            capture is subtracted from the solver's share, down to half of the limit.  With Inductor
+            work is counted; the plan says so where the limit cut the search off.
         keep: names of modules (wildcards allowed) and ops whose results are always kept.
         accumulation: micro-batches to each step of the optimizer, `inputs` being those of one: from
             the second on, the gradients of those before are there from the start.
@@ -105,13 +104,13 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             hands over all of its gradients at its end.
         progress: called with one line of text now and then; by default a line on stderr if that is
             a terminal, else a line in the log `planner.progress` after a second and one at the
-            end, which are printed where logging is not set up.
+            end, printed where logging is not set up.
 
     Raises:
-        InfeasibleBudget: nothing fits; with the smallest budget that works, what holds it, and
-            what would do if the plan were allowed more (`alternatives`).
+        InfeasibleBudget: no plan fits; names the smallest feasible budget, the memory at that
+            peak, and what would fit if the plan were allowed more (`alternatives`).
         CaptureError: the step cannot be captured.
-        TypeError, ValueError: an argument is wrong in itself.
+        TypeError, ValueError: an argument is invalid by itself.
     """
     limit = parse_budget(budget_gb, budget)
     planning = Planning.of(plan, arguments)
@@ -142,7 +141,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
 @takes_planning()
 def capture(model: nn.Module, inputs: object = None, *, progress: Progress | None = None,
             **arguments: Unpack[PlanArguments]) -> PreparedStep:
-    """Capture one training step of `model`, ready to be planned under any number of budgets.
+    """Capture one training step of `model`, to be planned under any number of budgets.
 
     Arguments and errors are those of `plan`.
     """
@@ -151,10 +150,11 @@ def capture(model: nn.Module, inputs: object = None, *, progress: Progress | Non
 
 def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
                 ) -> tuple[Variant, Timeline]:
-    """The form of a step that `plan` is for, captured again, and the plan's course through it.
+    """Capture a step again in the graph variant of `plan`; return that variant and the plan's
+    timeline.
 
-    `arguments`: those of `capture` that the plan does not tell.  Raises `PlanMismatch` where the
-    plan was made for another step.
+    `arguments`: those of `capture` that the plan does not store.  Raises `PlanMismatch` if the plan
+    was made for another step.
     """
     from planner.plans.decisions import build_spec, schedule_of
     from planner.solvers.simulator import unroll
@@ -172,7 +172,7 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
 
 def prepare_step(model: nn.Module, inputs: object, planning: Planning,
                  progress: Progress | None) -> PreparedStep:
-    """`capture` with arguments that are checked."""
+    """Like `capture`, with checked arguments."""
     import torch
     from torch import nn
 

@@ -1,16 +1,15 @@
-"""What Dynamo captured, taken for a model and planned.
+"""Graphs captured by Dynamo, planned and run as models.
 
-Its first training step of some shapes is planned as by `planner.plan`, the plan is applied, and
-that and every later step of the same shapes runs it.  Smaller shapes run the plan of larger ones
-where it serves them; others are planned when they come, and where they do not fit, they run under
-the schedule that takes least, with a warning.  A percentage is of the plain step of the first
-shapes.
+The first training step of some shapes is planned as by `planner.plan` and run under that plan, and
+so is every later step of the same shapes.  Smaller shapes use the plan of larger ones if it serves
+them; others are planned when they come.  If they do not fit, they run under the schedule with the
+lowest peak, with a warning.  A percentage is of the plain step of the first shapes.
 
 The loss is the first differentiable scalar that the graph returns; without one, every
 differentiable output counts with a gradient of its own size.
 
-Blind spots: in what Dynamo captured, ops do not know their modules, so `keep` can name only ops
-(`"aten.topk"`); what the code around the graph allocates is not seen.
+Blind spots: ops captured by Dynamo do not know their modules, so `keep` can name only ops
+(`"aten.topk"`); allocations of the code around the graph are not seen.
 """
 
 from __future__ import annotations
@@ -38,26 +37,26 @@ from planner.reporters.one_line import summarize
 log = logging.getLogger("planner.torch_compile_backend")
 
 _SECONDS_FOR_LEAST = 5.0
-"""Time limit of a plan that takes least: it is made within a step."""
+"""Time limit of the lowest-peak plan, which is made within a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `torch.compile(options=…)` may hold; the meaning is that of `planner.plan`."""
+    """Contents of `torch.compile(options=…)`; see `planner.plan`."""
 
     budget_gb: float | None = None
     budget: int | str | None = None
     inductor: bool = True
     """Compile with Inductor; otherwise the planned graphs run op by op."""
     takes_least: bool = False
-    """Whatever the budget: run under the schedule that takes least, without a warning."""
+    """Run under the schedule with the lowest peak, whatever the budget, without a warning."""
     arguments: PlanArguments = field(default_factory=PlanArguments)
-    """The others, but for what the captured graph says itself."""
+    """The other arguments, except those that the captured graph determines."""
 
 
 def with_least_memory(module: fx.GraphModule) -> Callable[..., Any]:
-    """What Dynamo captured, as a function that runs it op by op under the schedule that takes
-    least."""
+    """The captured graph as a function that runs op by op under the schedule with the lowest
+    peak."""
     planned: Callable[..., Any] = torch.compiler.disable(PlannedGraph(module, Options(
         budget=1, inductor=False, takes_least=True, arguments={"time_limit": _SECONDS_FOR_LEAST})))
     return planned
@@ -71,7 +70,7 @@ class PlannedGraph:
         self._numbers = _arguments_read_as_numbers(module)
         self._applied: dict[tuple[object, ...], _Applied] = {}
         self._made: list[Plan] = []
-        """Plans of this graph, with whatever parameters."""
+        """Plans of this graph, for any parameters."""
         self._has_warned = False
 
     def __call__(self, *args: Any) -> Any:
@@ -85,7 +84,8 @@ class PlannedGraph:
             return self._module(*args)
         key = tuple(
             arg if not isinstance(arg, torch.Tensor) else
-            # Dynamo runs one graph for all modules that are alike; each has parameters of its own.
+            # Dynamo runs one graph for all modules of equal structure, each with its own
+            # parameters.
             (id(arg), arg.requires_grad) if isinstance(arg, nn.Parameter) else
             (arg.shape, arg.stride(), arg.dtype, arg.item() if index in self._numbers else None)
             for index, arg in enumerate(args))
@@ -94,7 +94,7 @@ class PlannedGraph:
         return self._first_call(key, args)
 
     def _first_call(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Any:
-        """Run the first step of some shapes, by a plan of larger ones or by one of its own."""
+        """Run the first step of some shapes, under a plan of larger ones or a new one."""
         region = _as_module(self._module, args)
         inputs = region.inputs_of(args)
         plans = _plans_of(args, self._options)
@@ -118,7 +118,7 @@ class PlannedGraph:
     def _plan(self, region: Any, inputs: tuple[Any, ...], earlier: Sequence[Plan]) -> Plan:
         options = self._options
         limit: dict[str, Any] = {"budget_gb": options.budget_gb, "budget": options.budget}
-        # A percentage is of the first step planned.
+        # A percentage is of the first planned step.
         if earlier and options.budget is not None and not options.takes_least:
             limit["budget"] = earlier[0].budget_bytes
         arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
@@ -139,13 +139,13 @@ class PlannedGraph:
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """A planned region, which has parameters only while it runs: Dynamo keeps what it compiled,
-    though the model be deleted."""
+    """A planned region, which refers to parameters only while it runs: Dynamo keeps its compiled
+    code even after the model is deleted."""
 
     call: Callable[..., Any]
     region: Any
     parameters: tuple[ref[nn.Parameter], ...]
-    """With the first that is deleted this is forgotten, before another takes its `id`."""
+    """Deletion of one of them drops this entry, before another object reuses its `id`."""
 
     def __call__(self, *args: Any) -> Any:
         self.region.take(args)
@@ -161,13 +161,13 @@ def _forget(applied: dict[tuple[object, ...], _Applied], key: tuple[object, ...]
 
 
 _PLANS = WeakIdKeyDictionary()
-"""The plans made so far, by a parameter of their model, as long as that is alive: what Dynamo
-captures for other shapes comes as another graph, which does not know of the first.  The first plan
-of each list has the budget in bytes that a percentage stands for."""
+"""The plans made so far, keyed weakly by a parameter of their model: Dynamo captures other shapes
+as another graph, which has no reference to the first.  The first plan of each list has the budget
+in bytes that a percentage resolves to."""
 
 
 def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
-    """The list of the plans made for this model with these options."""
+    """The list of plans made for this model with these options."""
     parameter = next((arg for arg in args if isinstance(arg, nn.Parameter)), None)
     if parameter is None:
         return []
@@ -180,7 +180,7 @@ def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
 
 
 def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-    """The captured graph as a module with the parameters that it is called with."""
+    """The captured graph as a module with the parameters among `args`."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
@@ -189,16 +189,15 @@ def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
             copies[node] = args[names.index(node.args[0].name)].item()
             continue
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        # What Dynamo noted on the nodes comes through a second capture sometimes, and sometimes
-        # not; names must not depend on that.
+        # Dynamo's metadata survive a second capture only sometimes; names must not depend on them.
         copies[node].meta = {}
     bare = fx.GraphModule(module, graph)
-    # A parameter's name comes from where the model has it.
+    # A parameter's name comes from its place in the model.
     parameters = {index: names[index] for index, arg in enumerate(args)
                   if isinstance(arg, nn.Parameter)}
 
     class CapturedGraph(nn.Module):
-        """What Dynamo captured."""
+        """A graph captured by Dynamo."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -225,8 +224,8 @@ def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
 
 
 def _is_number_of_argument(node: fx.Node) -> bool:
-    """Whether the node reads the value of a scalar argument: Dynamo makes tensors of Python floats
-    that have changed between calls."""
+    """True if the node reads the value of a scalar argument: Dynamo makes tensors of Python floats
+    that change between calls."""
     return bool(node.op == "call_method" and node.target == "item"
                 and node.args[0].op == "placeholder")
 
@@ -238,7 +237,7 @@ def _arguments_read_as_numbers(module: fx.GraphModule) -> frozenset[int]:
 
 
 def _loss_among(module: fx.GraphModule) -> Callable[[Any], torch.Tensor] | None:
-    """Picks the first differentiable scalar of the outputs; `None` where there is none."""
+    """Select the first differentiable scalar of the outputs; `None` if there is none."""
     returned = module.graph.output_node().args[0]
     for index, node in enumerate(returned if isinstance(returned, (tuple, list)) else ()):
         value = getattr(node, "meta", {}).get("example_value")

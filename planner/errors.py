@@ -1,7 +1,7 @@
-"""What the planner raises.  Every error says what was expected, what came, and what to do.
+"""Errors of the planner.  Every message says what was expected, what was given, and what to do.
 
-Arguments that are wrong in themselves raise `TypeError` or `ValueError`; everything that needs a
-look at the model, the budget or a file raises a subclass of `PlannerError`.
+Arguments that are invalid by themselves raise `TypeError` or `ValueError`; errors that depend on
+the model, the budget or a file are subclasses of `PlannerError`.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ class InfeasibleBudget(PlannerError, ValueError):
                  alternatives: Mapping[tuple[str, ...], int] | None = None,
                  proven_minimum_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
-        """The budget that was asked for."""
+        """The requested budget."""
         self.minimum_bytes = minimum_bytes
         """The smallest peak found, by a search that depends neither on the budget nor on the
-        machine's load; planning with it succeeds."""
+        machine's load; planning succeeds with it as the budget."""
         self.proven_minimum_bytes = proven_minimum_bytes
-        """Nothing below it is possible; `None` where nothing is proven."""
+        """Proven lower bound of the peak; `None` if nothing is proven."""
         self.bottleneck = bottleneck
-        """What holds that much memory at the minimum, by module and op."""
+        """The memory in use at the minimum peak, by module and op."""
         self.alternatives = dict(alternatives or {})
-        """What to `allow`, to the smallest budget in bytes that a plan would then meet; only what
-        is smaller than `minimum_bytes`."""
+        """For other values of `allow`, the smallest feasible budget in bytes; only those below
+        `minimum_bytes`."""
         super().__init__(message or (
             f"the training step does not fit in {budget_bytes:,} bytes: the smallest budget that "
             f"works is {minimum_bytes:,} bytes (budget={minimum_bytes})"
             f"{_proven_words(minimum_bytes, proven_minimum_bytes)}. {bottleneck}"))
 
     def with_alternatives(self, alternatives: Mapping[tuple[str, ...], int]) -> InfeasibleBudget:
-        """The same refusal, which names them too."""
+        """A copy of the error that also names the alternatives."""
         words = "".join(f" With allow={allow!r}, {least:,} bytes would do."
                         for allow, least in alternatives.items())
         return self.worded(f"{self}{words}", alternatives)
 
     def worded(self, message: str, alternatives: Mapping[tuple[str, ...], int] | None = None
                ) -> InfeasibleBudget:
-        """The same refusal in other words."""
+        """A copy of the error with another message."""
         return InfeasibleBudget(
             self.budget_bytes, self.minimum_bytes, self.bottleneck, message,
             self.alternatives if alternatives is None else alternatives,
@@ -67,4 +67,4 @@ def _proven_words(minimum_bytes: int, proven_bytes: int | None) -> str:
 
 
 class PlanFileError(PlannerError, ValueError):
-    """The file is no plan, or not one that this version reads."""
+    """The file is not a plan, or not one that this version can read."""

@@ -1,8 +1,8 @@
 """Progress of long planning: one line on a terminal, two log lines elsewhere.
 
-On a terminal a line on stderr says from the start on what is going on, and for how long.  Elsewhere
-the log `planner.progress` gets a line (level INFO) when planning has taken a second, and one when
-it ends.  Where nobody has set up logging, stderr gets them.
+On a terminal, a line on stderr shows the current work and its duration from the start.  Elsewhere
+the log `planner.progress` gets a line (level INFO) after one second, and one at the end.  Without
+logging handlers, they go to stderr.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from planner._graph_capture.progress import Progress as Progress
 log = logging.getLogger("planner.progress")
 
 _SECONDS = 1.0
-"""Between two times that the line is written, and before the log says anything."""
+"""Interval between updates of the line, and delay of the first log line."""
 
 
 class Watch:
-    """Takes reports of one chunk of long work; mutable."""
+    """Receiver of progress reports on one piece of long work; mutable."""
 
     def __init__(self, what: str, progress: Progress | None, stream: TextIO | None) -> None:
-        """`progress`: a callback that takes the reports instead; `stream`: a terminal."""
+        """`progress`: a callback that receives the reports instead; `stream`: a terminal."""
         self._what, self._progress, self._stream = what, progress, stream
         self._message, self._result, self._is_told = what, "", False
         self._started = time.monotonic()
         self._ended, self._lock = threading.Event(), threading.Lock()
 
     def __call__(self, message: str) -> None:
-        """Report what is going on, in one line."""
+        """Report the current work, in one line."""
         self._message = message
         if self._progress is not None:
             self._progress(message)
@@ -45,18 +45,18 @@ class Watch:
             self._draw()
 
     def conclude(self, result: str) -> None:
-        """Note what the last line is to say."""
+        """Set the text that the last line ends with."""
         self._result = result
 
     def begin(self) -> None:
-        """Show the line, and keep it up to date."""
+        """Show the line and keep it up to date."""
         if self._progress is None:
             if self._stream is not None:
                 self._draw()
             threading.Thread(target=self._tick, daemon=True, name="planner.progress").start()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Take the line away, or log the end."""
+        """Remove the line, or log the end."""
         with self._lock:
             self._ended.set()
             if self._stream is not None:
@@ -94,7 +94,7 @@ _on_terminals_only: ContextVar[bool] = ContextVar("_on_terminals_only", default=
 
 @contextmanager
 def watched(progress: Progress | None, what: str = "") -> Iterator[Watch]:
-    """Reports inside go to `progress`, else to whoever watches already, else to a line on stderr or
+    """Context whose reports go to `progress`, else to the active watch, else to a line on stderr or
     the log.  `what`: the work, as in "the planner is planning a step"."""
     known = _current.get()
     if progress is None and known is not None:
@@ -119,12 +119,12 @@ def watched(progress: Progress | None, what: str = "") -> Iterator[Watch]:
 
 
 def active() -> Progress | None:
-    """Takes reports of what goes on now; `None`: nobody watches."""
+    """The active receiver of reports; `None` if there is none."""
     return _current.get()
 
 
 def show_results() -> None:
-    """Take the line on the terminal away: what comes now are results."""
+    """Remove the line on the terminal before results are printed."""
     watch = _current.get()
     if watch is not None:
         watch.end()
@@ -132,7 +132,7 @@ def show_results() -> None:
 
 @contextmanager
 def on_terminals_only() -> Iterator[None]:
-    """Inside, progress is shown on terminals, and not logged."""
+    """Context in which progress is shown on terminals and not logged."""
     token = _on_terminals_only.set(True)
     try:
         yield
@@ -142,7 +142,7 @@ def on_terminals_only() -> Iterator[None]:
 
 def _write(stream: TextIO, text: str) -> None:
     """Replace the line on a terminal."""
-    with suppress(OSError, ValueError):  # it is gone
+    with suppress(OSError, ValueError):  # the terminal is closed
         stream.write("\r\x1b[2K" + text)
         stream.flush()
 

@@ -1,4 +1,4 @@
-"""The public names of `planner`, which hands them on."""
+"""The public names of `planner`, which re-exports them."""
 
 from planner._graph_capture.op_costs.devices import Gpu as Gpu
 from planner.api import plan as plan

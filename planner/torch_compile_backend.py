@@ -1,14 +1,14 @@
 """`torch.compile(model, backend="checkpoint_planner", options={"budget_gb": 8})`.
 
-A Dynamo backend, found through the entry point `torch_dynamo_backends`.  A model that is one graph
-is planned as `planner.captured_graph` says.  Where a graph breaks, this backend sees one graph
-after the other, and no budget over all of them can be kept so: the graphs of the first step run
-under the schedules that take least, and from the second step on the model is trained as by
+A Dynamo backend, registered by the entry point `torch_dynamo_backends`.  A model that is one graph
+is planned as in `planner.captured_graph`.  After a graph break, this backend gets one graph at a
+time and cannot keep one budget over all of them: the graphs of the first step run under the
+schedules with the lowest peaks, and from the second step on the model is trained as by
 `planner.within`, which plans them together.
 
-Blind spots: the model behind a broken graph is found where it was compiled itself
-(`torch.compile(model)`, `model.compile()`); of a compiled function each graph is planned as if it
-were alone (a warning says so).
+Blind spots: the model of a broken graph is found only if it was compiled itself
+(`torch.compile(model)`, `model.compile()`); each graph of a compiled function is planned as if it
+were alone, with a warning.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ log = logging.getLogger("planner.torch_compile_backend")
 
 _SAID_BY_THE_GRAPH = frozenset({"loss_fn", "backend", "device", "accumulation", "regions",
                                 "autocast"})
-"""Arguments of `planner.plan` that are no options: Dynamo's graph has one loss, device and region,
-and knows of no other micro-batch, and is captured under the caller's autocast."""
+"""Arguments of `planner.plan` that are not options: Dynamo's graph has one loss, device and region
+and no other micro-batch, and is captured under the caller's autocast."""
 
 
 def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
                        options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The Dynamo backend: `module` behind a function that plans its first step and runs the plan.
+    """The Dynamo backend: return a function that plans the first step of `module` and runs the
+    plan.
 
-    `options`: see `Options`.  The first call raises `InfeasibleBudget` with the smallest budget
-    that works where nothing fits, and `CaptureError` where the step cannot be captured.
+    `options`: see `Options`.  The first call raises `InfeasibleBudget` with the smallest feasible
+    budget if nothing fits, and `CaptureError` if the step cannot be captured.
 
-    Raises `TypeError` for an option that there is not.
+    Raises `TypeError` for an unknown option.
     """
     chosen = read_options(options or {})
     if not torch.is_grad_enabled():
@@ -55,7 +56,7 @@ def checkpoint_planner(module: fx.GraphModule, example_inputs: Sequence[Any], *,
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
-    """The options by name; raises `TypeError` for one that there is not."""
+    """The options by name; raises `TypeError` for an unknown one."""
     own = [field.name for field in fields(Options)
            if field.name not in ("arguments", "takes_least")]
     known = own + [field.name for field in fields(Planning)
@@ -128,7 +129,7 @@ _OTHER_HOOKS = (
 
 
 def _why_broken(module: fx.GraphModule) -> str:
-    """Why Dynamo ended a graph before the code's end; empty if it did not."""
+    """Reason of the graph break at the end of the graph; empty if there was none."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return ""
@@ -139,7 +140,7 @@ def _compiled_model() -> nn.Module | None:
     """The innermost compiled model that is being called."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # Of no other frame are the locals asked for: a frame may keep them from then on.
+        # Read the locals of no other frame: reading them may make a frame keep them.
         if frame.f_code.co_name == "_wrapped_call_impl":
             module = frame.f_locals.get("self")
             if isinstance(original := getattr(module, "_orig_mod", None), nn.Module):

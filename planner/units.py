@@ -1,30 +1,30 @@
-"""Bytes and FLOPs as people write them: decimal units, three significant digits."""
+"""Formatting of bytes and FLOPs: decimal units, three significant digits."""
 
 from __future__ import annotations
 
 GIGABYTE = 10**9
-"""What `GB` and `budget_gb` mean; `GiB` is 2**30."""
+"""Bytes of `GB` and of `budget_gb`; `GiB` is 2**30."""
 
 BYTES_PER_UNIT: dict[str, int] = {
     "B": 1,
     "kB": 10**3, "MB": 10**6, "GB": GIGABYTE, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }
-"""Every unit that a budget may be written in."""
+"""Units accepted in a budget."""
 
 
 def format_bytes(count: int) -> str:
-    """`8_123_456_789` as `8.12 GB`; below a kilobyte exactly."""
+    """Format `8_123_456_789` as `8.12 GB`; exact below a kilobyte."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def format_flops(count: int) -> str:
-    """`8_123_456_789` as `8.12 GFLOP`."""
+    """Format `8_123_456_789` as `8.12 GFLOP`."""
     return _scaled(count, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
 def format_fraction(value: float) -> str:
-    """`0.1234` as `12.34%`."""
+    """Format `0.1234` as `12.34%`."""
     return f"{100 * value:.2f}%"
 
 

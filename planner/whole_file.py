@@ -1,11 +1,11 @@
-"""Files that are written all of it or nothing.
+"""Atomic writing of files.
 
-A regular file is written beside its destination and moved into place: readers see the old content
-or the new.  The destination is the file that a symbolic link leads to, and keeps its mode.  A
-device or a pipe is written to.
+A regular file is written next to its destination and moved into place: readers see the old content
+or the new.  The destination is the target of a symbolic link, and keeps its mode.  A device or a
+pipe is written to directly.
 
-A draft is locked by its writer.  One without a lock was left behind by a process that was killed,
-and the next that writes to the same destination removes it.
+A draft is locked by its writer.  A draft without a lock was left behind by a killed process, and
+the next writer to the same destination removes it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DIGITS = 8
 
 
 def write_whole(path: str | PathLike[str], content: bytes) -> None:
-    """Write `content` to `path`, all of it or nothing; an existing file is replaced.
+    """Write `content` to `path` atomically; an existing file is replaced.
 
-    Raises `OSError` where the path cannot be written.
+    Raises `OSError` if the path cannot be written.
     """
     try:
         mode = _mode_of(path)
@@ -37,7 +37,7 @@ def write_whole(path: str | PathLike[str], content: bytes) -> None:
         with Path(path).open("wb") as stream:  # raises for a folder
             stream.write(content)
     except OSError as error:
-        # The draft's name means nothing to the caller; the destination does.
+        # The caller knows the destination, not the draft.
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
 
 
@@ -49,7 +49,7 @@ def _mode_of(path: str | PathLike[str]) -> int | None:
 
 
 def _replace(destination: Path, content: bytes, mode: int | None) -> None:
-    """Write a draft and move it to the destination, which gets this mode."""
+    """Write a draft with this mode and move it to the destination."""
     headroom = _LONGEST_NAME - len(_ENDING.format("0" * _DIGITS)) - 1
     stem = "." + os.fsencode(destination.name)[:headroom].decode(errors="ignore")
     draft, stream = _locked_draft(destination.parent, stem)
@@ -71,7 +71,7 @@ def _locked_draft(folder: Path, stem: str) -> tuple[Path, BinaryIO]:
         draft = folder / (stem + _ENDING.format(secrets.token_hex(_DIGITS // 2)))
         stream = draft.open("xb")
         fcntl.flock(stream, fcntl.LOCK_EX)
-        if draft.exists():  # nobody took it for abandoned before it was locked
+        if draft.exists():  # no other process removed it before the lock
             return draft, stream
         stream.close()
 
@@ -82,5 +82,5 @@ def _remove_abandoned(folder: Path, stem: str) -> None:
             with draft.open("rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 draft.unlink()
-        except OSError:  # it is being written, or has gone, or is another user's
+        except OSError:  # it is locked, gone, or another user's
             continue

@@ -1,14 +1,15 @@
-"""The portfolio: cheap methods first, each handing its schedule to the next, until one is proven.
+"""The portfolio: cheap methods first, each passing its schedule to the next, until one is proven.
 
-A first schedule (`solvers.incumbent`: a lazy walk, or the search for the smallest peak, which alone
-decides that nothing fits), the time-cut MILP with one cut, anchors, slots and a first further cut,
-square root, dynamic program, then turns of the MILP (`solvers.ilp`) and of local search.  The
-result is the best of all stages, with the best bound of all.
+The stages are: a first schedule (`solvers.incumbent`: a lazy walk, or the search for the smallest
+peak, which alone decides that nothing fits); the time-cut MILP with one cut; anchors, candidate
+recomputations and a first further cut; square root; dynamic program; then turns of the MILP
+(`solvers.ilp`) and of local search.  The result is the best schedule and the best bound of all
+stages.
 
-Work is counted, not timed.  The search ends with a proof; after its work (`WORK`); where nothing
-was gained for `PATIENCE` of it; where the gap is too small to be worth the rest (`GOOD_ENOUGH`); or
-where the MILP has said all it can and local search finds nothing.  A search of counted work that
-goes on from a schedule within the budget leaves out square root and dynamic program.
+Work is counted, not timed.  The search ends with a proof; after its work (`WORK`); after `PATIENCE`
+of it without a gain; when the gap is too small to be worth the rest (`GOOD_ENOUGH`); or when the
+MILP is settled and local search finds nothing.  A search of counted work that starts from a
+schedule within the budget leaves out square root and dynamic program.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ from planner.solvers.task import Proposal, Task
 WORK, WORK_PER_OP = 3.0, 5e-4
 """Work (see `solvers.milp.MilpResult`) of the whole search."""
 PATIENCE = 0.35
-"""Part of it without a gain of `WORTH` after which the search ends."""
+"""The search ends after this fraction of its work without a gain of `WORTH`."""
 WORTH = 1e-3
-"""A gain, as a fraction of the keep-all cost, for which it is worth to go on."""
+"""Smallest gain, as a fraction of the keep-all cost, that justifies more work."""
 PATIENCE_OF_SETTLED = 0.15
-"""The same where the MILP has said all it can."""
+"""Like `PATIENCE`, once the MILP is settled."""
 LOCAL_SHARE = 0.5
-"""What local search works in comparison to the MILP; less where it finds nothing."""
+"""Work of local search relative to the MILP; less if it finds nothing."""
 FIRST_TURN_MOVES = 6_000
 FIRST_TURNS = 4
-"""Turns of the MILP before the simple stages and local search have theirs."""
+"""Turns of the MILP before the simple stages and local search."""
 TURNS_TO_FIT = 12
-"""Turns of the MILP in which a search without a limit on its work looks for what fits."""
+"""Turns of the MILP that look for a fitting schedule in a search without a limit on its work."""
 GOOD_ENOUGH = 0.001
-"""A gap (as a fraction of the keep-all cost) that is not worth the second half of the work; in the
-first half it has to be smaller by the cube of the work: an eighth of it after a quarter."""
+"""A gap, as a fraction of the keep-all cost, that is not worth the second half of the work.  In the
+first half the threshold shrinks with the cube of the work: an eighth of it after a quarter."""
 
 
 def usual_work(problem: Problem) -> float:
-    """The work of a search whose work is not limited otherwise."""
+    """Default work of a search."""
     return WORK + WORK_PER_OP * len(problem)
 
 
 def auto(task: Task) -> Proposal:
-    """The best of all stages within the work and the time."""
+    """Return the best result of all stages within the work and the time."""
     incumbent = Incumbent(task)
     goes_on = task.work_limit not in (None, math.inf) and incumbent.fits
     work_limit = usual_work(task.problem) if task.work_limit is None else task.work_limit
@@ -69,7 +70,7 @@ def auto(task: Task) -> Proposal:
 
 
 def _search(task: Task, incumbent: Incumbent, goes_on: bool) -> None:
-    """Turns of the MILP and of local search, shared out by work."""
+    """Take turns of the MILP and of local search, balanced by work."""
     assert task.work_limit is not None
     is_timed = task.work_limit == math.inf
     whole = task.seconds_left if is_timed else task.work_limit

@@ -2,17 +2,17 @@
 
 The model of the world: a forward part and a backward part, layers that repeat in the forward part
 (`solvers.repetition`), and memory at the peak of the keep-all order, the *pivot*, shared by them.
-With a price on each byte retained past the pivot the layers come apart: whatever the schedule, what
-it recomputes of a layer and pays for that layer's bytes is no less than the least that the layer
-alone costs, seen with nothing else in memory but what surely is.  Summed over the layers, and less
-the price of all the room there is, that is a bound for every legal schedule within the budget,
-whatever the price.
+With a price on each byte retained past the pivot the layers become independent.  In any schedule, a
+layer's recomputations plus the price of its retained bytes cost at least the minimum of that layer
+alone, solved with nothing else in memory except the bytes that are certainly there.  The sum over
+the layers, minus the price of the whole headroom, is a bound for every legal schedule within the
+budget, at any price.
 
-Alone, a layer is small enough to look at memory everywhere in its backward, which the model of the
-whole (`solvers.cut_model`) can afford at a few places only.  Layers that are alike are solved once,
-with the room of whichever has most.
+A single layer is small enough to check memory everywhere in its backward; the model of the whole
+(`solvers.cut_model`) can afford a few places only.  Layers that are alike are solved once, with the
+largest headroom among them.
 
-Blind spots: what other layers retain while a layer's backward runs, and recomputations that serve
+Blind spots: bytes that other layers retain during a layer's backward, and recomputations that serve
 the next layer.
 """
 
@@ -34,14 +34,14 @@ from planner.solvers.working_set import fixed_bytes, inplace_candidates
 
 PRICES = 3
 PRICE_STEP = 1.1
-"""So many prices are tried, each by this factor above or below the one before: the bound is concave
-in the price, and flat around the best one."""
+"""Ratio between neighbouring prices: the bound is concave in the price, and flat around the best
+one."""
 STEP = 0.05
-"""The first price is what so much more budget, as a fraction of it, would save."""
+"""The first price is the saving from this much more budget, as a fraction of the budget."""
 MOST_CUTS = 6
 """Cuts in the backward of one layer."""
 MOST_ROOMS = 12
-"""So many rooms are told apart among layers that are alike otherwise."""
+"""Largest number of different headrooms among layers that are otherwise alike."""
 NODES = 200
 GAP = 2e-5
 """Layers are solved to within this fraction of the keep-all cost of the whole."""
@@ -52,17 +52,17 @@ class Layer:
     """One layer, cut out of a problem."""
 
     problem: Problem
-    """Its forward ops, the pivot, the entry to its backward, and its backward.  What comes from
-    outside costs and holds nothing, but for what is alive throughout."""
+    """Its forward ops, the pivot, the entry to its backward, and its backward.  Inputs from outside
+    cost nothing and use no memory, except those that are alive throughout."""
     pivot: int
-    """The op of the layer's problem that stands for the pivot."""
+    """The op of the layer's problem that represents the pivot."""
     constant_bytes: int
-    """Held throughout its backward: what earlier ops made that is kept to the end."""
+    """Bytes alive throughout its backward: results of earlier ops that are kept to the end."""
 
 
 def layers_of(problem: Problem, runs: Sequence[Run], pivot: int) -> list[Layer]:
-    """The ops that may be recomputed after the pivot, cut where the stretches of each run meet and
-    where least crosses from one to the next; none where nothing repeats."""
+    """Cut the ops that may be recomputed after the pivot where the stretches of each run meet and
+    the least crosses from one to the next.  Returns nothing if nothing repeats."""
     region = region_after(problem, pivot)
     crossing = {f.position: f.size_bytes for f in frontiers(problem, region)}
     bounds: set[int] = set()
@@ -119,7 +119,7 @@ def _cut_out(problem: Problem, forward: list[int], pivot: int) -> Layer | None:
     add(stub, arriving)
     for op in backward:
         add(ops[op], ops[op].outputs)
-    # Where an op may run again, or take over a buffer, in the problem, it may here as well.
+    # An op may run again, or take over a buffer, here if it may in the problem.
     start = at + (problem.segment_of[pivot] == problem.segment_of[forward[0]])
     constant = sum(storage.size_bytes for s, storage in enumerate(storages)
                    if storage.kept_to_end and storage.producer < backward[0] and s not in made)
@@ -145,8 +145,8 @@ class BlockBound:
         """See `solvers.milp.MilpResult`."""
 
     def best(self, first_price: float) -> float:
-        """No legal schedule within the budget recomputes for less; `first_price` (cost per byte) is
-        where the search for the best price starts."""
+        """Return a lower bound on the recomputation cost of every legal schedule within the budget.
+        `first_price` (cost per byte) starts the search for the best price."""
         if not self._rooms:
             return 0.0
         best, price = 0.0, first_price
@@ -159,7 +159,7 @@ class BlockBound:
         return best
 
     def _at(self, price: float) -> tuple[float, int]:
-        """The bound at a price, and the bytes that the layers then retain in all."""
+        """Return the bound at a price, and the bytes that all layers then retain."""
         bound, total = -price * self._headroom, 0
         for layer, rooms in self._rooms.items():
             for headroom, count in rooms.items():
@@ -169,11 +169,12 @@ class BlockBound:
         return bound, total
 
     def _alone(self, layer: Problem, headroom: int, price: float) -> tuple[float, int]:
-        """The least that one layer costs at a price, and what it then retains."""
+        """Return the minimum cost of one layer at a price, and the bytes that it then retains."""
         cuts, inner = self._cuts.get((layer, headroom), ((self._pivots[layer],), ()))
         least, retained = 0.0, 0
         while True:
-            # Before the entry to the backward not all is there yet that takes from the budget.
+            # Before the entry to the backward some of the bytes counted in the headroom do not
+            # exist yet.
             rooms = (self._task.budget_bytes, *([headroom] * (len(cuts) - 1)))
             model = CutModel(layer, headroom, cuts, inner=inner, price=price, headroom_bytes=rooms)
             solution = model.solve(self._task.seconds_left, seed=self._task.seed, nodes=NODES,
@@ -198,8 +199,8 @@ class BlockBound:
 
 
 def _shared_room(problem: Problem, budget_bytes: int, pivot: int) -> int:
-    """What the layers may retain past the pivot together, at most; what the pivot reads and makes
-    itself is not counted there, though the layers pay for it."""
+    """Upper bound on the bytes that the layers retain together past the pivot.  The inputs and
+    outputs of the pivot itself are not counted, though the layers pay for them."""
     ops, storages = problem.ops, problem.storages
     op = ops[pivot]
     covered = region_after(problem, pivot).ops
@@ -215,7 +216,7 @@ def _shared_room(problem: Problem, budget_bytes: int, pivot: int) -> int:
 
 
 def _with_most_room(rooms: Collection[int]) -> dict[int, int]:
-    """How many layers have which room; where there are many rooms, neighbours share the largest of
+    """Count the layers by headroom; if there are many values, neighbours share the largest of
     theirs."""
     ordered = sorted(rooms)
     size = -(-len(ordered) // MOST_ROOMS)

@@ -1,15 +1,15 @@
-"""The slot MILP: choose among given recomputations, with memory exact at every run.
+"""The candidate MILP: choose among given recomputations, with memory exact at every run.
 
-A *template* is a legal schedule with more recomputations than needed; each of them is a slot that
-may be used or not.  Per storage, the runs of the template that make or read it cut time into
-intervals; A says whether the storage is alive throughout one.  A read needs A before it, A falls
-at will and rises only at a run that makes the storage.  Memory at a run is then linear.
+A *template* is a legal schedule with more recomputations than needed; each of them is a *candidate*
+that may be used or not.  Per storage, the runs of the template that make or read it cut time into
+intervals; the variable A is 1 if the storage is alive throughout the interval.  A read needs A
+before it; A may fall anywhere and rises only at a run that makes the storage.  Memory at a run is
+then linear.
 
-The optimum is the cheapest schedule among the sub-schedules of the template, an upper bound for the
-problem: how good it is depends on the template (`solvers.candidates`).  Memory rows are added only
-where a solution violates them, which a few rounds settle.  Where the model is not exact it errs on
-the safe side: replay state counts up to the last slot, and a buffer is taken over only where that
-is certain.
+The optimum is the cheapest sub-schedule of the template, an upper bound for the problem; its
+quality depends on the template (`solvers.candidates`).  Memory rows are added only where a solution
+violates them, which a few rounds settle.  The model errs on the safe side where it is not exact:
+replay state counts up to the last candidate, and a buffer is taken over only where that is certain.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from planner.solvers.simulator import unroll
 MOST_ROUNDS = 25
 ROWS_PER_ROUND = 60
 PASSES = (1e-3, 1e-4)
-"""Coarse until a schedule fits, then fine around it: a round of solving stops within this fraction
-of the keep-all cost of its optimum."""
+"""Gaps of the rounds, as fractions of the keep-all cost: coarse until a schedule fits, then fine.
+"""
 
 Moment = tuple[int, int]
-"""The op about to run for the first time, and the op that runs right before or as it."""
+"""The next op to run for the first time, and the op that runs right before or as it."""
 Literal: TypeAlias = mathopt.Variable | int
 """A variable between 0 and 1, or the constant 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateAnswer:
-    """What came out of a template."""
+    """The result of one template."""
 
     schedule: Order | None
     """The cheapest schedule found within the budget."""
     moments: frozenset[Moment]
-    """Where memory turned out to be tight, for the next template to start with."""
+    """Moments of tight memory, with which the next template starts."""
     settled: bool
-    """The model was solved to the finest gap of `PASSES`: more time will not help."""
+    """True if the model was solved to the finest gap of `PASSES`: more time does not help."""
     work: float
     """See `solvers.milp.MilpResult`."""
 
@@ -65,8 +65,8 @@ def best_of_candidates(
     moments: Iterable[Moment] = (),
     seed: int = 0,
 ) -> CandidateAnswer:
-    """The cheapest schedule within the budget that only drops recomputations from `template`, as
-    far as the time allows, and `nodes` and `limit`, of work, for each round of solving.
+    """Find the cheapest schedule within the budget that only drops recomputations from `template`.
+    `nodes` and `limit` (of work) apply to each round of solving.
 
     `start`: such a schedule, to start from.  `moments`: where memory is expected to be tight.
     """
@@ -100,7 +100,7 @@ def best_of_candidates(
 
 
 class _SlotModel:
-    """The MILP of one template; memory rows come one by one.  Mutable."""
+    """The MILP of one template; memory rows are added one by one.  Mutable."""
 
     def __init__(self, problem: Problem, budget_bytes: int, template: Order) -> None:
         self._problem, self._budget = problem, budget_bytes
@@ -133,12 +133,12 @@ class _SlotModel:
         self._replay_state = self._held_replay_state()
 
     def schedule(self, used: set[int]) -> tuple[Order, list[int]]:
-        """First runs and the used slots, and the template position of each."""
+        """Return the first runs and the used candidates, and the template position of each."""
         places = [p for p in range(len(self._runs)) if p not in self._slot or p in used]
         return tuple(self._runs[p] for p in places), places
 
     def used_by(self, schedule: Order) -> set[int]:
-        """The slots that a schedule uses; those not in the template are left out."""
+        """Return the candidates that a schedule uses; those not in the template are left out."""
         used, seen, low, waiting = set(), set(), 0, []
         for op in schedule:
             if op in seen:
@@ -156,11 +156,11 @@ class _SlotModel:
 
     @property
     def moments(self) -> frozenset[Moment]:
-        """Where memory is watched."""
+        """Moments at which memory is constrained."""
         return frozenset((self._following[p], self._runs[p]) for p in self._watched)
 
     def watch_moment(self, moment: Moment) -> None:
-        """Watch the run that a moment names, where the template has it."""
+        """Constrain memory at the run of a moment, if the template has that run."""
         following, op = moment
         end = self.first[following]
         for position in (end, *reversed(self._candidates_of[op])):
@@ -169,7 +169,8 @@ class _SlotModel:
                 return
 
     def watch(self, position: int) -> bool:
-        """Require that memory at the run at a template position fits; whether that is new."""
+        """Require that memory fits at the run at a template position; return whether that is new.
+        """
         if position in self._watched:
             return False
         self._watched.add(position)
@@ -211,7 +212,8 @@ class _SlotModel:
 
     def solve(self, seconds: float, seed: int, hint: set[int] | None, gap: float,
               nodes: int | None, work: float) -> tuple[set[int] | None, MilpResult]:
-        """The slots of the cheapest choice found, or `None`; and what the engine says."""
+        """Return the candidates of the cheapest choice found, or `None`, and the result of the
+        engine."""
         values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
                           work=work, cutting_planes=False,
@@ -221,13 +223,13 @@ class _SlotModel:
         return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer
 
     def _at(self, storage: int, position: int, *, after: bool) -> Literal:
-        """Whether a storage is alive just before or just after a position."""
+        """Literal that is 1 if a storage is alive just before or just after a position."""
         events = self._events[storage]
         interval = bisect_left(events, position + after) - 1
         return self._alive[storage][interval] if interval >= 0 else 0
 
     def _lay_out(self) -> None:
-        """Events, intervals and their rules, storage by storage."""
+        """Create events, intervals and their rules, storage by storage."""
         births: list[list[int]] = [[] for _ in self._problem.storages]
         reads: list[list[int]] = [[] for _ in self._problem.storages]
         for position, index in enumerate(self._runs):
@@ -274,7 +276,7 @@ class _SlotModel:
                 row.set_coefficient(other, 1.0)
 
     def _either(self, first: Literal, second: Literal) -> Literal:
-        """At least both."""
+        """Return a literal that is at least both."""
         if isinstance(first, int):
             return first or second
         if isinstance(second, int):
@@ -294,7 +296,8 @@ class _SlotModel:
         return held
 
     def _inplace_reuse(self, position: int, run: Literal) -> mathopt.Variable | None:
-        """A variable that may be 1 where the run takes over the buffer of an input for sure."""
+        """Return a variable that may be 1 if the run certainly takes over the buffer of an input.
+        """
         op = self._problem.ops[self._runs[position]]
         here = self._segments[position]
         options = []
@@ -323,5 +326,5 @@ class _SlotModel:
 
 
 def _is(literal: Literal, value: int) -> bool:
-    """Whether a literal is that constant; variables overload `==`."""
+    """Return whether a literal is that constant; variables overload `==`."""
     return isinstance(literal, int) and literal == value

@@ -1,4 +1,4 @@
-"""Templates for the slot MILP: which recomputations are worth offering, and where."""
+"""Templates for the candidate MILP: recomputations to offer, and their places."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from planner.solvers.frontiers import Frontier, Region
 from planner.solvers.problem import Order, Problem
 
 Offers = dict[int, set[int]]
-"""Per op, what may be recomputed just before its first run (`len(problem)`: after the last)."""
+"""Per op, the recomputations offered just before its first run (`len(problem)`: after the last)."""
 
 
 def offers_of(problem: Problem, schedules: Iterable[Order]) -> Offers:
-    """The recomputations of several schedules together."""
+    """Return the recomputations of several schedules together."""
     offers: Offers = {}
     for schedule in schedules:
         seen = [False] * len(problem)
@@ -30,9 +30,9 @@ def offers_of(problem: Problem, schedules: Iterable[Order]) -> Offers:
 
 
 def block_offers(problem: Problem, region: Region, chain: tuple[Frontier, ...]) -> Offers:
-    """For each op after the pivot: what it reads, and what that takes within the same stretch
-    between frontiers.  What an earlier op has asked for already is offered again only to those that
-    read it."""
+    """Offer, for each op after the pivot, its inputs and the recomputations that they need within
+    the same stretch between frontiers.  A recomputation that an earlier op offers is offered again
+    only to its readers."""
     bounds = [frontier.position for frontier in chain]
     members = set(region.ops)
     offers: Offers = {}
@@ -58,8 +58,8 @@ def block_offers(problem: Problem, region: Region, chain: tuple[Frontier, ...]) 
 
 
 def template(problem: Problem, *offers: Offers) -> Order:
-    """The schedule that recomputes all that any of the offers does, in the order of the ops before
-    each first run."""
+    """Return the schedule with all offered recomputations, in the order of the ops before each
+    first run."""
     schedule: list[int] = []
     for first in range(len(problem)):
         schedule.extend(sorted(set().union(*(offer.get(first, ()) for offer in offers))))

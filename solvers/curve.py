@@ -1,9 +1,9 @@
-"""One problem under many budgets: each answer helps its neighbours.
+"""One problem under many budgets: each result helps its neighbours.
 
-Upwards, a schedule within one budget is one within every larger budget, and starts the search
-there.  Downwards, a bound under one budget holds under every smaller one, and the recomputations of
-the schedule above are offered to the search below.  The first pass goes upwards; what time is left
-is spent on the budgets with the widest gaps.
+Upwards, a schedule within one budget is within every larger budget, and starts the search there.
+Downwards, a bound under one budget holds under every smaller one, and the recomputations of the
+schedule above are offered to the search below.  The first pass goes upwards; the remaining time
+goes to the budgets with the widest gaps.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from planner.solvers.task import Progress
 FIRST_PASS = 0.6
 """Share of the time for the first pass."""
 WIDE_GAP = 1e-3
-"""A gap (as a fraction of the keep-all cost) that is worth a second look."""
+"""A gap, as a fraction of the keep-all cost, that is worth a second search."""
 
 
 def solve_all(problem: Problem, budgets: Sequence[int], *, seconds: float, solver: str = "auto",
               most_seconds: float = float("inf"), seed: int = 0, start: Schedule | None = None,
               known: Mapping[int, Result] | None = None,
               progress: Progress | None = None) -> list[Result]:
-    """The results for ascending `budgets` within about `seconds` in all, at most `most_seconds`
-    for each.  No result costs more than one of a smaller budget.
+    """Solve for ascending `budgets` within about `seconds` in all and `most_seconds` for each.  No
+    result costs more than one of a smaller budget.
 
-    `start`: a schedule to begin with.  `known`: results for some of the budgets.  Raises what
-    `solvers.solve` raises.
+    `start`: an initial schedule.  `known`: results for some of the budgets.  Raises the errors of
+    `solvers.solve`.
     """
     begin = time.monotonic()
     results: list[Result] = []
@@ -71,7 +71,7 @@ def solve_all(problem: Problem, budgets: Sequence[int], *, seconds: float, solve
 
 
 def _share(problem: Problem, results: list[Result]) -> None:
-    """Hand schedules up and bounds down."""
+    """Pass schedules up and bounds down."""
     for i in range(1, len(results)):
         below, here = results[i - 1], results[i]
         if below.cost < here.cost:

@@ -1,22 +1,22 @@
-"""The time-cut MILP: a relaxation of rematerialization that looks at memory at a few moments only.
+"""The time-cut MILP: a relaxation of rematerialization that constrains memory at a few moments
+only.
 
 Choose ops t₁ < … < t_k (the *cuts*).  S[i,u]: storage u is retained past the first run of tᵢ.
-R[i,v]: op v is recomputed in stage i, which lasts from the first run of tᵢ to that of tᵢ₊₁.  What
-the first runs of a stage read, and what its recomputations read, is retained or recomputed; what is
-retained past a cut was retained past the one before, or recomputed, or made in between; and the
-storages retained past tᵢ fit in the budget together with what tᵢ reads and makes.
-
-Every legal schedule within the budget gives such S and R at no more than its own cost, so the
-optimum, and every bound on it, is a lower bound for all of them: memory between the cuts, the order
-within a stage and recomputations before t₁ are left out, and so is whatever an op might not take
-over in place.  Where the output of tᵢ may take over an input's buffer, that counts as done unless
-all such inputs are retained past tᵢ.  With several cuts, Y[i,v] ≤ Σ_{j≥i} R[j,v] says that v is
-recomputed after tᵢ at all, and each cut's own closure over Y tightens the linear relaxation.
-On request memory is also looked at inside a stage, at the recomputation of an op.
+R[i,v]: op v is recomputed in stage i, which lasts from the first run of tᵢ to that of tᵢ₊₁. Inputs
+of the first runs of a stage, and of its recomputations, are retained or recomputed.  A storage
+retained past a cut was retained past the one before, or recomputed, or made in between.  The
+storages retained past tᵢ fit in the budget together with the inputs and outputs of tᵢ. Every legal
+schedule within the budget gives such S and R at no more than its own cost, so the optimum, and
+every bound on it, is a lower bound for all of them.  Left out are memory between the cuts, the
+order within a stage, recomputations before t₁, and inputs that an op might take over in place.  If
+the output of tᵢ may take over an input's buffer, that counts as done unless all such inputs are
+retained past tᵢ. With several cuts, Y[i,v] ≤ Σ_{j≥i} R[j,v] says that v is recomputed after tᵢ at
+all, and each cut's own closure over Y tightens the linear relaxation.  On request memory is also
+constrained inside a stage, at the recomputation of an op.
 
 Ops of one symmetry class (`solvers.symmetry`: the same place in repeated layers) share a variable
 that counts how many of them are retained or recomputed, and a row that is the sum of theirs.  The
-model is then as large as if each layer between two cuts were there once, and still a relaxation.
+model is then as small as if each layer between two cuts occurred once, and still a relaxation.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from planner.solvers.working_set import fixed_bytes, inplace_candidates
 
 @dataclass(frozen=True, slots=True)
 class CutSolution:
-    """What the MILP says."""
+    """The result of the MILP."""
 
     retained: tuple[frozenset[int], ...] | None
-    """Storages to retain past each cut; `None` where no solution was found."""
+    """Storages to retain past each cut; `None` if no solution was found."""
     extra_cost: float
-    """Cost of the recomputations in the model's solution (infinite where there is none)."""
+    """Cost of the recomputations in the model's solution (infinite without one)."""
     extra_bound: float
-    """No legal schedule within the budget (and the model's restrictions) recomputes for less;
-    infinite where none exists."""
+    """Lower bound on the recomputation cost of every legal schedule within the budget (and the
+    model's restrictions); infinite if none exists."""
     solved: bool
-    """The model was solved to the end, or proven infeasible."""
+    """True if the model was solved to the end, or proven infeasible."""
     work: float
     """See `solvers.milp.MilpResult`."""
 
@@ -59,35 +59,35 @@ class CutModel:
     problem: Problem
     budget_bytes: int
     cuts: tuple[int, ...]
-    """Ops at whose first runs memory is looked at, ascending."""
+    """Ops at whose first runs memory is constrained, ascending."""
     anchors: frozenset[int] = frozenset()
     """Storages that are retained past every cut after their first run.  A restriction: with
     anchors, `extra_bound` says nothing about other schedules."""
     headroom_bytes: tuple[int, ...] = ()
-    """For each cut the bytes that may be used there; the budget where empty.  Less than the budget
-    is a restriction as well."""
+    """Bytes that may be used at each cut; the budget if empty.  Less than the budget is a
+    restriction, too."""
     inner: tuple[tuple[int, int], ...] = ()
-    """(cut, op): memory is also looked at while the op is recomputed in the stage that this cut
+    """(cut, op): memory is also constrained while the op is recomputed in the stage that this cut
     ends, if it is recomputed there.  Not with the first cut."""
     price: float = 0.0
-    """What each byte retained past the first cut costs, besides; cost and bound contain it."""
+    """Additional cost of each byte retained past the first cut; included in cost and bound."""
     runs: tuple[Run, ...] = ()
-    """Where ops repeat; what is alike there is counted instead of told apart."""
+    """Repeated ops; equal ones are counted instead of distinguished."""
     retention_costs: Mapping[int, float] = field(default_factory=dict)
-    """What it costs to retain a storage past the first cut, besides; cost and bound contain it."""
+    """Additional cost of retaining a storage past the first cut; included in cost and bound."""
 
     def solve(self, seconds: float, *, seed: int = 0, gap: float = 0.0, nodes: int | None = None,
               work: float = math.inf) -> CutSolution:
         """Solve within a time limit, a number of nodes and some work (`milp.optimise`), to within a
         gap in units of cost.
 
-        There is no way to hand it a schedule to start from: that made it slower.
+        No initial schedule can be given: that made it slower.
         """
         return _Program(self).solve(seconds, seed, gap, nodes, work)
 
 
 class _Program:
-    """A `CutModel` written down in MathOpt."""
+    """A `CutModel` written in MathOpt."""
 
     def __init__(self, model: CutModel) -> None:
         self.problem, self.spec = model.problem, model
@@ -127,7 +127,7 @@ class _Program:
                 model.price * problem.storages[storage].size_bytes / self.cost_unit * variable
                 for storage, variable in self.retained[0].items())
         for storage, variable in self.retained[0].items():
-            # Of members that differ, the least: a bound for each is one for all.
+            # The least cost among members that differ: a bound for each is one for all.
             cost = min(model.retention_costs.get(member, 0.0)
                        for member in self.classes.storages[storage])
             if cost:
@@ -142,8 +142,8 @@ class _Program:
 
     def _at_hand(self, stage: int, leader: int,
                  again: Mapping[int, mathopt.Variable]) -> dict[mathopt.Variable, float]:
-        """How many storages of a class (`leader` is its first) are retained into a stage, or made
-        by what `again` counts."""
+        """Number of storages of a class (`leader` is its first) that are retained into a stage, or
+        made by the ops that `again` counts."""
         terms = {}
         if leader in self.retained[stage]:
             terms[self.retained[stage][leader]] = 1.0
@@ -153,8 +153,8 @@ class _Program:
         return terms
 
     def _needs(self, stage: int, leader: int, again: Mapping[int, mathopt.Variable]) -> None:
-        """What the ops of a class read is at hand where they are recomputed: for each input, the
-        sum of that over the members."""
+        """Require the inputs of a class of ops where they are recomputed: for each input, the sum
+        over the members."""
         ops, members = self.problem.ops, self.classes.members[leader]
         for place in range(len(ops[leader].inputs)):
             read = Counter(storage for op in members
@@ -225,9 +225,9 @@ class _Program:
         self._row({v: c / unit for v, c in terms.items() if c}, -headroom / unit)
 
     def _inner_memory(self, stage: int, op: int) -> None:
-        """Where `op` is recomputed in a stage, there is room for what it reads, makes and takes for
-        itself beside what stays throughout the stage: what is retained past its end, or read by
-        the cut that ends it, and not recomputed in it."""
+        """Require headroom where `op` is recomputed in a stage, for its inputs, outputs and
+        workspace.  The other bytes there are the storages that stay throughout the stage: retained
+        past its end, or read by the cut that ends it, and not recomputed in it."""
         problem, described, cut = self.problem, self.problem.ops[op], self.cuts[stage + 1]
         if op not in self.again[stage]:
             return
@@ -260,7 +260,7 @@ class _Program:
         self._row(terms, -headroom)
 
     def _closure(self, stage: int) -> None:
-        """The single-cut closure after a cut, over whether an op is recomputed at all."""
+        """Add the single-cut closure after a cut, over whether an op is recomputed at all."""
         problem, cut, classes = self.problem, self.cuts[stage], self.classes
         total: dict[int, mathopt.Variable] = {}
         for op in sorted({v for later in self.again[stage:] for v in later if v <= cut}):
@@ -287,9 +287,9 @@ class _Program:
 
     def _told_apart(self, stage: int,
                     values: Mapping[mathopt.Variable, float]) -> frozenset[int]:
-        """Which storages are retained past a cut, where the values count those of each class: the
-        first members are those that are recomputed, the next ones are retained.  The first are made
-        by the earliest layers, which are wanted last."""
+        """Return the storages retained past a cut, from values that count those of each class.  The
+        first members are recomputed, the next ones retained: the earliest layers make the first
+        ones, which are needed last."""
         chosen: list[int] = []
         for leader, variable in self.retained[stage].items():
             members = self.classes.storages[leader]
@@ -304,19 +304,19 @@ class _Program:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """What matters in one stage."""
+    """Storages and ops that matter in one stage."""
 
     demanded: tuple[int, ...]
     """Storages made up to the cut that the stage's first runs read."""
     storages: tuple[int, ...]
-    """Storages that it may make sense to retain past the cut."""
+    """Storages that may be worth retaining past the cut."""
     ops: tuple[int, ...]
-    """Ops that it may make sense to recompute in the stage."""
+    """Ops that may be worth recomputing in the stage."""
 
 
 def _symmetry_classes(model: CutModel, live: Sequence[_Live]) -> SymmetryClasses:
-    """The classes that the rows of a model allow: what the op at a cut, or one that memory is
-    looked at for, reads and makes is told apart."""
+    """Return the classes that the rows of a model allow.  The inputs and outputs of an op at a cut,
+    or of one whose memory is constrained, are in classes of their own."""
     problem = model.problem
     near = {*model.cuts, *(op for _, op in model.inner)}
     alone = near | {problem.storages[s].producer for op in near for s in problem.ops[op].inputs}
@@ -326,8 +326,8 @@ def _symmetry_classes(model: CutModel, live: Sequence[_Live]) -> SymmetryClasses
 
 
 def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:
-    """Per stage what first runs demand, and all that may serve them directly or through
-    recomputation; storages kept to the end are always at hand and left out."""
+    """Return, per stage, the storages that first runs demand, and all that may serve them directly
+    or through recomputation.  Storages kept to the end always exist and are left out."""
     ops, storages = problem.ops, problem.storages
     ends = [*cuts[1:], len(ops)]
     carried: set[int] = set()

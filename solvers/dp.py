@@ -6,9 +6,10 @@ boundaries are retained.  Here the lower sets are those that end at a narrow fro
 between two of them is either retained whole or recomputed from its frontier, as in the
 heterogeneous chains of J. Herrmann et al. (arXiv:1911.13214).
 
-The state is the bytes retained so far, in steps of 1/`STEPS` of the budget.  What a segment needs
-while it is recomputed is estimated from above by all it makes, so the program is run for several
-nominal budgets and the simulator picks; dispensable recomputations are dropped afterwards.
+The state is the bytes retained so far, in steps of 1/`STEPS` of the budget.  The memory of a
+segment's recomputation is estimated from above, as all the bytes that it makes.  The program is
+therefore run for several nominal budgets and the simulator picks the result; dispensable
+recomputations are dropped afterwards.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ ROUNDS = 13
 
 
 def dp(task: Task) -> Proposal:
-    """The best segmentation for the largest nominal budget that really fits."""
+    """Return the best segmentation for the largest nominal budget that fits."""
     problem, budget = task.problem, task.budget_bytes
     best = problem.keep_all_schedule
     best_peak, best_cost = simulate(problem, best)
     if best_peak <= budget:
         return Proposal(best)
     chain = Chain.of(problem)
-    # Nominal budgets do not depend on the budget, so that one which is missed by a little leads to
-    # the same schedules as the one that it is then told to be the smallest.
+    # Nominal budgets do not depend on the budget: a budget that is missed narrowly leads to the
+    # same schedules as the smallest budget that is then reported.
     low, high = 0, 2 * best_peak
     for _ in range(ROUNDS):
         nominal = (low + high) // 2
@@ -77,11 +78,11 @@ class Chain:
     retained: np.ndarray
     """retained[a, b]: bytes retained if the segment from boundary a to b is retained whole."""
     again: np.ndarray
-    """again[a, b]: bytes made if it is recomputed."""
+    """again[a, b]: bytes made if the segment is recomputed."""
     cost: np.ndarray
-    """cost[a, b]: cost of recomputing it."""
+    """cost[a, b]: cost of recomputing the segment."""
     around: np.ndarray
-    """around[a, b]: the most that other values take while its results are read after the pivot."""
+    """around[a, b]: peak of the other values while its results are read after the pivot."""
     needed_within: tuple[frozenset[int], ...]
     """Between each boundary and the next: the storages that are read after the pivot."""
     fixed_bytes: int
@@ -89,7 +90,7 @@ class Chain:
 
     @classmethod
     def of(cls, problem: Problem) -> Chain:
-        """The chain of a problem, with the pivot at the peak of the keep-all order."""
+        """Return the chain of a problem, with the pivot at the peak of the keep-all order."""
         timeline = unroll(problem, problem.keep_all_schedule)
         pivot = timeline.peak_position
         region = region_after(problem, pivot)
@@ -97,8 +98,8 @@ class Chain:
         return _measure(problem, region, chosen, np.array(timeline.memory_bytes, dtype=np.float64))
 
     def segmentation(self, nominal_bytes: int) -> frozenset[int] | None:
-        """The storages to retain at the pivot for the cheapest segmentation within a nominal
-        budget; `None` where there is none."""
+        """Return the storages to retain at the pivot for the cheapest segmentation within a nominal
+        budget; `None` if there is none."""
         segments = self._segments(nominal_bytes)
         if segments is None:
             return None
@@ -107,8 +108,8 @@ class Chain:
         return self._borders(segments).union(self.region.forced, *whole)
 
     def anchors(self, nominal_bytes: int, generosity: float = 1.0) -> frozenset[int] | None:
-        """Only the frontiers of the segmentation; with more generosity, a segment that is being
-        recomputed may take as many times the nominal budget."""
+        """Return only the frontiers of the segmentation.  A segment that is being recomputed may
+        use `generosity` times the nominal budget."""
         segments = self._segments(nominal_bytes, generosity)
         return None if segments is None else self._borders(segments)
 
@@ -118,7 +119,7 @@ class Chain:
 
     def _segments(self, nominal_bytes: int,
                   generosity: float = 1.0) -> list[tuple[int, int, bool]] | None:
-        """(start, end, retained whole) of each segment, last first."""
+        """Return (start, end, retained whole) of each segment, last first."""
         count = len(self.frontiers) + 1
         step = max(1.0, nominal_bytes / STEPS)
         narrow = [0.0, *(float(f.size_bytes) for f in self.frontiers)]
@@ -131,7 +132,7 @@ class Chain:
                 into = narrow[end] if end < count else 0.0
                 for whole in (True, False):
                     if whole and start != end - 1:
-                        continue  # a longer stretch is retained whole chunk by chunk
+                        continue  # a longer stretch is retained whole segment by segment
                     held = self.retained[start, end] if whole else self.again[start, end]
                     stays = (self.retained[start, end] if whole else 0.0) + into
                     limit = min(headroom - stays,
@@ -179,7 +180,7 @@ def _measure(problem: Problem, region: Region, chosen: tuple[Frontier, ...],
     for storage in free:
         within[piece_of[storages[storage].producer]].add(storage)
 
-    # What is in memory besides the choice, at each op after the pivot.
+    # Bytes in memory in addition to the choice, at each op after the pivot.
     others = plain_memory.copy()
     for storage in free:
         others[region.pivot:max(reads[storage]) + 1] -= storages[storage].size_bytes

@@ -1,4 +1,4 @@
-"""What a solver raises; `planner` re-raises with what the bytes stand for."""
+"""Errors of solvers; `planner` re-raises them and adds what the bytes stand for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class IllegalSchedule(ValueError):
-    """A schedule that breaks a rule of `solvers.problem`; the message names run and rule."""
+    """The schedule breaks a rule of `solvers.problem`; the message names run and rule."""
 
 
 class InfeasibleBudget(ValueError):
@@ -19,14 +19,14 @@ class InfeasibleBudget(ValueError):
                  schedule: Schedule = (), lower_bound: float = 0.0,
                  proven_minimum_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
-        """The budget that was asked for."""
+        """The requested budget."""
         self.minimum_bytes = minimum_bytes
         """The smallest peak found by a search that does not depend on the budget; solving with it
         succeeds."""
         self.proven_minimum_bytes = proven_minimum_bytes
-        """No schedule peaks below it; `None` where nothing is proven."""
+        """No schedule peaks below it; `None` if nothing is proven."""
         self.schedule = schedule
-        """A schedule that peaks at `minimum_bytes`; empty where it is not at hand."""
+        """A schedule that peaks at `minimum_bytes`; empty if it is not available."""
         self.lower_bound = lower_bound
         """No schedule within the budget costs less; in the unit of the problem."""
         proven = "" if not proven_minimum_bytes else (

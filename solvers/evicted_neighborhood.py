@@ -1,9 +1,11 @@
-"""What it would cost to recompute a storage, by what else is gone around it.
+"""The cost to recompute a storage, given the other storages evicted around it.
 
-The model of the world: storages that are gone but wanted form *holes*, connected by the ops that
-make one from another; recomputing one storage of a hole recomputes most of it.
+The model of the world: storages that are evicted but needed later form *evicted neighborhoods*,
+connected by the ops that make one from another; recomputing one storage recomputes most of its
+neighborhood.
 
-Blind spot: a hole never splits, so prices err on the high side once parts of it have come back.
+Blind spot: a neighborhood never splits, so costs err on the high side once parts of it have come
+back.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ _LARGE_RIM = 64
 
 
 class EvictedNeighborhood:
-    """Connected sets of storages that are gone but wanted, and what it costs to recompute them.
+    """Connected sets of storages that are evicted but needed later, and the cost to recompute them.
 
-    Dropping a storage joins the holes next to it, so its price is theirs and its own: that is what
-    keeps checkpoints apart on a chain (the neighbourhood of Dynamic Tensor Rematerialization).
-    A union-find that never splits: a storage that comes back only takes its own cost along.
+    Evicting a storage joins the neighborhoods next to it, so its cost is theirs and its own.  This
+    keeps checkpoints apart on a chain (the neighborhood of Dynamic Tensor Rematerialization).  A
+    union-find that never splits: a storage that comes back removes only its own cost.
     """
 
     def __init__(self, problem: Problem, both_ways: bool) -> None:
         self.own = [problem.ops[storage.producer].cost for storage in problem.storages]
         self.price = np.array(self.own, dtype=float)
-        """Per storage: its own cost and that of the holes next to it."""
+        """Per storage: its own cost and that of the neighborhoods next to it."""
         self.near = [
             sorted({*problem.ops[storage.producer].inputs,
                     *(out for reader in problem.consumers[index]
@@ -34,13 +36,13 @@ class EvictedNeighborhood:
             for index, storage in enumerate(problem.storages)]
         self.made_from = [problem.ops[storage.producer].inputs for storage in problem.storages]
         self.both_ways = both_ways
-        self.node: dict[int, int] = {}  # of each storage that is gone but wanted
+        self.node: dict[int, int] = {}  # of each storage that is evicted but needed later
         self.parent: list[int] = []
         self.cost: list[float] = []
-        self.rim: list[set[int]] = []  # storages next to the hole that may be held
+        self.rim: list[set[int]] = []  # storages next to the neighborhood that may be alive
 
     def open(self, storage: int) -> None:
-        """The storage is gone but wanted."""
+        """Add a storage that is evicted but needed later."""
         if storage in self.node:
             return
         root = len(self.parent)
@@ -57,7 +59,7 @@ class EvictedNeighborhood:
         self._reprice_around(storage, root)
 
     def fill(self, storage: int) -> None:
-        """The storage is there again."""
+        """Remove a storage that exists again."""
         node = self.node.pop(storage, None)
         if node is not None:
             root = self._root(node)
@@ -68,8 +70,8 @@ class EvictedNeighborhood:
             self._reprice(storage)
 
     def _reprice_around(self, storage: int, root: int) -> None:
-        """Update prices next to a hole that has changed at `storage`; next to a large one, where
-        the change matters little, only those next to the storage."""
+        """Update the costs next to a neighborhood that has changed at `storage`.  Next to a large
+        one the change matters little, so only those next to the storage are updated."""
         rim = self.rim[root]
         if len(rim) > _LARGE_RIM:
             for other in (storage, *self.near[storage]):
@@ -79,7 +81,7 @@ class EvictedNeighborhood:
         rim.difference_update(left)
 
     def _reprice(self, storage: int) -> set[int]:
-        """Update the price of a storage; the holes next to it."""
+        """Update the cost of a storage; return the neighborhoods next to it."""
         roots = {self._root(self.node[other]) for other in self.near[storage]
                  if other in self.node}
         counted = roots if self.both_ways else {

@@ -1,9 +1,9 @@
-"""The chain of narrow frontiers of a computation: where little has to cross.
+"""The chain of narrow frontiers of a computation: the places that few bytes cross.
 
-Cut the part of the computation that may be recomputed after some op `pivot` between two
-consecutive ops: what crosses, made before and read after by ops that may be recomputed, is the
-*frontier* there.  Whoever retains a frontier never has to recompute from before it.  Storages that
-can never be recomputed are retained anyway and count as free.
+Cut the part of the computation that may be recomputed after some op `pivot` between two consecutive
+ops.  The *frontier* there is the set of storages that cross: made before and read after, by ops
+that may be recomputed.  With a frontier retained, nothing before it is ever recomputed.  Storages
+that can never be recomputed are retained anyway and count as free.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Region:
 
     pivot: int
     ops: tuple[int, ...]
-    """Recomputable ops with something needed after the pivot, or needed to recompute such; in
-    order."""
+    """Recomputable ops whose outputs are needed after the pivot, or needed to recompute such
+    outputs; in order."""
     needed: tuple[int, ...]
-    """Storages made up to the pivot which first runs after the pivot read, ascending."""
+    """Storages made up to the pivot that first runs after the pivot read, ascending."""
     forced: frozenset[int]
-    """Storages that must be retained past the pivot because nothing may bring them back."""
+    """Storages that must be retained past the pivot because no op may recompute them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """A place between two ops, and what crosses it."""
+    """A place between two ops, and the storages that cross it."""
 
     position: int
     """The first op after it."""
@@ -43,7 +43,8 @@ class Frontier:
 
 
 def region_after(problem: Problem, pivot: int) -> Region:
-    """What may be recomputed after the first run of op `pivot`; O(ops + reads)."""
+    """Return the ops and storages that may be recomputed after the first run of op `pivot`; O(ops +
+    reads)."""
     ops, storages = problem.ops, problem.storages
     here = problem.segment_of[min(pivot + 1, len(ops) - 1)]
     allowed = {home for segment in problem.segments[here:] for home in segment.replays}
@@ -68,7 +69,7 @@ def region_after(problem: Problem, pivot: int) -> Region:
 
 
 def frontiers(problem: Problem, region: Region) -> tuple[Frontier, ...]:
-    """The frontier before each op of the region but its first, in order."""
+    """Return the frontier before each op of the region except its first, in order."""
     members = set(region.ops)
     last_read = {}
     for index in region.ops:
@@ -86,8 +87,8 @@ def frontiers(problem: Problem, region: Region) -> tuple[Frontier, ...]:
 
 
 def waists(chain: Sequence[Frontier]) -> tuple[Frontier, ...]:
-    """The frontiers that bound blocks: those not much wider than the nearest narrower ones on both
-    sides, such as the residual stream between the layers of a network but not within them."""
+    """Return the frontiers that bound blocks.  They are not much wider than the nearest narrower
+    ones on both sides: the residual stream between the layers of a network, but not within them."""
     accepted: list[Frontier] = []
     for frontier in sorted(chain, key=lambda f: (f.size_bytes, f.position)):
         at = bisect_left(accepted, frontier.position, key=lambda f: f.position)
@@ -99,10 +100,10 @@ def waists(chain: Sequence[Frontier]) -> tuple[Frontier, ...]:
 
 
 def narrow_frontiers(problem: Problem, region: Region, limit: int) -> tuple[Frontier, ...]:
-    """At most `limit` frontiers, those that are locally narrowest, in order.
+    """Return at most `limit` frontiers, those that are locally narrowest, in order.
 
-    A frontier is a candidate where neither neighbour is narrower; of too many, the narrowest in
-    each of `limit` stretches of equal cost stay.
+    A frontier is a candidate if neither neighbour is narrower.  If there are too many candidates,
+    the narrowest in each of `limit` stretches of equal cost stay.
     """
     chain = frontiers(problem, region)
     sizes = [f.size_bytes for f in chain]

@@ -1,13 +1,14 @@
-"""Schedules from the time-cut MILP, with adaptive cuts, anchors and slots.
+"""Schedules from the time-cut MILP, with adaptive cuts, anchors and candidate recomputations.
 
-One cut at the peak of the keep-all order gives a bound and a choice of what to retain past it.
-Recomputing the rest just in time gives a schedule; where it fits at the cost of the model, it is
-proven optimal.  Where it does not fit, there are three ways on.  *Anchors*, frontiers that have to
-be retained so that recomputations stay short (found by the dynamic program of `solvers.dp`), give
-schedules that fit.  *Slots* (`solvers.candidate_model`) take the recomputations of schedules found
-so far, whether they fit or not, and choose anew among them.  Further *cuts* where memory is
-exceeded raise the bound and offer new recomputations.  What repeats (`solvers.repetition`) is
-counted in the models of cuts, which are then no larger for a deeper network.
+One cut at the peak of the keep-all order gives a bound and a choice of storages to retain past it.
+Recomputing the rest just in time gives a schedule; if it fits at the cost of the model, it is
+proven optimal.  If it does not fit, there are three ways on.  *Anchors* are frontiers that have to
+be retained so that recomputations stay short (found by the dynamic program of `solvers.dp`); they
+give schedules that fit.  *Candidates* (`solvers.candidate_model`) are the recomputations of the
+schedules found so far, whether they fit or not; a model chooses again among them.  Further *cuts*
+where memory is exceeded raise the bound and offer new recomputations.  Repeated layers
+(`solvers.repetition`) are counted in the models of cuts, which are then no larger for a deeper
+network.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from planner.solvers.violations import next_cuts
 ANCHOR_ROUNDS = 6
 GENEROSITY = 3.0
 COARSE_GAP = 2e-4
-"""Models with cuts are solved to within this fraction of the keep-all cost, and to the end only
-where that could close the proof."""
+"""Models with cuts are solved to within this fraction of the keep-all cost, and to the end only if
+that could close the proof."""
 FIRST_NODES = 20
-"""Nodes of the search for one model at first; doubled where they do not suffice.  Time is no
-measure of work: the result would depend on what else the machine does."""
+"""Nodes of the first search for one model; doubled if they do not suffice.  Nodes measure work,
+since with time the result would depend on the load of the machine."""
 ANCHOR_NODES = 20
 """Nodes for each model with anchors."""
 CUT_NODES = 20
-"""So many times as many nodes as models of slots, which yield schedules on the way, get those of
-cuts, which have to be solved for the next cut to make sense."""
+"""Factor on the nodes of models with cuts, which must be solved before the next cut makes sense.
+Candidate models yield schedules on the way."""
 SHARE_OF_MODEL = 0.25
-"""Part of the work that is left which one model may take."""
+"""Fraction of the remaining work that one model may use."""
 
 
 def ilp(task: Task) -> Proposal:
-    """The best schedule that the time-cut MILP leads to within the time limit."""
+    """Return the best schedule that the time-cut MILP leads to within the time limit."""
     incumbent = Incumbent(task)
     if incumbent.start() and not incumbent.proven:
         search = CutSearch(task, incumbent)
@@ -56,8 +57,8 @@ def ilp(task: Task) -> Proposal:
 
 
 def one_cut_bound(task: Task) -> float:
-    """What every schedule within the budget recomputes for at least, by the model with one cut; 0
-    where the working sets alone say that there is none."""
+    """Lower bound on the recomputation cost of every schedule within the budget, from the model
+    with one cut; 0 if the working sets alone exceed the budget."""
     problem = task.problem
     if working_set_floor(problem) > task.budget_bytes:
         return 0.0
@@ -69,10 +70,10 @@ def one_cut_bound(task: Task) -> float:
 
 
 class CutSearch:
-    """Models of cuts and of slots, in turns, that improve an incumbent.  Mutable.
+    """Models of cuts and of candidates, in turns, that improve an incumbent.  Mutable.
 
-    The next turn is of whoever has worked less, and work is counted, not timed: the deadline apart,
-    what is done does not depend on the speed of the machine.
+    The kind that has used less work has the next turn.  Work is counted, not timed: apart from the
+    deadline, the search does not depend on the speed of the machine.
     """
 
     def __init__(self, task: Task, incumbent: Incumbent) -> None:
@@ -96,28 +97,29 @@ class CutSearch:
 
     @property
     def settled(self) -> bool:
-        """The incumbent is proven, or further turns would bring nothing new."""
+        """True if the incumbent is proven, or if further turns would find nothing new."""
         return self._incumbent.proven or (self._cuts_settled and self._candidates_settled)
 
     @property
     def work(self) -> float:
-        """What all turns took, see `solvers.milp.MilpResult`."""
+        """Work of all turns, see `solvers.milp.MilpResult`."""
         return self._cut_work + self._slot_work
 
     @property
     def _work_for_model(self) -> float:
-        """What the next model may take."""
+        """Work that the next model may use."""
         limit = self._task.work_limit
         return math.inf if limit is None else SHARE_OF_MODEL * max(0.0, limit - self.work)
 
     def turn(self) -> None:
-        """Anchors at first, then slots or cuts; once there is a second cut, the bound by layers."""
+        """Choose anchors at first, then candidates or cuts; with a second cut, the bound by layers.
+        """
         if not self._anchored:
             self._anchored = True
             self._cut_work += _offer_anchored(
                 self._task, self._incumbent, self._cuts[0], self._runs)
         elif (self._cuts_solved and not self._layered and len(self._cuts) > 1
-              and self._task.work_limit in (None, math.inf)):  # dear, and but a bound
+              and self._task.work_limit in (None, math.inf)):  # expensive, and only a bound
             self._layered = True
             self._bound_layers()
         elif not self._candidates_settled and (
@@ -127,8 +129,8 @@ class CutSearch:
             self._cut_again()
 
     def _cut_again(self) -> None:
-        """Solve the last model with more nodes if it was not solved, else one with a further cut;
-        where there is none to add, with all ops told apart, which may say more."""
+        """Solve the last model with more nodes if it was not solved, else one with a further cut.
+        If there is no cut to add, distinguish all ops, which may raise the bound."""
         if not self._cuts_solved:
             self._cut_nodes *= 2
         elif not self._add_cuts():
@@ -139,8 +141,8 @@ class CutSearch:
         self._cut()
 
     def _add_cuts(self) -> bool:
-        """Look at memory where the last solution of the model exceeds the budget most, too; whether
-        there is such a place."""
+        """Constrain memory also where the last solution of the model exceeds the budget most;
+        return whether there is such a place."""
         found = next_cuts(self._task.problem, self._task.budget_bytes, self._relaxed, self._cuts,
                           self._inner)
         if found is not None:
@@ -148,7 +150,7 @@ class CutSearch:
         return found is not None
 
     def _cut(self) -> None:
-        """Solve the model of the present cuts."""
+        """Solve the model of the current cuts."""
         task, incumbent = self._task, self._incumbent
         model = CutModel(task.problem, task.budget_bytes, self._cuts, inner=self._inner,
                          runs=self._runs)
@@ -173,7 +175,7 @@ class CutSearch:
         incumbent.report(f"{len(self._cuts)} cuts" if len(self._cuts) > 1 else "one cut")
 
     def _bound_layers(self) -> None:
-        """Bound what each layer costs by itself."""
+        """Bound the cost of each layer by itself."""
         task, incumbent = self._task, self._incumbent
         pivot = unroll(task.problem, task.problem.keep_all_schedule).peak_position
         layers = BlockBound(task, self._runs, pivot)
@@ -188,7 +190,7 @@ class CutSearch:
         incumbent.report("layers by themselves")
 
     def _choose_candidates(self) -> None:
-        """Choose anew among the recomputations known, then also among those of whole blocks."""
+        """Choose again among the known recomputations, then also among those of whole blocks."""
         task, incumbent = self._task, self._incumbent
         before = incumbent.schedule
         known = offers_of(task.problem, [self._relaxed, before, *task.ideas])
@@ -214,15 +216,15 @@ class CutSearch:
 
 def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
                     runs: tuple[Run, ...]) -> float:
-    """One cut, with a chain of frontiers retained: bisect for the most room that really fits; the
-    work of that."""
+    """Solve with one cut and a chain of frontiers retained; bisect for the largest headroom that
+    fits.  Returns the work."""
     problem, budget = task.problem, task.budget_bytes
     chain = Chain.of(problem)
     low, high, work = 0.0, 1.0, 0.0
     for round_ in range(ANCHOR_ROUNDS):
         factor = 1.0 if round_ == 0 else (low + high) / 2
         anchors = chain.anchors(int(budget * factor))
-        if anchors is None:  # what a segment needs is overestimated: try its frontiers all the same
+        if anchors is None:  # a segment's memory is overestimated: try its frontiers all the same
             anchors = chain.anchors(int(budget * factor), generosity=GENEROSITY)
         if anchors is None:
             low = factor

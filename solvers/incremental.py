@@ -1,9 +1,9 @@
 """A schedule under edit: memory, peak and cost kept up to date as single runs come and go.
 
-The model of the world is that of `solvers.simulator`, which stays the judge; this file only keeps
-its answer current at a small price.  A run is known by its *key*: keys ascend along the schedule,
-with steps so wide that a run is put between two others without touching them.  Memory per position
-is one numpy array; each life of a storage is a range of it, and an edit changes a handful of
+The model of the world is that of `solvers.simulator`, which evaluates the final schedule; this file
+only keeps its result current at a small cost.  A run is known by its *key*: keys ascend along the
+schedule, with steps so wide that a run is put between two others without touching them.  Memory per
+position is one numpy array; each life of a storage is a range of it.  An edit changes a handful of
 ranges, found by bisection among the births and reads of the storages concerned.  One edit costs 10
 to 30 microseconds at 1,000 to 3,000 runs.
 
@@ -21,7 +21,7 @@ from planner.solvers.actions import as_order
 from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import unroll
 
-_GAP = 1 << 256  # between neighbours: 256 insertions at one place before keys are dealt anew
+_GAP = 1 << 256  # between neighbours: 256 insertions at one place before keys are assigned again
 
 
 class EditableTimeline:
@@ -31,7 +31,7 @@ class EditableTimeline:
     """
 
     def __init__(self, problem: Problem, schedule: Sequence[int]) -> None:
-        """Raises `solvers.simulator.IllegalSchedule` as the simulator does."""
+        """Raise `solvers.simulator.IllegalSchedule` as the simulator does."""
         timeline = unroll(problem, schedule)
         self.problem = problem
         self._sizes = [storage.size_bytes for storage in problem.storages]
@@ -43,7 +43,7 @@ class EditableTimeline:
         self._costs = [op.cost for op in problem.ops]
         self._journal: list[tuple[bool, int, int]] = []  # inserted or removed, op, key
         self.epoch = 0
-        """Grows when keys are dealt anew; keys taken before are then void."""
+        """Number of times that keys were assigned again; earlier keys are then void."""
 
         runs = as_order(timeline.schedule)
         self.ops: list[int] = list(runs)
@@ -90,26 +90,26 @@ class EditableTimeline:
 
     @property
     def schedule(self) -> Order:
-        """The schedule as it stands."""
+        """The current schedule."""
         return tuple(self.ops)
 
     def position(self, key: int) -> int:
-        """The position of the run with that key, or of the first run after it."""
+        """Return the position of the run with that key, or of the first run after it."""
         return bisect_left(self.keys, key)
 
     def segment(self, key: int) -> int:
-        """The segment in which a run with that key executes."""
+        """Return the segment in which a run with that key executes."""
         following = min(bisect_left(self.first_keys, key), len(self.first_keys) - 1)
         return self.problem.segment_of[following]
 
     def may_insert(self, op: int, before: int) -> bool:
-        """Whether `op` may be recomputed just before the run with key `before`."""
+        """Return whether `op` may be recomputed just before the run with key `before`."""
         return (self.runs_of[op][0] < before
                 and self.problem.may_replay(op, bisect_left(self.first_keys, before)))
 
     def life(self, storage: int, key: int) -> tuple[int, int] | None:
-        """Birth and death (keys) of the instance that a reader at `key` uses; for a storage kept
-        to the end, or one that does not exist yet, None."""
+        """Return birth and death (keys) of the instance that a reader at `key` uses.  Returns
+        `None` for a storage that is kept to the end, or does not exist yet."""
         births = self.births[storage]
         if self._kept[storage] or key <= births[0]:
             return None
@@ -117,9 +117,9 @@ class EditableTimeline:
         return births[index], self._death(storage, index)
 
     def insert(self, op: int, before: int) -> int:
-        """Recompute `op` just before the run with key `before`; returns the new run's key.
+        """Recompute `op` just before the run with key `before`; return the new run's key.
 
-        The caller answers for its being allowed there (`may_insert`).
+        The caller makes sure that this is allowed (`may_insert`).
         """
         position = bisect_left(self.keys, before)
         high = self.keys[position] if position < len(self.keys) else before
@@ -133,7 +133,7 @@ class EditableTimeline:
         return key
 
     def append(self, op: int) -> int:
-        """Recompute `op` after the last run; returns the new run's key."""
+        """Recompute `op` after the last run; return the new run's key."""
         key = self.keys[-1] + _GAP
         self._insert(op, key, len(self.keys))
         self._journal.append((True, op, key))
@@ -148,8 +148,7 @@ class EditableTimeline:
         self._journal.append((False, op, key))
 
     def remove_with_causes(self, key: int) -> None:
-        """Drop the recomputation with that key and, one after another, those that nothing reads any
-        more."""
+        """Drop the recomputation with that key, and then those that nothing reads any more."""
         queue = [key]
         while queue:
             here = queue.pop()
@@ -163,7 +162,7 @@ class EditableTimeline:
             queue.extend(reversed(sources))
 
     def _useless(self, op: int, key: int) -> bool:
-        """Whether nothing reads what the run of `op` with that key makes."""
+        """Return whether nothing reads the outputs of the run of `op` with that key."""
         for storage in self.problem.ops[op].outputs:
             if self._kept[storage]:
                 continue
@@ -185,9 +184,9 @@ class EditableTimeline:
                 self._remove(op, key)
             else:
                 self._insert(op, key, bisect_left(self.keys, key))
-        self.cost = self._committed_cost  # without the rounding of having gone there and back
+        self.cost = self._committed_cost  # without the rounding of edit and undo
 
-    # Edits proper.  `_memory` always holds the exact memory of each position.
+    # The edits themselves.  `_memory` always holds the exact memory of each position.
 
     def _death(self, storage: int, index: int) -> int:
         """Key at which the storage's instance with that index dies; not for one kept to the end."""
@@ -200,7 +199,7 @@ class EditableTimeline:
         return reads[last] if last >= 0 and reads[last] > birth else birth
 
     def _across(self, position: int) -> int:
-        """Bytes held between the run at `position` and the one before it."""
+        """Bytes alive between the run at `position` and the one before it."""
         if position == len(self.keys):
             return self._kept_bytes
         op, key = self.ops[position], self.keys[position]
@@ -296,7 +295,7 @@ class EditableTimeline:
         self._refresh(stale)
 
     def _refresh(self, stale: Sequence[int]) -> None:
-        """Decide anew which buffer the runs at these keys take over."""
+        """Decide again which buffer the runs at these keys take over."""
         for key in stale:
             candidates = self.problem.ops[self.op_at[key]].inplace
             if not candidates:
@@ -313,7 +312,7 @@ class EditableTimeline:
                 self._taken[key] = taken
 
     def _deal_keys(self) -> None:
-        """Space all keys evenly, those of removed runs that `rollback` may need included."""
+        """Space all keys evenly, including those of removed runs that `rollback` may need."""
         known = sorted({*self.keys, *(key for _, _, key in self._journal)})
         fresh = {key: (rank + 1) * _GAP for rank, key in enumerate(known)}
         self.keys = [fresh[key] for key in self.keys]

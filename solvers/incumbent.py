@@ -12,19 +12,19 @@ from planner.solvers.simulator import simulate
 from planner.solvers.task import Proposal, Task
 
 PROOF_TOLERANCE = 1e-8
-"""Cost and bound that differ by less than this fraction of the keep-all cost are equal."""
+"""Cost and bound that differ by less than this fraction of the keep-all cost count as equal."""
 
 
 class Incumbent:
-    """Collects schedules and bounds from whatever finds them; mutable."""
+    """Collects schedules and bounds from all stages; mutable."""
 
     def __init__(self, task: Task) -> None:
         problem = task.problem
         self._task = task
         self.late = False
-        """Whether something else may be found when all is done again."""
+        """True if another search of the same problem may find another result."""
         self.interrupted = False
-        """Whether the user ended the search."""
+        """True if the user ended the search."""
         self.schedule = problem.keep_all_schedule
         self.peak_bytes, self.cost = simulate(problem, self.schedule)
         self.lower_bound = problem.keep_all_cost
@@ -33,31 +33,31 @@ class Incumbent:
 
     @property
     def fits(self) -> bool:
-        """Whether a schedule within the budget is known."""
+        """True if a schedule within the budget is known."""
         return self.peak_bytes <= self._task.budget_bytes
 
     @property
     def proven(self) -> bool:
-        """Whether no schedule within the budget can cost less."""
+        """True if no schedule within the budget can cost less."""
         tolerance = PROOF_TOLERANCE * self._task.problem.keep_all_cost
         return self.fits and self.cost <= self.lower_bound + tolerance
 
     @property
     def gap(self) -> float:
-        """Cost above the bound, as a fraction of the keep-all cost; infinite where nothing fits."""
+        """Cost above the bound, as a fraction of the keep-all cost; infinite if nothing fits."""
         if not self.fits:
             return float("inf")
         plain = self._task.problem.keep_all_cost
         return (self.cost - self.lower_bound) / plain if plain else 0.0
 
     def offer(self, schedule: Order) -> int:
-        """Take a legal schedule if it is better; its peak."""
+        """Keep a legal schedule if it is better; return its peak."""
         problem, budget = self._task.problem, self._task.budget_bytes
         schedule = drop_recomputes(problem, budget, schedule)
         peak, cost = simulate(problem, schedule)
         if peak <= budget:
-            # Of equal schedules the first stays: which one it is then does not depend on how much
-            # of the search there was time for.
+            # Of equal schedules the first stays, so the choice does not depend on the time that the
+            # search had.
             tolerance = PROOF_TOLERANCE * problem.keep_all_cost
             better = not self.fits or cost < self.cost - tolerance
         else:
@@ -69,7 +69,7 @@ class Incumbent:
 
     def start(self) -> bool:
         """Find a schedule that fits, by a lazy walk or else by the search for the smallest peak,
-        which alone decides that there is none; whether one was found."""
+        which alone decides that there is none.  Returns whether one was found."""
         task = self._task
         if not self.fits:
             found = lazy_schedule(task.problem, task.budget_bytes)
@@ -83,18 +83,18 @@ class Incumbent:
         return self.fits
 
     def search_on(self) -> None:
-        """Look for a schedule that fits until the deadline."""
+        """Search for a schedule that fits until the deadline."""
         task = self._task
         descent = Descent(task.problem, task.seed, whole_work=math.inf)
         descent.reaches(task.budget_bytes, task.deadline)
         self.offer(descent.best)
 
     def raise_bound(self, extra_cost: float) -> None:
-        """Note that every schedule within the budget recomputes for at least `extra_cost`."""
+        """Record that every schedule within the budget recomputes for at least `extra_cost`."""
         self.lower_bound = max(self.lower_bound, self._task.problem.keep_all_cost + extra_cost)
 
     def report(self, stage: str) -> None:
-        """Tell where the search stands."""
+        """Report the state of the search."""
         plain = self._task.problem.keep_all_cost or 1.0
         if self.fits:
             self._task.report(f"searching ({stage}): extra time {self.cost / plain - 1:.2%}, "
@@ -103,7 +103,7 @@ class Incumbent:
             self._task.report(f"searching ({stage}): no schedule within the budget yet")
 
     def proposal(self) -> Proposal:
-        """What was found."""
+        """The result of the search."""
         bound = min(self.lower_bound, self.cost) if self.fits else self.lower_bound
         return Proposal(self.schedule, bound, late=self.late or self.interrupted,
                         interrupted=self.interrupted)

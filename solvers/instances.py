@@ -1,10 +1,10 @@
 """Published rematerialization instances: networkx node-link JSON in, `Problem` out.
 
-Each node is one op with one output: `size` (bytes of its result) and `cost` (one run), with
-`label` and `backward` where known.  A node with `backward: true` runs exactly once; any other may
-be recomputed anywhere after its first run.  Where the graph has `bytes_per_cost`, the rate of a
-link to the host, the result of a node with `offloadable: true` may be stored there.  Nodes are
-numbered 0 … n-1 in a topological order, which is the order of first runs.
+Each node is one op with one output: `size` (bytes of its result) and `cost` (one run), with `label`
+and `backward` where known.  A node with `backward: true` runs exactly once; any other may be
+recomputed anywhere after its first run.  If the graph has `bytes_per_cost`, the rate of a link to
+the host, the result of a node with `offloadable: true` may be stored there.  Nodes are numbered 0 …
+n-1 in a topological order, which is the order of first runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from planner.solvers.problem import Link, Op, Problem, Storage
 
 
 def load_problem(path: str | PathLike[str]) -> Problem:
-    """The problem in the file at `path`.
+    """Return the problem in the file at `path`.
 
-    Raises `OSError` where the file cannot be read, and `ValueError` naming the file and what is
-    wrong in it where it is no such instance.
+    Raises `OSError` if the file cannot be read, and `ValueError` if it is no such instance; the
+    message names the file and the fault.
     """
     source = Path(path)
     try:
@@ -37,11 +37,11 @@ def load_problem(path: str | PathLike[str]) -> Problem:
 
 
 def problem_from_node_link(data: Any, name: str = "") -> Problem:
-    """The problem in parsed node-link data; raises `ValueError` where it is no instance."""
+    """Return the problem in parsed node-link data; raise `ValueError` if it is no instance."""
     if not isinstance(data, Mapping) or "nodes" not in data or "edges" not in data:
         raise ValueError("expected a JSON object with 'nodes' and 'edges' (networkx node-link "
                          "data written with edges=\"edges\")")
-    import networkx as nx  # half a second, for published instances alone
+    import networkx as nx  # half a second, for published instances only
 
     try:
         graph = nx.node_link_graph(dict(data), directed=True, multigraph=False, edges="edges")
@@ -82,7 +82,7 @@ def problem_from_node_link(data: Any, name: str = "") -> Problem:
 
 
 def _flag(node: int, fields: Mapping[str, Any], key: str) -> bool:
-    """True or false, false where it is not given, or `ValueError`."""
+    """Return a boolean field, false if it is missing; raise `ValueError` for anything else."""
     value = fields.get(key, False)
     if not isinstance(value, bool):
         raise ValueError(f"expected node {node} to have true or false as {key!r}, got {value!r}")
@@ -90,7 +90,7 @@ def _flag(node: int, fields: Mapping[str, Any], key: str) -> bool:
 
 
 def _number(node: int, fields: Mapping[str, Any], key: str) -> float:
-    """A finite number >= 0, or `ValueError`."""
+    """Return a finite number >= 0; raise `ValueError` for anything else."""
     if key not in fields:
         raise ValueError(f"expected node {node} to have a {key!r}, got the fields "
                          f"{sorted(map(str, fields))}")

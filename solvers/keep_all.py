@@ -6,5 +6,5 @@ from planner.solvers.task import Proposal, Task
 
 
 def keep_all(task: Task) -> Proposal:
-    """The keep-all order; optimal wherever it fits."""
+    """Return the keep-all order; optimal if it fits."""
     return Proposal(task.problem.keep_all_schedule, task.problem.keep_all_cost)

@@ -1,14 +1,14 @@
-"""Lazy rematerialization: walk the ops in order, drop storages when room is needed, recompute them
-when they are read.
+"""Lazy rematerialization: walk the ops in order, evict storages when memory is short, recompute
+them when they are read.
 
-The eviction score is that of Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021): drop
-what is cheap to recompute, large, and not needed for long.  Unlike an online algorithm this one
-knows the whole future, so "not needed for long" is the distance to the next read instead of the
-time since the last one, and what will never be read again goes first.
+The eviction score is that of Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021): evict a
+storage that is cheap to recompute, large, and not needed for long.  Unlike an online algorithm this
+one knows the whole future. "Not needed for long" is therefore the distance to the next read instead
+of the time since the last one, and a storage that is never read again goes first.
 
-The model of the world is `solvers.simulator`'s, seen from the safe side: the walk holds a storage
-until it drops it, while the simulator ends its life with its last read.  Replay state is the
-exception (`Op.replay_state_bytes` is not counted here), so callers judge the result by the
+The model of the world is `solvers.simulator`'s, seen from the safe side: the walk keeps a storage
+alive until it evicts it, while the simulator ends its life with its last read.  Replay state is the
+exception (`Op.replay_state_bytes` is not counted here), so callers evaluate the result by the
 simulator.
 """
 
@@ -33,11 +33,11 @@ class EvictionHeuristic:
     size: float = 1.0
     distance: float = 1.0
     both_ways: bool = True
-    """Whether the cost counts what is gone among the storages made from it, too, and not only among
-    those it is made from: better at tight budgets, worse at mild ones."""
+    """True if the cost also counts evicted storages made from this one, in addition to those that
+    it is made from.  This is better at tight budgets and worse at mild ones."""
 
     keep_sources: bool = False
-    """Whether results that cannot be recomputed are held as long as something made from them is
+    """True if results that cannot be recomputed stay alive as long as something made from them is
     read, so that this can be evicted."""
 
 
@@ -51,7 +51,7 @@ HEURISTICS = (
     EvictionHeuristic(distance=0.0),
     EvictionHeuristic(size=0.5, distance=0.5, both_ways=False),
 )
-"""Tastes that differ in where they are good."""
+"""Eviction heuristics that are good on different problems."""
 
 
 _WORK_PER_OP, _WORK_PER_RUN, _WORK_PER_WANTED = 2e-5, 1e-5, 3e-6
@@ -66,7 +66,8 @@ def lazy_schedule(
     problem: Problem, budget_bytes: int, *, heuristic: EvictionHeuristic = EvictionHeuristic(),
     max_runs: int | None = None, deadline: float = math.inf,
 ) -> Order | None:
-    """A legal schedule that aims at `budget_bytes`, or None where the walk runs out of room.
+    """Return a legal schedule that aims at `budget_bytes`, or None if the walk runs out of
+    headroom.
 
     `max_runs` bounds the length of the schedule (default: 12 runs per op and 1,000 more), and the
     walk gives up at `deadline` (of `time.monotonic`).
@@ -84,8 +85,8 @@ def counted_walk(
     max_work: float = math.inf,
     deadline: float = math.inf,
 ) -> tuple[Order | None, float]:
-    """Like `lazy_schedule`, and the work of the walk (see `solvers.milp.MilpResult`), which gives
-    up after `max_work`."""
+    """Like `lazy_schedule`, but also return the work of the walk (see `solvers.milp.MilpResult`),
+    which gives up after `max_work`."""
     walk = _Walk(problem, budget_bytes, heuristic, max_runs, deadline, max_work)
     try:
         for op in range(len(problem)):
@@ -97,8 +98,8 @@ def counted_walk(
 
 def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf
                   ) -> Order | None:
-    """The cheapest of the schedules within `budget_bytes` that walks in all `HEURISTICS` give; None
-    where none of them fits.  At 1,000 ops each walk takes about a tenth of a second."""
+    """Return the cheapest of the schedules within `budget_bytes` that walks in all `HEURISTICS`
+    give, or None if none fits.  At 1,000 ops each walk lasts about a tenth of a second."""
     best: Order | None = None
     best_cost = math.inf
     # The walk counts more than the simulator does, so walks slightly over the budget may fit.
@@ -142,17 +143,17 @@ class _Walk:
         self.deadline = deadline
         self.heuristic = heuristic
         self.schedule: list[int] = []
-        self.used = 0  # bytes held
+        self.used = 0  # bytes alive
         count = len(problem.storages)
         self.size = [storage.size_bytes for storage in problem.storages]
         self.producer = [storage.producer for storage in problem.storages]
         self.held = np.zeros(count, dtype=bool)
         self.locks = np.zeros(count, dtype=np.int64)
-        self.born_in = [-1] * count  # segment in which the held instance was made
+        self.born_in = [-1] * count  # segment in which the live instance was made
         self.stage = 0  # the op whose first run comes next
         self.never = len(problem) + 1
         # The next and the last first run that reads a storage, directly or to recompute what is
-        # gone.
+        # evicted.
         self.cursor = [0] * count
         self.next_read = np.full(count, self.never, dtype=np.int64)
         self.wanted_next = np.full(count, -1, dtype=np.int64)
@@ -184,7 +185,7 @@ class _Walk:
                 self._drop_if_dead(storage)
 
     def _run(self, op: int) -> None:
-        """Make the first run of `op`, recomputing what it reads and what that takes."""
+        """Make the first run of `op`, after recomputing its inputs and theirs."""
         frames = [self._frame(op, again=False)]
         while frames:
             frame = frames[-1]
@@ -203,7 +204,7 @@ class _Walk:
             self._execute(frame)
 
     def _frame(self, op: int, again: bool) -> _Frame:
-        """Lock the inputs that are at hand; the others are to be recomputed."""
+        """Lock the available inputs; the others are to be recomputed."""
         missing = []
         for storage in reversed(self.problem.ops[op].inputs):
             if self.held[storage]:
@@ -213,7 +214,7 @@ class _Walk:
         return _Frame(op, again, missing)
 
     def _execute(self, frame: _Frame) -> None:
-        """Run an op whose inputs are all at hand and locked."""
+        """Run an op whose inputs are all available and locked."""
         described = self.problem.ops[frame.op]
         self.work += _WORK_PER_RUN
         if (len(self.schedule) >= self.max_runs or self.work > self.max_work
@@ -296,8 +297,8 @@ class _Walk:
         return upcoming
 
     def _next_use(self, storage: int, start: int) -> int:
-        """The first stage from `start` on that reads the storage, also to recompute what is
-        gone."""
+        """Return the first stage from `start` on that reads the storage, also to recompute an
+        evicted one."""
         direct = int(self.next_read[storage])
         if direct < start:  # read by the run in progress: look behind it
             cursor = self.cursor[storage]
@@ -310,8 +311,8 @@ class _Walk:
         return direct
 
     def _may_evict(self, storage: int, start: int, known: dict[tuple[int, int], bool]) -> bool:
-        """Whether the storage can be recomputed for each of its uses from `start` on; `known` holds
-        answers that stay true while nothing but evictions happens."""
+        """Return whether the storage can be recomputed for each of its uses from `start` on.
+        `known` caches answers that stay true while only evictions happen."""
         uses = {self.problem.segment_of[reader]
                 for reader in self.problem.consumers[storage][self.cursor[storage]:]
                 if reader >= start}
@@ -319,13 +320,13 @@ class _Walk:
         return all(self._recomputable(self.producer[storage], segment, known) for segment in uses)
 
     def _wanted_in(self, storage: int, start: int) -> list[int]:
-        """Segments from `start` on in which something that is gone is recomputed from the
-        storage."""
+        """Return the segments from `start` on in which an evicted storage is recomputed from this
+        one."""
         return [self.problem.segment_of[int(wanted[storage])]
                 for wanted in (self.wanted_next, self.wanted_last) if wanted[storage] >= start]
 
     def _recomputable(self, op: int, segment: int, known: dict[tuple[int, int], bool]) -> bool:
-        """Whether `op` can be recomputed in the segment from what is held."""
+        """Return whether `op` can be recomputed in the segment from live storages."""
         todo = [op]
         while todo:
             here = todo[-1]
@@ -340,7 +341,7 @@ class _Walk:
                     or problem.segment_of[here] not in problem.segments[segment].replays):
                 known[here, segment] = False
                 continue
-            # What is gone but wanted there was found remakeable when it was dropped.
+            # A storage that is evicted but needed there was found recomputable at its eviction.
             open_inputs = [self.producer[s] for s in problem.ops[here].inputs
                            if not self.held[s] and segment not in self._wanted_in(s, self.stage)]
             unknown = [p for p in open_inputs if (p, segment) not in known]
@@ -377,7 +378,7 @@ class _Walk:
         return max(readers[-1] if readers else -1, int(self.wanted_last[storage]))
 
     def _want_inputs(self, storage: int, first: int, last: int) -> None:
-        """Note that the inputs of the storage's producer are needed to recompute it."""
+        """Record that the inputs of the storage's producer are needed to recompute it."""
         todo = [storage]
         while todo:
             self.work += _WORK_PER_WANTED
@@ -394,7 +395,7 @@ class _Walk:
 
 
 def _replayable_from_nothing(problem: Problem) -> list[list[bool]]:
-    """Per segment and op: whether the op can be recomputed there with nothing held."""
+    """Per segment and op, whether the op can be recomputed there from nothing."""
     table = []
     for segment in problem.segments:
         row: list[bool] = []

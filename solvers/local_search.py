@@ -1,14 +1,14 @@
 """Local search over schedules: simulated annealing on single recomputations.
 
 The idea of annealing on sequences is that of FastSA (Yonetsu et al., NeurIPS 2023); here the order
-of first runs stays, and what moves are the recomputations: one is put before a read, dropped, or
-moved, alone or with the chain of recomputations that it needs.  The energy is the cost plus a price
-on what exceeds the budget, in turns that of all runs together and that of the peak alone; the price
+of first runs stays, and the recomputations move: one is put before a read, dropped, or moved, alone
+or with the chain of recomputations that it needs.  The energy is the cost plus a price on the
+excess over the budget, alternately the excess of all runs together and that of the peak; the price
 follows how often the walk is within the budget.  `solvers.incremental` makes a move cost tens of
 microseconds, so a minute sees millions.
 
-Blind spots: no bound comes out of it, and with a time limit the result depends on the machine's
-speed (`moves` bounds the work instead, and makes it reproducible).
+Blind spots: it gives no bound, and with a time limit the result depends on the machine's speed
+(`moves` bounds the work instead, and makes it reproducible).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import simulate
 
 _ROUNDS = 4
-_AIMED = 0.25  # of the moves of a search for a smaller peak
+_AIMED = 0.25  # share of the moves of a search for a smaller peak
 _AIMS = 12  # storages that an aimed move looks at
 _FIRST_STEP, _SMALLEST_STEP, _LARGEST_STEP = 0.1, 0.004, 0.3
 """Part of what lies between a peak and the floor by which the next target is lower."""
@@ -40,11 +40,12 @@ def improve(
     problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
     seed: int = 0, deadline: float | None = None, moves: int | None = None,
 ) -> Order:
-    """A schedule within `budget_bytes` that costs no more than `schedule`, which must be within it.
+    """Return a schedule within `budget_bytes` that costs no more than `schedule`, which must fit
+    itself.
 
     Stops after `time_limit` seconds, at `deadline` (of `time.monotonic`), or after `moves` moves,
-    whichever comes first.  Raises `ValueError` where `schedule` is over the budget, and
-    `IllegalSchedule` where it is none.
+    whichever comes first.  Raises `ValueError` if `schedule` is over the budget, and
+    `IllegalSchedule` if it is illegal.
     """
     start = tuple(schedule)
     before = simulate(problem, start)
@@ -63,7 +64,8 @@ def repair(
     problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
     seed: int = 0, deadline: float | None = None, moves: int | None = None,
 ) -> Order | None:
-    """A schedule within `budget_bytes`, found from one that may be over it; None if none was found.
+    """Return a schedule within `budget_bytes`, starting from one that may be over it; None if none
+    was found.
 
     Returns at the first one that it finds; limits as in `improve`.
     """
@@ -115,7 +117,7 @@ class _Limit:
     moves: int | None
 
     def spent(self, moves: int) -> float:
-        """The share of the work that is done; 1 and more: stop."""
+        """Fraction of the work that is done; 1 and more: stop."""
         elapsed = 0.0 if self.seconds == math.inf else time.monotonic() - self.start
         share = elapsed / self.seconds if self.seconds > 0 else 1.0
         return share if self.moves is None else max(moves / max(self.moves, 1), share // 1)
@@ -128,7 +130,7 @@ def _limit(time_limit: float, deadline: float | None, moves: int | None) -> _Lim
 
 def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed: int,
             until_feasible: bool = False) -> tuple[Order | None, int]:
-    """The best schedule within the budget that the walk met, and the moves that it made."""
+    """Return the best schedule within the budget that the walk met, and its number of moves."""
     walk = _Walk(problem, budget, schedule, seed, aims_at_peak=until_feasible)
     if not walk.candidates:
         return walk.best, 1
@@ -166,7 +168,7 @@ class _Walk:
         self.excess = self._excess()
         self.best: Order | None = None
         self.best_cost = math.inf
-        self.chain = 0  # recomputations that the present move may still add
+        self.chain = 0  # recomputations that the current move may still add
         self._note()
 
     def _excess(self) -> float:
@@ -239,7 +241,7 @@ class _Walk:
         return True
 
     def _neighbour(self, storage: int) -> int:
-        """A storage that the given one is made from, or that is made from it."""
+        """Return a storage that the given one is made from, or that is made from it."""
         ops, chance = self.problem.ops, self.chance
         readers = self.problem.consumers[storage]
         sources = ops[self.problem.storages[storage].producer].inputs
@@ -260,7 +262,8 @@ class _Walk:
         return None
 
     def _insert_across_peak(self) -> bool:
-        """Recompute, after a moment over the budget, what is only held across it."""
+        """Recompute, after a moment over the budget, a storage that is alive across it and not read
+        there."""
         timeline, chance = self.timeline, self.chance
         over = np.flatnonzero(timeline.memory_bytes > self.budget)
         if not len(over):
@@ -280,7 +283,7 @@ class _Walk:
         return False
 
     def _insert(self, storage: int) -> bool:
-        """Recompute a storage somewhere between a read of it and what comes before that read."""
+        """Recompute a storage somewhere between a read of it and the read before that."""
         if self.problem.storages[storage].kept_to_end:
             return False
         timeline, chance = self.timeline, self.chance
@@ -300,7 +303,7 @@ class _Walk:
         return self._insert_op(self.problem.storages[storage].producer, timeline.keys[position])
 
     def _insert_op(self, op: int, before: int) -> bool:
-        """Recompute `op` there, and perhaps what it reads, `self.chain` ops at most."""
+        """Recompute `op` there, and perhaps its inputs, `self.chain` ops at most."""
         timeline = self.timeline
         if not timeline.may_insert(op, before):
             return False

@@ -1,7 +1,7 @@
-"""One door to the MILP engines of OR-Tools, always single-threaded and seeded.
+"""The only access to the MILP engines of OR-Tools, always single-threaded and seeded.
 
 SCIP is the default: on the time-cut models of 24 identical transformer blocks it closed the gap in
-0.2-0.5 s where HiGHS took 0.2-15 s, and on published instances the two are about equal.
+0.2-0.5 s and HiGHS in 0.2-15 s; on published instances the two are about equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ortools.math_opt.python import mathopt
 
 
 class Engine(enum.Enum):
-    """The MILP engines that OR-Tools brings along."""
+    """The MILP engines of OR-Tools."""
 
     HIGHS = "highs"
     SCIP = "scip"
@@ -24,26 +24,26 @@ class Engine(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MilpResult:
-    """What an engine says about a minimisation over binary and continuous variables."""
+    """Result of a minimisation over binary and continuous variables."""
 
     values: Mapping[mathopt.Variable, float] | None
     """The best solution found."""
     objective: float
-    """Its value; infinite where there is none."""
+    """Its value; infinite without one."""
     bound: float
     """No solution has a smaller value; infinite where the model is infeasible."""
     solved: bool
-    """Solved to the end, or proven infeasible."""
+    """True if solved to the end, or proven infeasible."""
     work: float = 0.0
-    """What it took, in seconds of some machine: the steps of the simplex method times the rows.
-    Unlike time this is the same whenever the same model is solved again."""
+    """Counted work, in seconds of a reference machine: the steps of the simplex method times the
+    rows.  Unlike time, it is the same whenever the same model is solved again."""
 
 
 _ROW_STEPS_PER_SECOND = 1e6
 _ROWS_PER_SECOND = 5e4
-"""Rows that are written down and presolved in a second."""
+"""Rows that are written and presolved in a second."""
 _NODE_ROWS_PER_SECOND = 6.7e4
-"""Nodes times rows that the search behind the root goes through in a second."""
+"""Nodes times rows that the search after the root processes in a second."""
 
 
 def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
@@ -52,10 +52,10 @@ def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SC
              hint: Mapping[mathopt.Variable, float] | None = None) -> MilpResult:
     """Minimise within a time limit, to within an absolute gap; objectives must not be negative.
 
-    `nodes` and `work` (seconds of some machine, about) limit the search behind the root instead:
-    where that is what ends it, the answer does not depend on the speed of the machine.  Without
-    `cutting_planes` the root is not strengthened, which models that are tight already (those of
-    slots) repay many times over.
+    `nodes` and `work` (seconds of a reference machine, about) limit the search after the root
+    instead: if they end the search, the result does not depend on the speed of the machine.
+    Without `cutting_planes` the root is not strengthened, which saves much time on models that are
+    tight already (those of candidates).
     """
     if seconds <= 0:
         return MilpResult(None, float("inf"), 0.0, False)
@@ -72,7 +72,7 @@ def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SC
     else:
         params.threads = 1
         params.gscip.bool_params["misc/catchctrlc"] = False  # Python raises it after this model
-        params.presolve = mathopt.Emphasis.LOW  # more of it took longer than it saved
+        params.presolve = mathopt.Emphasis.LOW  # more of it cost more time than it saved
         if not cutting_planes:
             params.gscip.int_params["separating/maxroundsroot"] = 0
         kind = mathopt.SolverType.GSCIP

@@ -4,12 +4,13 @@ The bound looks at one first run at a time and counts what must be alive there. 
 found by lazy walks (`solvers.lazy`) at ever smaller budgets, whatever the recomputations cost, and
 by annealing (`solvers.local_search.descend`) from there, in turns.
 
-There is one search for a problem and a seed.  It counts its work and looks at no clock and at no
-budget, so what it finds is the same for every budget and on every machine: a budget only ends it
+There is one search for a problem and a seed.  It counts its work and reads neither clock nor
+budget, so its result is the same for every budget and on every machine: a budget only ends it
 earlier.  A budget that it does not meet is refused.
 
 Blind spots: the bound knows of no need that spans two runs (recomputing an input while its sibling
-is held), so it may lie below the smallest peak that exists; on training graphs the two mostly meet.
+is alive), so it may lie below the smallest peak that exists; on training graphs the two mostly
+meet.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from planner.solvers.working_set import inplace_candidates
 WORK, WORK_PER_OP, WORK_PER_OP_OF_SMALL = 2.0, 1e-3, 0.04
 """Work of the whole search (see `solvers.milp.MilpResult`); less for problems of a few ops."""
 PATIENCE = 0.6
-"""Part of that work after which the search ends if it has found nothing better by `WORTH`."""
+"""Fraction of that work after which the search ends without an improvement of `WORTH`."""
 WORTH = 0.003
-"""A part of the peak that is worth a search."""
+"""Improvement, as a fraction of the peak, that is worth a search."""
 MOST_OF_ONE_WALK = 0.2
 """Part of the work that one walk may take."""
 WALKS_FIRST, ANNEALED_PER_WALKED = 0.2, 2.0
@@ -44,9 +45,9 @@ _FRUITLESS_MOVES = 12_000  # before the next walks
 def working_set_floor(problem: Problem) -> int:
     """A lower bound, in bytes, on the peak of every legal schedule.
 
-    The most that is certainly alive at some first run: inputs, outputs, workspace, storages kept to
-    the end, and storages whose next reader cannot have them recomputed in between; less the input
-    that the output may take over.
+    The maximum over first runs of the bytes that are certainly alive: inputs, outputs, workspace,
+    storages kept to the end, and storages whose next reader cannot have them recomputed in between;
+    less the input that the output may take over.
     """
     forced = _forced_bytes(problem)
     return max(forced[index] + op.workspace_bytes - _reused_bytes(problem, index)
@@ -78,8 +79,8 @@ def _forced_bytes(problem: Problem) -> list[int]:
 
 
 def _last_chance_to_replay(problem: Problem, op: int, reader: int) -> int:
-    """The last first run, up to that of `reader`, just before which `op` may be recomputed; 0 where
-    there is none."""
+    """Return the last first run, up to that of `reader`, just before which `op` may be recomputed;
+    0 if there is none."""
     if not problem.ops[op].recomputable:
         return 0
     home = problem.segment_of[op]
@@ -92,14 +93,16 @@ def _last_chance_to_replay(problem: Problem, op: int, reader: int) -> int:
 
 
 def _reused_bytes(problem: Problem, index: int) -> int:
-    """What the first run of an op may save by taking over an input's buffer, at most."""
+    """Upper bound on the bytes that the first run of an op saves by taking over an input's buffer.
+    """
     return next((problem.storages[storage].size_bytes
                  for storage in inplace_candidates(problem, index)
                  if not _outlives(problem, storage, index)), 0)
 
 
 def _outlives(problem: Problem, storage: int, index: int) -> bool:
-    """Whether the storage is alive after the first run of `index` under every legal schedule."""
+    """Return whether the storage is alive after the first run of `index` under every legal
+    schedule."""
     following = next((r for r in problem.consumers[storage] if r > index), None)
     if following is None:
         return False
@@ -108,9 +111,9 @@ def _outlives(problem: Problem, storage: int, index: int) -> bool:
 
 
 def minimum_peak(problem: Problem, *, seed: int = 0, target_bytes: int = 0) -> Order:
-    """The legal schedule with the smallest peak that the search finds; its cost plays no part.
+    """Return the legal schedule with the smallest peak that the search finds, at any cost.
 
-    Stops early where the peak is at most `target_bytes`.
+    Stops early once the peak is at most `target_bytes`.
     """
     descent = Descent(problem, seed)
     descent.reaches(target_bytes)
@@ -118,10 +121,10 @@ def minimum_peak(problem: Problem, *, seed: int = 0, target_bytes: int = 0) -> O
 
 
 class Descent:
-    """The search for the smallest peak.  Mutable; it goes on where it was."""
+    """The search for the smallest peak.  Mutable; each call continues it."""
 
     def __init__(self, problem: Problem, seed: int = 0, *, whole_work: float | None = None) -> None:
-        """`whole_work`: the work after which it ends; `None`: as much as is worth it."""
+        """Create a search.  `whole_work`: the work after which it ends; `None`: the default."""
         self.problem = problem
         self.seed = seed
         self.floor = working_set_floor(problem)
@@ -137,9 +140,10 @@ class Descent:
         self._ended = False
 
     def reaches(self, target_bytes: int, deadline: float = math.inf) -> bool:
-        """Whether the search finds a peak of at most `target_bytes`, which it ends at.
+        """Continue until the peak is at most `target_bytes`; return whether it is.
 
-        `deadline` (of `time.monotonic`) is for those who ask for more than the usual work."""
+        `deadline` (of `time.monotonic`) is for callers that allow more than the usual work.
+        """
         gained_at, level = 0.0, float(self.best_peak)
         while self.best_peak > max(target_bytes, self.floor) and not self._ended:
             spent = next(self._steps, None)
@@ -152,7 +156,7 @@ class Descent:
         return self.best_peak <= target_bytes
 
     def _search(self) -> Iterator[float]:
-        """Yields the work of each step."""
+        """Yield the work of each step."""
         plain = [EvictionHeuristic()]
         if self.problem.sources:
             plain.append(EvictionHeuristic(keep_sources=True))
@@ -189,7 +193,7 @@ class Descent:
                 return
 
     def _bisect(self, heuristic: EvictionHeuristic, runs_per_op: int) -> Iterator[float]:
-        """Bisect for the smallest budget at which a walk in this eviction heuristic succeeds."""
+        """Bisect for the smallest budget at which a walk with this eviction heuristic succeeds."""
         low = self.floor
         step = max(1, self.floor >> 9)
         found, work = self._attempt(low, heuristic, runs_per_op)
@@ -208,7 +212,7 @@ class Descent:
     def _attempt(
         self, budget: int, heuristic: EvictionHeuristic, runs_per_op: int
     ) -> tuple[bool, float]:
-        """Whether a walk gives a smaller peak, and its work."""
+        """Walk once; return whether the peak is smaller, and the work."""
         found, work = counted_walk(
             self.problem, budget, heuristic, runs_per_op * len(self.problem) + 200,
             max_work=self._max_walk_work)
@@ -224,7 +228,8 @@ class Descent:
 def _heuristics(
     seed: int, plain: list[EvictionHeuristic]
 ) -> Iterator[tuple[EvictionHeuristic, int]]:
-    """Tastes with the runs per op to allow: plain scores first, then random ones, dearer ones."""
+    """Eviction heuristics with the runs per op to allow: plain scores first, then random ones and
+    more expensive ones."""
     for heuristic in plain:
         yield heuristic, 3
         yield heuristic, 20

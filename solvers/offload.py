@@ -1,20 +1,21 @@
 """Keep, recompute or store on the host: the joint choice within a budget.
 
-What any algorithm finds with recomputation alone is where the search begins.  From there
-recomputations are given up, op by op, and `solvers.placement` stores on the host what then has no
-room, as long as waiting for copies costs less.  So a schedule is never worse than that of
-recomputation alone.  Two more orders are tried: the one that recomputes nothing, and the best one
-of the relaxation below.  The search is counted in moves, not timed.
+The search begins with the result of any algorithm that only recomputes.  Recomputations are then
+given up, op by op, and `solvers.placement` stores on the host what no longer fits, as long as
+waiting for copies costs less.  So a schedule is never worse than that of recomputation alone.  Two
+more orders are tried: the one that recomputes nothing, and the best one of the relaxation below.
+The search is counted in moves, not timed.
 
-The bound.  A transfer makes room for what it moves, and for nothing else: in the problem in which
-storages that may be offloaded take memory only while an op reads or makes them, every schedule with
-transfers is, without them, a legal schedule that takes no more memory and costs no more.  So what
-is proven of that problem holds here.  The idea of one problem for both choices is that of POFO
-(Beaumont et al., "Efficient combination of rematerialization and offloading for training DNNs",
-NeurIPS 2021) and POET (Patil et al., ICML 2022), who solve it exactly, for chains and as a MILP.
+The bound.  A transfer frees the memory of the storage that it moves, and nothing else.  Consider
+the problem in which offloadable storages use memory only while an op reads or makes them: there,
+every schedule with its transfers removed is a legal schedule that uses no more memory and costs no
+more.  So a bound for that problem holds here.  The idea of one problem for both choices is that of
+POFO (Beaumont et al., "Efficient combination of rematerialization and offloading for training
+DNNs", NeurIPS 2021) and POET (Patil et al., ICML 2022), who solve it exactly, for chains and as a
+MILP.
 
-Blind spots: the bound knows nothing of the time that copies take; an op is given up with all of its
-recomputations or with none of them.
+Blind spots: the bound ignores the time of copies; an op is given up with all of its recomputations
+or with none of them.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from planner.solvers.simulator import simulate
 from planner.solvers.task import Algorithm, Proposal, Task
 
 _MOVES, _MOVED_RUNS = 400, 200_000
-"""Moves of a search, and the runs that all of its moves together go along: fewer moves, the longer
-an order is."""
+"""Moves of a search, and the total number of runs in all of its moves: the longer an order, the
+fewer moves."""
 _STEPS = 8
-"""In so many parts recomputations are given up before single ones are looked at."""
+"""Recomputations are given up in this many parts before single ones are tried."""
 _MARGINS = (0.0, 0.05, 0.1, 0.2)
-"""Parts of the budget that are stored beyond what has to be."""
+"""Fractions of the budget that are stored in addition to the necessary bytes."""
 
 _Found = tuple[Action | int, ...]
 
 
 def relaxed(problem: Problem) -> Problem:
-    """The problem in which what may be offloaded takes memory only while an op uses it; no schedule
-    of `problem` with transfers costs less, or peaks lower, than the same runs do here."""
+    """Return the problem in which offloadable storages use memory only while an op uses them.  No
+    schedule of `problem` with transfers costs less, or peaks lower, than the same runs do here."""
     storages = tuple(replace(storage, size_bytes=0) if storage.offloadable else storage
                      for storage in problem.storages)
 
     def touched(op: Op) -> int:
-        """Bytes of what may be offloaded that are there while the op runs, at least."""
+        """Lower bound on the offloadable bytes that exist while the op runs."""
         moved = [s for s in (*op.inputs, *op.outputs) if problem.storages[s].offloadable]
         shared = max((problem.storages[s].size_bytes for s in op.inplace), default=0)
         return max(0, sum(problem.storages[s].size_bytes for s in moved) - shared)
@@ -62,7 +63,7 @@ def relaxed(problem: Problem) -> Problem:
 
 
 def jointly(propose: Algorithm) -> Algorithm:
-    """The algorithm that also stores results on the host, from one that recomputes alone."""
+    """Extend an algorithm that only recomputes to one that also stores results on the host."""
 
     def propose_jointly(task: Task) -> Proposal:
         problem, seconds = task.problem, task.seconds_left
@@ -75,7 +76,7 @@ def jointly(propose: Algorithm) -> Algorithm:
         orders = (as_order(alone.schedule), as_order(free.schedule), problem.keep_all_schedule)
         found = search(problem, task.budget_bytes, orders)
         if _rank(problem, task.budget_bytes, found)[0]:
-            # What does not depend on the budget, so that a refusal's promise can be kept.
+            # A schedule independent of the budget, so that a refusal's promise can be kept.
             least = minimum_peak(relaxed(problem), seed=task.seed)
             found = search(problem, task.budget_bytes, (*orders, least))
         task.report("stored on the host: "
@@ -87,8 +88,8 @@ def jointly(propose: Algorithm) -> Algorithm:
 
 
 def search(problem: Problem, budget_bytes: int, orders: Iterable[Order]) -> _Found:
-    """The cheapest schedule found within the budget, else the one that comes nearest, among
-    `orders` with fewer of their recomputations and what is then stored on the host."""
+    """Return the cheapest schedule found within the budget, else the one that comes nearest, among
+    `orders` with some recomputations removed and storages on the host instead."""
     best: tuple[tuple[int, float], _Found] | None = None
     for order in dict.fromkeys(orders):
         found = _search_from(problem, budget_bytes, order)
@@ -112,7 +113,7 @@ def _search_from(problem: Problem, budget_bytes: int, order: Order
     made = {op: sum(problem.storages[s].size_bytes for s in problem.ops[op].outputs)
             for op in replayed}
     costs = {op: (again[op] - 1) * problem.ops[op].cost for op in replayed}
-    # What costs most for the room that it makes is given up first.
+    # The op with the highest cost per byte freed is given up first.
     replayed.sort(key=lambda op: (-costs[op] / (made[op] + 1), op))
     best, dropped = evaluated(frozenset()), frozenset[int]()
     for step in range(1, _STEPS + 1):
@@ -136,7 +137,8 @@ def _search_from(problem: Problem, budget_bytes: int, order: Order
 
 
 def _without(problem: Problem, order: Order, dropped: Set[int]) -> Order:
-    """The order without the recomputations of these ops, and without those that then serve none."""
+    """Return the order without the recomputations of these ops, and without those that then serve
+    none."""
     seen: set[int] = set()
     is_first = [not (op in seen or seen.add(op)) for op in order]  # type: ignore[func-returns-value]
     wanted: set[int] = set()
@@ -153,6 +155,6 @@ def _without(problem: Problem, order: Order, dropped: Set[int]) -> Order:
 
 def _rank(problem: Problem, budget_bytes: int, schedule: Iterable[Action | int]
           ) -> tuple[int, float]:
-    """Smaller is better: the excess over the budget, then the cost."""
+    """Sort key, smaller is better: the excess over the budget, then the cost."""
     peak, cost = simulate(problem, tuple(schedule))
     return max(0, peak - budget_bytes), cost

@@ -1,13 +1,13 @@
-"""Transfers for a given order of runs: what is stored on the host, and where copies begin and end.
+"""Transfers for a given order of runs: the storages on the host, and where copies begin and end.
 
-The model of the world: a result may be away between two reads that follow each other.  Which ones
-are away is chosen greedily, by how many runs over the budget a gap covers, larger results first.
-Copies to the host begin as soon as there is something to copy.  Memory is released when the copy
-has ended, or earlier, at the price of waiting, where the budget asks for it.  Copies back begin in
-the order in which they are read, as early as link and budget allow.
+The model of the world: a result may be away between two consecutive reads.  The results to store
+are chosen greedily, by how many runs over the budget a gap covers, larger results first.  Copies to
+the host begin as soon as there is something to copy.  Memory is released when the copy has ended,
+or earlier, at the price of waiting, where the budget requires it.  Copies back begin in the order
+in which they are read, as early as link and budget allow.
 
-Blind spots: a storage is away once, in the longest gap that it has; nothing is stored only so that
-another copy may come back earlier.
+Blind spots: a storage is away once, in its longest gap; nothing is stored only so that another copy
+may come back earlier.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from planner.solvers.simulator import unroll
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """When a storage may be away; positions count runs."""
+    """The gap between two reads in which a storage may be away; positions count runs."""
 
     storage: int
     size_bytes: int
     made: int
-    """The run that makes what is read on both sides."""
+    """The run that makes the result read on both sides."""
     leaves: int
-    """The last run that reads it before (or makes it)."""
+    """The last run before the gap that reads it (or makes it)."""
     returns: int
-    """The first run that reads it after."""
+    """The first run after the gap that reads it."""
     release_by: int
     """The last run before which it may be released."""
     fetch_from: int
@@ -43,8 +43,8 @@ class Gap:
 
 
 def longest_gaps(problem: Problem, order: Order, where: Sequence[int]) -> list[Gap]:
-    """For each offloadable storage the longest gap in which it may be away, if it has one; `where`:
-    the segment of each run."""
+    """Return, for each offloadable storage that has one, the longest gap in which it may be away.
+    `where`: the segment of each run."""
     first_in: dict[int, int] = {}
     last_in: dict[int, int] = {}
     for position, segment in enumerate(where):
@@ -80,10 +80,11 @@ def longest_gaps(problem: Problem, order: Order, where: Sequence[int]) -> list[G
 
 def with_transfers(problem: Problem, order: Order, budget_bytes: int, margin_bytes: int = 0
                    ) -> tuple[Action | int, ...]:
-    """`order` with transfers that bring its peak down to `budget_bytes`, or as near as they can.
+    """Return `order` with transfers that bring its peak down to `budget_bytes`, or as near as they
+    can.
 
-    `margin_bytes`: so much more is stored than has to be, which leaves room for copies that come
-    back early.
+    `margin_bytes`: bytes stored in addition to the necessary ones, which leave headroom for copies
+    that come back early.
     """
     timeline = unroll(problem, order)
     memory = np.array(timeline.memory_bytes, dtype=np.int64)
@@ -95,7 +96,7 @@ def with_transfers(problem: Problem, order: Order, budget_bytes: int, margin_byt
 
 
 def _choose(gaps: list[Gap], memory: NDArray[np.int64], budget_bytes: int) -> list[Gap]:
-    """The gaps that are used; `memory` becomes that of the runs if copies took no time."""
+    """Choose the gaps to use.  `memory` becomes that of the runs if copies took no time."""
     leaves = np.array([gap.leaves for gap in gaps], dtype=np.int64)
     returns = np.array([gap.returns for gap in gaps], dtype=np.int64)
     sizes = np.array([gap.size_bytes for gap in gaps], dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Drop recomputations that a schedule can do without, under the budget.
+"""Drop dispensable recomputations of a schedule, under the budget.
 
-A recomputation is dropped where the instance before it can live on instead without the peak
-leaving the budget; what was recomputed only for its sake goes with it.  The dearest are tried
-first, until none can go: the result is minimal, not minimum.
+A recomputation is dropped if the instance before it can live on instead without the peak leaving
+the budget; recomputations that only served it go as well.  The most expensive are tried first,
+until none can go: the result is minimal, not minimum.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from planner.solvers.problem import Order, Problem
 
 
 def drop_recomputes(problem: Problem, budget_bytes: int, schedule: Order) -> Order:
-    """A schedule that costs no more than `schedule` and peaks within the larger of the budget and
-    the peak of `schedule`, without the recomputations that it can do without."""
+    """Return a schedule without dispensable recomputations.  It costs no more than `schedule` and
+    peaks within the larger of the budget and the peak of `schedule`."""
     if len(schedule) == len(problem):
         return schedule
     timeline = EditableTimeline(problem, schedule)

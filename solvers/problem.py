@@ -1,24 +1,25 @@
 """The scheduling problem that every solver here solves.
 
 The model of the world: a fixed sequence of ops, each of which reads storages, writes storages and
-costs something.  A *schedule* is the sequence of runs; its first runs come in the order of the ops,
-and an op may run again later (rematerialization), which costs again and brings its outputs back.
-Memory is what is alive (see `solvers.simulator` for the exact rule); resident memory that no
-schedule can change (parameters, inputs) is not part of a problem: subtract it from the budget.
+has a cost.  A *schedule* is the sequence of runs; its first runs come in the order of the ops, and
+an op may run again later (rematerialization), which costs again and brings its outputs back.
+Memory is the sum of live storages (see `solvers.simulator` for the exact rule); resident memory
+that no schedule can change (parameters, inputs) is not part of a problem: subtract it from the
+budget.
 
-Where a problem has a `Link`, a schedule may also keep a result on the host for a while
-(`solvers.actions`), which takes no op's time but that of waiting (`solvers.transfers`).
+If a problem has a `Link`, a schedule may also keep a result on the host for a while
+(`solvers.actions`); the only cost is waiting for copies (`solvers.transfers`).
 
 Blind spots: the order of first runs is fixed, the cost of an op does not depend on when it runs,
 and memory fragmentation does not exist.
 
-Three words have one meaning each in this package.  A storage is *held* while it is alive; it is
-*retained* where that is a choice, past the run at which a model decides; it is *kept* to the end
-where it is none.  The *gap* is the cost of a schedule above the lower bound, never a place in one.
+Three words have one meaning each in this package.  A storage is *held* while it is alive.  It is
+*retained* if a model decides to keep it past a run.  It is *kept* to the end if there is no choice.
+The *gap* is the cost of a schedule above the lower bound, never a place in one.
 
-Two readings share this type: a captured training step (several segments, in-place candidates,
-outputs kept to the end), and published instances (one storage per op, every op recomputable
-anywhere, see `solvers.instances`).
+Two kinds of problem share this type: a captured training step (several segments, in-place
+candidates, outputs kept to the end), and published instances (one storage per op, every op
+recomputable anywhere, see `solvers.instances`).
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ class Storage:
     producer: int
     """Index of the op whose run makes it."""
     kept_to_end: bool = False
-    """Alive from its first run to the end: a gradient, an output that the caller holds."""
+    """True if alive from its first run to the end: a gradient, an output that the caller keeps
+    alive."""
     offloadable: bool = False
-    """May be stored on the host and fetched back, where the problem has a link."""
+    """True if it may be stored on the host and fetched back, if the problem has a link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way between device and host: each direction carries one copy at a time, beside the ops
-    and beside the other direction."""
+    """The connection between device and host.  Each direction carries one copy at a time, in
+    parallel with the ops and with the other direction."""
 
     bytes_per_cost: float
-    """Bytes that one direction carries in one unit of cost: per second where costs are seconds."""
+    """Bytes that one direction carries in one unit of cost: per second if costs are seconds."""
     start_cost: float = 0.0
-    """What each copy takes beside that."""
+    """Fixed cost of each copy."""
 
     def cost(self, size_bytes: int) -> float:
-        """How long a copy of so many bytes takes."""
+        """Return the cost of a copy of so many bytes."""
         return self.start_cost + size_bytes / self.bytes_per_cost
 
 
@@ -72,15 +74,15 @@ class Op:
     outputs: tuple[int, ...]
     """Storages that it makes; those without a later use live only while it runs."""
     workspace_bytes: int = 0
-    """Held while it runs, and only then."""
+    """Bytes allocated while it runs, and only then."""
     recomputable: bool = True
-    """May run more than once."""
+    """True if it may run more than once."""
     inplace: tuple[int, ...] = ()
-    """Inputs whose buffer its (only) output may take over if they die in this run; all of the
+    """Inputs whose buffer its (only) output may take over if they die in this run; all have the
     output's size, in order of preference."""
     replay_state_bytes: int = 0
-    """What must be held from its first to its last run so that a second run gives the same result
-    (a random generator's state, copies of inputs that are mutated later); 0 if it runs once."""
+    """Bytes alive from its first to its last run so that a second run gives the same result (a
+    random generator's state, copies of inputs that are mutated later); 0 if it runs once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class Problem:
     segments: tuple[Segment, ...] = field(default=(Segment(0, (0,)),))
     name: str = ""
     link: Link | None = None
-    """`None`: nothing can be stored on the host."""
+    """`None`: no result can be stored on the host."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -116,7 +118,7 @@ class Problem:
 
     @cached_property
     def keep_all_schedule(self) -> Order:
-        """Every op once: nothing is recomputed."""
+        """Every op once, without recomputation."""
         return tuple(range(len(self.ops)))
 
     @cached_property
@@ -126,7 +128,7 @@ class Problem:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each storage, the ops that read it, ascending."""
+        """The ops that read each storage, ascending."""
         readers: list[list[int]] = [[] for _ in self.storages]
         for index, op in enumerate(self.ops):
             for storage in op.inputs:
@@ -150,7 +152,7 @@ class Problem:
 
     @cached_property
     def segment_of(self) -> tuple[int, ...]:
-        """For each op, the index of its segment."""
+        """The segment index of each op."""
         homes: list[int] = []
         bounds = [segment.start for segment in self.segments[1:]] + [len(self.ops)]
         for index, end in enumerate(bounds):
@@ -158,7 +160,7 @@ class Problem:
         return tuple(homes)
 
     def may_replay(self, op: int, next_first_run: int) -> bool:
-        """Whether `op` may be recomputed just before the first run of `next_first_run`
+        """Return whether `op` may be recomputed just before the first run of `next_first_run`
         (`len(problem)`: after the last first run)."""
         if not self.ops[op].recomputable or op >= next_first_run:
             return False
@@ -167,8 +169,8 @@ class Problem:
         return home in self.segments[here].replays
 
     def may_transfer(self, storage: int, next_first_run: int) -> bool:
-        """Whether `storage` may be stored or fetched just before the first run of
-        `next_first_run`: in its own segment, and where that may be replayed."""
+        """Return whether `storage` may be stored or fetched just before the first run of
+        `next_first_run`: in its own segment, and in segments that may replay it."""
         made = self.storages[storage]
         if self.link is None or not made.offloadable or made.producer >= next_first_run:
             return False
@@ -177,7 +179,7 @@ class Problem:
 
 
 def _check(problem: Problem) -> None:
-    """Raise `ValueError` where a problem is not well formed."""
+    """Raise `ValueError` if a problem is not well formed."""
     ops, storages = problem.ops, problem.storages
     if not ops:
         raise ValueError("a problem needs at least one op, got none")

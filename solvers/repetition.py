@@ -1,9 +1,9 @@
 """Repetition: stretches of ops that recur at a fixed distance, such as the layers of a network.
 
-Two ops are *alike at a distance* where they cost, make and hold the same and where each input of
+Two ops are *alike at a distance* if they have the same cost, sizes and memory, and if each input of
 the one is that input of the other, or is made so many ops later.  A *run* is a stretch in which
-every op is like the one a period further on.  Finding runs compares a few likely periods op by op,
-so it takes no graph isomorphism: O(ops * reads * periods).
+every op is like the one a period later.  Finding runs compares a few likely periods op by op,
+without graph isomorphism: O(ops * reads * periods).
 
 Blind spot: the ops must come in the same order each time.
 """
@@ -17,10 +17,10 @@ from typing import NamedTuple
 from planner.solvers.problem import Problem
 
 _MOST_PERIODS = 24
-"""So many of the most frequent distances between ops of the same cost and sizes are tried."""
+"""Number of distances tried, the most frequent ones between ops of the same cost and sizes."""
 _NEXT_OCCURRENCES = 6
 LEAST_SPARED = 8
-"""A run has to spare at least so many ops."""
+"""Smallest number of ops that a run must spare."""
 
 
 class Run(NamedTuple):
@@ -32,17 +32,18 @@ class Run(NamedTuple):
 
     @property
     def times(self) -> int:
-        """How often the stretch occurs, the last time perhaps not whole."""
+        """Number of occurrences of the stretch, the last one perhaps not whole."""
         return -(-(self.stop - self.start) // self.period)
 
     @property
     def spared(self) -> int:
-        """Ops beside the first stretch."""
+        """Number of ops after the first stretch."""
         return self.stop - self.start - self.period
 
 
 def runs_of(problem: Problem) -> tuple[Run, ...]:
-    """Disjoint runs, those that spare most ops first; each holds its stretch at least twice."""
+    """Return disjoint runs, those that spare most ops first; each contains its stretch at least
+    twice."""
     ops, storages = problem.ops, problem.storages
 
     def same_source(first: int, second: int, period: int) -> bool:
@@ -62,11 +63,11 @@ def runs_of(problem: Problem) -> tuple[Run, ...]:
 
 def find_runs(described: Sequence[Hashable], same_sources: Callable[[int, int], bool],
               times: int, least_spared: int = 1) -> Iterator[Run]:
-    """Disjoint runs in any sequence, those that spare most items first.
+    """Yield disjoint runs in any sequence, those that spare most items first.
 
-    `described`: all of each item but where its inputs come from; whether those of an item come from
-    where those of the one a period after it do, `same_sources(index, period)` says where both are
-    described alike.  Each run holds its stretch at least so many `times`.
+    `described`: all of each item except the origin of its inputs.  `same_sources(index, period)`:
+    whether two items with the same description have corresponding inputs.  Each run contains its
+    stretch at least so many `times`.
     """
     free = [True] * len(described)
     alike = {period: [described[index] == described[index + period]
@@ -84,7 +85,7 @@ def find_runs(described: Sequence[Hashable], same_sources: Callable[[int, int], 
 
 
 def _description(problem: Problem, index: int) -> tuple[object, ...]:
-    """All of an op but where its inputs come from."""
+    """All of an op except the origin of its inputs."""
     op, storages = problem.ops[index], problem.storages
     return (op.cost, op.workspace_bytes, op.recomputable, op.replay_state_bytes, len(op.inputs),
             tuple(op.inputs.index(s) for s in op.inplace), problem.segment_of[index],
@@ -106,7 +107,8 @@ def _likely_periods(described: Sequence[Hashable]) -> list[int]:
 
 def _stretches(alike: Sequence[bool], free: Sequence[bool], period: int, times: int
                ) -> Iterator[Run]:
-    """The longest runs of a period among free items that hold the stretch so many times."""
+    """Yield the longest runs of a period among free items that contain the stretch so many times.
+    """
     start = None
     for index in range(len(alike) + 1):
         goes_on = (index < len(alike) and alike[index] and free[index] and free[index + period])

@@ -1,4 +1,4 @@
-"""What a solver returns: a schedule, what it costs, and what is proven about it."""
+"""The result of a solver: a schedule, its cost, and the proven bound."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Status = Literal["optimal", "feasible"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A schedule within its budget, judged by `solvers.simulate`."""
+    """A schedule within its budget, evaluated by `solvers.simulate`."""
 
     schedule: Schedule
-    """Also a sequence of node numbers: a run is the number of its op."""
+    """The actions; also a sequence of node numbers, since a run is the number of its op."""
     peak_bytes: int
     """Peak of the schedule, never above the budget."""
     cost: float
@@ -25,15 +25,16 @@ class Result:
     lower_bound: float
     """No legal schedule within the budget costs less, in the unit of `cost`."""
     status: Status
-    """"optimal" where cost and bound meet and the same input and seed give this very schedule
-    again, whatever the load of the machine; "feasible" otherwise.  Where a schedule was found only
-    as the time ran out, it is "feasible" even if cost and bound meet."""
+    """"optimal" if cost and bound meet and the same input and seed give this very schedule again,
+    at any load of the machine; "feasible" otherwise.  A schedule found only as the time ran out is
+    "feasible" even if cost and bound meet."""
     seconds: float
     """Wall time of the solver."""
     solver: str
-    """Name of the solver that was asked for."""
+    """Name of the requested solver."""
     interrupted: bool = False
-    """Whether the user ended the search (`KeyboardInterrupt`); the schedule is the best by then."""
+    """True if the user ended the search (`KeyboardInterrupt`); the schedule is the best until then.
+    """
 
     @property
     def overhead(self) -> float:
@@ -47,7 +48,8 @@ class Result:
 
     @property
     def gap(self) -> float:
-        """What is not proven: `overhead - overhead_bound`, in units of the keep-all cost."""
+        """Difference that is not proven: `overhead - overhead_bound`, in units of the keep-all
+        cost."""
         return _fraction(self.cost - self.lower_bound, self.keep_all_cost)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""From what is retained at a few moments to a whole schedule: recompute just in time.
+"""A whole schedule from the storages retained at a few moments: recompute just in time.
 
-A *cut* is the first run of an op; *retained* at a cut are the storages held past it.  Whatever a
-later op needs and is not at hand is recomputed right before that op runs, with all that it takes.
+A *cut* is the first run of an op; storages alive past it are *retained* at the cut.  A missing
+input of a later op is recomputed right before that op runs, together with its own missing inputs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ def schedule_from_cuts(
     *,
     early: bool = False,
 ) -> Order:
-    """The schedule that retains `retained[i]` past the first run of op `cuts[i]` (ascending).
+    """Return the schedule that retains `retained[i]` past the first run of op `cuts[i]`
+    (ascending).
 
-    With `early`, what is to be retained past a cut and is not at hand is recomputed right before
-    it, as the time-cut model has it, instead of when it is read.  Storages that are needed later
-    and that no recomputation may bring back are retained as well.
-    Always a legal schedule; nothing is said about its peak.
+    With `early`, a missing storage to be retained past a cut is recomputed right before it, as in
+    the time-cut model, instead of when it is read.  Storages that are needed later and that no
+    recomputation may bring back are retained as well.  The schedule is always legal; its peak is
+    not limited.
     """
     chosen = [set(storages) for storages in retained]
     while True:
@@ -39,8 +40,8 @@ def schedule_from_cuts(
 
 def _walk(problem: Problem, cuts: Sequence[int], chosen: Sequence[set[int]],
           early: bool) -> tuple[Order, list[tuple[int, int]]]:
-    """One pass over the first runs; also the (cut, storage) pairs that must be retained because a
-    recomputation is not allowed where it would be needed."""
+    """Make one pass over the first runs.  Also return the (cut, storage) pairs that must be
+    retained because a recomputation is not allowed where it would be needed."""
     ops, storages = problem.ops, problem.storages
     at_hand = [False] * len(storages)
     missing: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
-"""The one memory model: what a schedule costs and how much memory it holds at each run.
+"""The one memory model: the cost of a schedule and its memory at each run.
 
-Every solver, every plan and every test judges a schedule by this file.
+Every solver, every plan and every test evaluates a schedule by this file.
 
 The rule.  A run of an op makes a new *instance* of each of its outputs.  A reader uses the latest
 instance (of a storage kept to the end: the first one, which is alive anyway).  An instance lives
@@ -11,8 +11,7 @@ last run.  If the op names an in-place candidate whose instance dies in this ver
 in the same segment, the output takes over its buffer and the two count once.
 
 `Store` and `Release` read the latest instance, as an op does, so that it lives until its copy has
-ended; `Fetch` makes a new instance.  What waiting for copies takes is part of the cost
-(`solvers.transfers`).
+ended; `Fetch` makes a new instance.  Waiting for copies is part of the cost (`solvers.transfers`).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Timeline:
     segments: tuple[int, ...]
     """For each position, the segment in which the action executes."""
     waiting_cost: float = 0.0
-    """Part of the cost: how long ops wait for copies from and to the host."""
+    """Part of the cost: the time that ops wait for copies from and to the host."""
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -91,13 +90,13 @@ class Timeline:
 
 
 def simulate(problem: Problem, schedule: Sequence[Action | int]) -> Simulation:
-    """Peak bytes and cost of `schedule`; raises `IllegalSchedule` where it breaks a rule."""
+    """Return peak bytes and cost of `schedule`; raise `IllegalSchedule` if it breaks a rule."""
     timeline = unroll(problem, schedule)
     return Simulation(timeline.peak_bytes, timeline.cost)
 
 
 def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
-    """The whole life of every storage under `schedule`; raises `IllegalSchedule`.
+    """Return the whole life of every storage under `schedule`; raise `IllegalSchedule`.
 
     O(runs + reads).
     """
@@ -191,8 +190,8 @@ def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
 
 
 def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
-    """The segment of each action; raises `IllegalSchedule` unless first runs come in order, every
-    op runs, and each recomputation and transfer is allowed where it stands."""
+    """Return the segment of each action.  Raise `IllegalSchedule` unless first runs come in order,
+    every op runs, and each recomputation and transfer is allowed at its place."""
     ops = problem.ops
     expected = 0
     for position, index in enumerate(runs):

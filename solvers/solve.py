@@ -1,4 +1,4 @@
-"""One face for every algorithm; the simulator has the last word."""
+"""One signature for every algorithm; the simulator evaluates every result."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from planner.solvers.task import Algorithm, Progress, Task
 ALGORITHMS: MappingProxyType[str, str] = MappingProxyType({
     "auto": "auto", "none": "keep_all", "sqrt_n": "sqrt_n", "dp": "dp", "ilp": "ilp",
 })
-"""Every solver by name, and the module here whose function of the same name it is.  Modules are
-imported when they are asked for, since OR-Tools take their time to load."""
+"""Every solver by name, and the module here whose function of the same name it is.  A module is
+imported on first use, since OR-Tools is slow to import."""
 
 
 def algorithm(name: str) -> Algorithm:
-    """The solver of this name; raises `ValueError` for an unknown one."""
+    """Return the solver of this name; raise `ValueError` for an unknown one."""
     if name not in ALGORITHMS:
         raise ValueError(f"expected one of the solvers {', '.join(sorted(ALGORITHMS))}, "
                          f"got {name!r}")
@@ -38,26 +38,24 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
           time_limit: float = 60.0, seed: int = 0, progress: Progress | None = None,
           warm_start: Schedule | None = None, ideas: Sequence[Schedule] = (),
           work_limit: float | None = None) -> Result:
-    """The cheapest schedule of `problem` found whose peak is at most `budget_bytes`.
+    """Return the cheapest schedule of `problem` found whose peak is at most `budget_bytes`.
 
     `None` means no limit.  `solver` is one of `ALGORITHMS`, or any function from a `Task` to a
-    `Proposal`.  `time_limit` is in seconds and soft: a model under way is finished.
-    `warm_start` is a legal schedule to start from, such as that for a smaller budget; the result
-    never costs more than it where it fits.  `ideas` are legal schedules, within the budget or not,
-    whose recomputations are worth a try.  `auto` counts its work (in seconds of some machine) and
-    stops when what is left to gain is not worth more of it, so that the time limit only cuts off
-    what takes far longer; `work_limit` is another limit on that work, `math.inf` none: then it
-    searches until the time limit.
-    Where the problem has a link, results may also be stored on the host (`solvers.offload`), which
-    takes up to half as long again.
-    `progress` receives lines of text.
+    `Proposal`.  `time_limit` is in seconds and soft: a model under way is finished.  `warm_start`
+    is a legal schedule to start from, such as that for a smaller budget; if it fits, the result
+    never costs more than it.  `ideas` are legal schedules, within the budget or not, whose
+    recomputations are worth a try.  `auto` counts its work (in seconds of a reference machine) and
+    stops when the remaining gain is not worth more of it, so the time limit only ends searches that
+    last far longer.  `work_limit` is another limit on that work; with `math.inf` the search lasts
+    until the time limit.  If the problem has a link, results may also be stored on the host
+    (`solvers.offload`), which lasts up to half as long again.  `progress` receives lines of text.
 
-    Ctrl-C (`KeyboardInterrupt`) ends the search of `auto` with the best schedule so far, where one
-    fits; `Result.interrupted` says so.
+    Ctrl-C (`KeyboardInterrupt`) ends the search of `auto` with the best schedule so far, if one
+    fits; `Result.interrupted` is then true.
 
-    Raises `InfeasibleBudget` where no schedule within the budget was found, with a
-    `minimum_bytes` that this solver meets, `IllegalSchedule` for an illegal warm start, and
-    `ValueError` for an unknown solver, a negative budget or a time limit that is not positive.
+    Raises `InfeasibleBudget` if no schedule within the budget was found, with a `minimum_bytes`
+    that this solver meets, `IllegalSchedule` for an illegal warm start, and `ValueError` for an
+    unknown solver, a negative budget or a time limit that is not positive.
     """
     started = time.monotonic()
     propose = algorithm(solver) if isinstance(solver, str) else solver
@@ -96,6 +94,7 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
 
 
 def _rank(problem: Problem, budget_bytes: int, schedule: Schedule) -> tuple[int, float]:
-    """Smaller is better: first what fits, by cost; then by the excess over the budget."""
+    """Sort key, smaller is better: schedules that fit, by cost; then the others, by their excess.
+    """
     peak, cost = simulate(problem, schedule)
     return (0, cost) if peak <= budget_bytes else (peak - budget_bytes, cost)

@@ -2,8 +2,8 @@
 
 T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 (arXiv:1604.06174), generalised from chains to graphs: a checkpoint is a narrow frontier (see
-`solvers.frontiers`), segments hold about equal bytes, and of all segment counts the one that costs
-least within the budget is taken, as the paper's budget search does.
+`solvers.frontiers`), and segments hold about equal bytes.  The cheapest segment count within the
+budget is used, as in the paper's budget search.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_SEGMENTS = 64
 
 
 def sqrt_n(task: Task) -> Proposal:
-    """The cheapest number of equal segments within the budget."""
+    """Return the cheapest number of equal segments within the budget."""
     problem = task.problem
     timeline = unroll(problem, problem.keep_all_schedule)
     best = problem.keep_all_schedule
@@ -48,7 +48,8 @@ def sqrt_n(task: Task) -> Proposal:
 
 def _evenly(problem: Problem, ops: tuple[int, ...], chain: tuple[Frontier, ...],
             segments: int) -> list[Frontier]:
-    """The frontiers nearest to the places that split the ops into segments of equal bytes."""
+    """Return the frontiers nearest to the places that split the ops into segments of equal bytes.
+    """
     if segments <= 1 or not chain:
         return []
     made = [0]

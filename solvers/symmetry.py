@@ -1,14 +1,13 @@
-"""Symmetry classes of ops: those that a time-cut model need not tell apart.
+"""Symmetry classes of ops: those that a time-cut model need not distinguish.
 
-Ops at the same place of a run (`solvers.repetition`) are of one class where all cuts see them
-alike: made before the same cuts, wanted and demanded in the same stages, none of them read or made
-by the op at a cut.  A model may then count how many of a class are recomputed instead of asking
-each.
+Ops at the same place of a run (`solvers.repetition`) are of one class if all cuts see them alike:
+made before the same cuts, wanted and demanded in the same stages, none of them read or made by the
+op at a cut.  A model may then count the recomputed members of a class instead of deciding on each.
 
-Adding up the rows of a class is a relaxation, so a bound on the counts is one for every schedule
-whatever the classes are; that they are alike only keeps it sharp.  With one cut nothing is lost:
-rows that compare two variables split into whole solutions again, by giving the n-th of each class
-what the counts say of the n-th (level sets).
+Adding up the rows of a class is a relaxation, so a bound on the counts is one for every schedule,
+for any classes; their symmetry only keeps it sharp.  With one cut nothing is lost: rows that
+compare two variables split into whole solutions again, by giving the n-th of each class the value
+that the counts have for the n-th (level sets).
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def symmetry_classes(
     problem: Problem, runs: Sequence[Run], cuts: Sequence[int], seen: Sequence[Collection[int]],
     seen_ops: Sequence[Collection[int]], alone: Collection[int],
 ) -> SymmetryClasses:
-    """The coarsest classes of which all members are made between the same cuts, are in the same
-    sets of `seen_ops`, and have outputs in the same sets of storages `seen`; with the ops in
-    `alone` each in a class of its own."""
+    """Return the coarsest classes whose members are made between the same cuts, are in the same
+    sets of `seen_ops`, and have outputs in the same sets of storages `seen`.  Each op in `alone`
+    has a class of its own."""
     places: dict[int, Hashable] = {}
     for number, run in enumerate(runs):
         for op in range(run.start, run.stop):

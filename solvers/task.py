@@ -10,12 +10,12 @@ from planner.solvers.actions import Order, Schedule
 from planner.solvers.problem import Problem
 
 Progress = Callable[[str], None]
-"""Called now and then with one line of text about where the solver stands."""
+"""Callback that receives lines of text about the state of the solver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an algorithm is asked for."""
+    """The input of an algorithm."""
 
     problem: Problem
     budget_bytes: int
@@ -28,9 +28,9 @@ class Task:
     """Legal schedules, within the budget or not, whose recomputations are worth offering."""
     progress: Progress | None = None
     work_limit: float | None = None
-    """Work (see `solvers.milp.MilpResult`) after which a search is to end; `None`: as much as is
-    worth it; infinite: it works until the deadline.  With a finite limit, or none, the result
-    depends on the machine only where the deadline strikes."""
+    """Work (see `solvers.milp.MilpResult`) after which a search is to end.  `None`: the default;
+    infinite: until the deadline.  Unless it is infinite, the result depends on the machine only if
+    the deadline ends the search."""
 
     @property
     def seconds_left(self) -> float:
@@ -38,25 +38,25 @@ class Task:
         return max(0.0, self.deadline - time.monotonic())
 
     def report(self, message: str) -> None:
-        """Hand one line to whoever watches."""
+        """Pass one line to the progress callback."""
         if self.progress is not None:
             self.progress(message)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What an algorithm found; `solvers.solve` lets the simulator judge it."""
+    """The output of an algorithm; `solvers.solve` evaluates it with the simulator."""
 
     schedule: Schedule
-    """The cheapest schedule found within the budget; where there is none, the one with the
-    smallest peak found, which then tells the smallest budget that works."""
+    """The cheapest schedule found within the budget; without one, the schedule with the smallest
+    peak found, from which the smallest budget that works is reported."""
     lower_bound: float = 0.0
     """No legal schedule within the budget costs less (total cost, not overhead)."""
     late: bool = False
-    """The deadline had a part in which schedule was found, so that the same search on a faster or
-    slower machine may end with another one."""
+    """True if the deadline influenced which schedule was found, so that the same search on a faster
+    or slower machine may end with another one."""
     interrupted: bool = False
-    """Whether the user ended the search (`KeyboardInterrupt`) after a schedule was found."""
+    """True if the user ended the search (`KeyboardInterrupt`) after a schedule was found."""
 
 
 Algorithm = Callable[[Task], Proposal]

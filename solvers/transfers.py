@@ -1,15 +1,15 @@
-"""Copies between device and host beside the ops: in which order they may stand, and what waiting
-for them costs.
+"""Copies between device and host in parallel with the ops: their legal order, and the cost of
+waiting for them.
 
 The model of the world: ops run one after the other on one stream; each direction of the link is a
 stream of its own, on which copies follow each other in the order of their actions.  A copy to the
-host begins when the ops before its `Store` have ended and the link is free; `Release` holds the ops
-up until it has ended.  A copy back begins when the ops before its `Fetch` have ended (whose memory
-it may have been given) and the link is free; an op that reads it waits for its end.  A storage is
-stored once; the host then has it to the end of the step.  This is the setting of vDNN (Rhu et al.,
-MICRO 2016), Capuchin (Peng et al., ASPLOS 2020), POFO (Beaumont et al., NeurIPS 2021) and POET
-(Patil et al., ICML 2022), but for the explicit `Release`, which ties memory to the order of actions
-and leaves to the time only how long it takes.
+host begins when the ops before its `Store` have ended and the link is free; `Release` stops the ops
+until it has ended.  A copy back begins when the ops before its `Fetch` have ended (whose memory it
+may use) and the link is free; an op that reads it waits for its end.  A storage is stored once and
+then stays on the host to the end of the step.  This is the setting of vDNN (Rhu et al., MICRO
+2016), Capuchin (Peng et al., ASPLOS 2020), POFO (Beaumont et al., NeurIPS 2021) and POET (Patil et
+al., ICML 2022), except for the explicit `Release`: memory depends on the order of actions only, and
+only the duration depends on time.
 
 Blind spots: the memory of the host has no limit; copies and ops do not slow each other down; all
 ops are queued in time, so that the device never waits for the program that feeds it.
@@ -27,7 +27,7 @@ from planner.solvers.problem import Link, Problem
 
 def check_order(transfers: Iterable[tuple[int, Transfer]]) -> None:
     """Raise `IllegalSchedule` unless each storage is stored once, released in the segment in which
-    it is stored, and fetched after that.  `transfers`: with the segments in which they stand."""
+    it is stored, and fetched after that.  `transfers`: with the segments that contain them."""
     stored: dict[int, int] = {}
     released: set[int] = set()
     for segment, action in transfers:
@@ -53,7 +53,7 @@ def check_order(transfers: Iterable[tuple[int, Transfer]]) -> None:
 
 
 def waiting_cost(problem: Problem, link: Link, schedule: Schedule) -> float:
-    """How long ops wait for copies, in the unit of cost; `schedule` is legal."""
+    """Return the time that ops wait for copies, in the unit of cost; `schedule` is legal."""
     now = outward_free = inward_free = waited = 0.0
     ends: dict[int, float] = {}  # storage to the end of its copy to the host
     arrivals: dict[int, float] = {}  # storage to the end of its copy back, if that is its latest

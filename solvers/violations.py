@@ -1,4 +1,5 @@
-"""Where a schedule exceeds its budget, and at which cut a time-cut model would have noticed."""
+"""Moments at which a schedule exceeds its budget, and the cuts of a time-cut model that would see
+them."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ Inner = tuple[tuple[int, int], ...]
 
 def next_cuts(problem: Problem, budget_bytes: int, schedule: Order, cuts: tuple[int, ...],
               inner: Inner, *, first: int = 0) -> tuple[tuple[int, ...], Inner] | None:
-    """The cuts, and the ops within stages, of the next model: memory is also looked at where
-    `schedule` exceeds the budget most and it was not yet, at op `first` and after; `None` where
+    """Return the cuts, and the ops within stages, of the next model.  Memory is also constrained
+    where `schedule` exceeds the budget most and it was not yet, at op `first` and after; `None` if
     there is no such place."""
     for following, op in violations(problem, unroll(problem, schedule), budget_bytes):
         if following == op and op not in cuts and op >= first:
@@ -26,8 +27,8 @@ def next_cuts(problem: Problem, budget_bytes: int, schedule: Order, cuts: tuple[
 
 
 def violations(problem: Problem, timeline: Timeline, budget: int) -> list[tuple[int, int]]:
-    """Where memory is over the budget, at its local peaks, worst first: the first run that comes
-    next, and the op that runs (the same one, or one that is recomputed before it)."""
+    """Return the local peaks over the budget, worst first: the first run that comes next, and the
+    op that runs (the same one, or one that is recomputed before it)."""
     memory, order = timeline.memory_bytes, as_order(timeline.schedule)
     firsts = {op: position for position, op in reversed(list(enumerate(order)))}
     following = len(problem)

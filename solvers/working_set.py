@@ -1,4 +1,4 @@
-"""What is surely in memory while an op first runs."""
+"""Bytes that are certainly in memory while an op first runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from planner.solvers.problem import Problem
 
 
 def fixed_bytes(problem: Problem, index: int) -> int:
-    """Bytes held at the first run of op `index` whatever else is retained: its inputs, outputs and
-    workspace, and what earlier ops made that is kept to the end; nothing taken over in place."""
+    """Bytes alive at the first run of op `index` in every schedule: its inputs, outputs and
+    workspace, and results of earlier ops that are kept to the end; nothing taken over in place."""
     op, storages = problem.ops[index], problem.storages
     held = {s for s, storage in enumerate(storages)
             if storage.kept_to_end and storage.producer < index}
@@ -16,8 +16,8 @@ def fixed_bytes(problem: Problem, index: int) -> int:
 
 
 def inplace_candidates(problem: Problem, index: int) -> tuple[int, ...]:
-    """The inputs whose buffer the output of op `index` may take over at its first run under some
-    schedule: not kept to the end, and with an instance made in the same segment."""
+    """Return the inputs whose buffer the output of op `index` may take over at its first run under
+    some schedule: not kept to the end, and with an instance made in the same segment."""
     here = problem.segment_of[index]
     return tuple(
         s for s in problem.ops[index].inplace

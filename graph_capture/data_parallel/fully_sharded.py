@@ -1,22 +1,22 @@
 """Memory timeline of fully sharded data parallelism (FSDP2, ZeRO) on one rank.
 
-The model of the world is that of `torch.distributed.fsdp.fully_shard`: each unit (a wrapped module,
-without what is wrapped inside it; the root is one) holds a shard of each parameter, padded to equal
-sizes along the first dimension.  Before the unit's forward its parameters are gathered into a flat
-buffer and copied out of it; the buffer stays until the next unit has gathered, so that the two may
-overlap.  After the forward the copies go, unless the unit keeps them.  Before its backward the
-parameters are gathered again, and those of the unit that comes next in the backward are gathered
-ahead.  After its backward the gradients are copied into a flat buffer and reduced into one shard
-for each rank; that buffer stays until the next unit reduces.
+The model of the world is that of `torch.distributed.fsdp.fully_shard`: each unit (a wrapped module
+without the units inside it; the root is one) owns a shard of each parameter, padded to equal sizes
+along the first dimension.  Before the unit's forward its parameters are gathered into a flat buffer
+and copied out of it; the buffer stays until the next unit has gathered, so that the two may
+overlap.  After the forward the copies are freed, unless the unit keeps them.  Before its backward
+the parameters are gathered again, and the next unit's parameters are prefetched.  After its
+backward the gradients are copied into a flat buffer and reduced into one shard per rank; that
+buffer stays until the next unit reduces.
 
-These buffers are made as tensors without memory while the model is traced, at the moments at which
-fully_shard makes real ones, so whatever follows storages sees them.
+While the model is traced, these buffers are allocated as storage-less tensors when fully_shard
+allocates real ones, so every storage tracker sees them.
 
-With mixed precision the parameters are cast as they are gathered, and so are the floating inputs of
-each unit; gradients are reduced in a dtype of their own and cast to that of the shards.
+With mixed precision the gathered parameters and the floating-point inputs of each unit are cast;
+gradients are reduced in a dtype of their own and cast to that of the shards.
 
-Blind spots: what a thread of the communication library still holds for a while when a collective
-is done; explicit prefetching of fully_shard; sharding over two dimensions.
+Blind spots: memory that the communication library keeps for a while after a collective; explicit
+prefetching of fully_shard; sharding over two dimensions.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from planner._graph_capture.training_graph import BufferKind
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes other than those of the parameters that a step computes with."""
+    """Dtypes of a step that differ from those of the parameters."""
 
     shards: torch.dtype | None = None
-    """Of the shards and their gradients."""
+    """Dtype of the shards and their gradients."""
     reduced: torch.dtype | None = None
-    """Of the gradients that are reduced."""
+    """Dtype in which gradients are reduced."""
     inputs: torch.dtype | None = None
-    """To which floating inputs of a unit are cast."""
+    """Dtype to which floating-point inputs of a unit are cast."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class ShardedUnit:
     unsharded: torch.Tensor | None = None
     """The whole parameters."""
     order: list[int] = field(default_factory=list)
-    """Its places in the order of forwards."""
+    """Its positions in the order of forwards."""
 
     def whole_bytes(self, ranks: int) -> int:
         """Bytes of its whole parameters, with the padding."""
@@ -74,7 +74,7 @@ class ShardedUnit:
 
 def padded_shard_bytes(parameter: torch.Tensor, ranks: int, dtype: torch.dtype | None = None
                        ) -> int:
-    """Bytes of one rank's shard, padded; `dtype`: of floats, where it is another than theirs."""
+    """Bytes of one rank's padded shard; `dtype` replaces the dtype of floating-point parameters."""
     if parameter.dim() == 0:
         raise ValueError("fully_shard cannot shard a parameter without dimensions")
     rows = math.ceil(parameter.shape[0] / ranks)
@@ -84,8 +84,8 @@ def padded_shard_bytes(parameter: torch.Tensor, ranks: int, dtype: torch.dtype |
 
 def make_units(model: nn.Module, names: Sequence[str],
                reshard_after_forward: bool | None) -> tuple[ShardedUnit, ...]:
-    """The units of a model whose submodules `names` are wrapped, and the model last; in the order
-    of `named_modules`.
+    """The units of a model whose submodules `names` are wrapped, in the order of `named_modules`;
+    the root is one of them.
 
     `reshard_after_forward`: as for `fully_shard`; `None`: every unit but the root.
     """
@@ -104,16 +104,16 @@ def make_units(model: nn.Module, names: Sequence[str],
 
 
 class FullySharded:
-    """Makes and releases the buffers of one rank while the model of `units` runs."""
+    """Allocates and frees the buffers of one rank while the model of `units` runs."""
 
     def __init__(self, units: Sequence[ShardedUnit], ranks: int, *,
                  library_copies: bool = False, precision: Precision | None = None) -> None:
-        """`library_copies`: the communication library works on a copy of each buffer that it
-        gathers or reduces, as gloo does and NCCL does not."""
+        """`library_copies`: the communication library copies each buffer that it gathers or
+        reduces, as gloo does and NCCL does not."""
         self.precision = precision or Precision()
         self.units, self.ranks = tuple(units), ranks
         self.sharded_gradients: list[torch.Tensor] = []
-        """The part of the gradients that stays."""
+        """The gradient shards, which stay after the backward."""
         self._library_copies = library_copies
         self._last_gathered: torch.Tensor | None = None
         self._reducing: torch.Tensor | None = None
@@ -122,7 +122,7 @@ class FullySharded:
 
     @contextlib.contextmanager
     def attached(self, make: MakeBuffer) -> Iterator[None]:
-        """Inside, hooks in the modules make buffers by `make`."""
+        """Inside, hooks of the modules allocate buffers with `make`."""
         self._make = make
         hooks = [hook for unit in self.units for hook in (
             unit.module.register_forward_pre_hook(
@@ -137,7 +137,7 @@ class FullySharded:
                 hook.remove()
 
     def finish(self) -> list[torch.Tensor]:
-        """The end of the backward, and of the step; returns what stays of the gradients."""
+        """End the backward and the step; returns the gradient shards."""
         for unit in self.units:
             if not unit.done:  # no gradient flowed into its inputs
                 self._post_backward(unit)
@@ -246,7 +246,7 @@ class FullySharded:
 
 
 class _Passage(torch.autograd.Function):
-    """Hands tensors through; calls back when all their gradients are there."""
+    """Passes tensors through; calls back when all their gradients are computed."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:

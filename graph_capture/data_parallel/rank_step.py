@@ -1,7 +1,7 @@
 """The memory of the plain training step on one rank of a data-parallel run.
 
-The figures of one traced forward, loss and backward (`graph_capture.plain_step.micro_batch`) while
-the hooks of the rank's wrapper run.
+The figures are those of one traced forward, loss and backward
+(`graph_capture.plain_step.micro_batch`) with the hooks of the rank's wrapper.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class ParallelStep:
     """Bytes at the peak, of `unsharded_parameters`, `gradients`, `activations`, `temporaries` and
     `communication`; they sum to `peak_bytes`."""
     end_gradients_bytes: int
-    """Gradients that are left when the backward has ended (those in buckets are not)."""
+    """Gradients that are left after the backward, apart from those in buckets."""
     end_activations_bytes: int
-    """Storages that the output keeps alive then."""
+    """Storages that the output keeps alive after the backward."""
 
 
 def trace_parallel_step(fake_copy: FakeCopy, wrapper: Wrapper, loss_fn: LossFn | None = None, *,
                         workspace: Workspace) -> ParallelStep:
     """Trace one step of the fake copy's model under `wrapper`.
 
-    Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
+    Raises `CaptureError` if there is nothing to differentiate; an error of the model propagates.
     """
     step = trace_micro_batch(fake_copy, loss_fn, workspace=workspace, wrapper=wrapper)
     trace = step.trace

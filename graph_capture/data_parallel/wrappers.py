@@ -1,7 +1,7 @@
 """The allocations of DistributedDataParallel and fully_shard while a step runs.
 
-Under DDP the buckets are there from the start; what is followed is when a gradient leaves: with
-`gradient_as_bucket_view` it goes into its bucket as soon as it is made.
+DDP's buckets exist from the start, so only the end of each gradient is traced: with
+`gradient_as_bucket_view` it goes into its bucket as soon as it is computed.
 
 Blind spots: those of `graph_capture.data_parallel.fully_sharded`; DDP's broadcast of buffers at the
 start of the forward.
@@ -21,7 +21,7 @@ from planner._graph_capture.rank import MakeBuffer, Wrapper
 
 
 class IntoBuckets(Wrapper):
-    """Each gradient goes into its bucket when it is made (`gradient_as_bucket_view`)."""
+    """Frees each gradient once it is computed: it is in its bucket (`gradient_as_bucket_view`)."""
 
     @contextlib.contextmanager
     def _attached(self, model: nn.Module) -> Iterator[None]:

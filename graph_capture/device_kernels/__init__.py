@@ -1,1 +1,1 @@
-"""Which kernels a device that is not here would run, chosen as torch chooses them."""
+"""The kernels of an absent device, chosen as torch chooses them."""

@@ -1,19 +1,19 @@
-"""Which kernel of `scaled_dot_product_attention` torch chooses on an NVIDIA GPU.
+"""The kernel of `scaled_dot_product_attention` that torch chooses on an NVIDIA GPU.
 
-The model of the world: torch goes through its kernels in an order of priority and takes the first
-that is switched on and takes the operands.  The rules are those of torch's own
-`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`, for dense operands
-and the CUDA builds of torch 2.11 and later: flash attention (in (8.0) to (12.1)), then memory
-efficient attention, then the composite of products and a softmax; on compute capability 9 and 10
-cuDNN's comes first, which the cuDNN that these builds bring is new enough for.  Switches and the
-order are the caller's: `torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`.
-`benchmarks/attention_choice.py` asks torch 2.11, 2.12 and 2.15 themselves, on a device that is
-none, and they agree.
+The model of the world: torch goes through its kernels in an order of priority and chooses the first
+that is switched on and supports the operands.  The rules are those of torch's own
+`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`, for dense operands and
+the CUDA builds of torch 2.11 and later: flash attention (in (8.0) to (12.1)), then memory efficient
+attention, then the composite of products and a softmax.  On compute capability 9 and 10 cuDNN comes
+first; the cuDNN of these builds is new enough.  The caller sets the switches and the order with
+`torch.nn.attention.sdpa_kernel` and `torch.backends.cuda.enable_*_sdp`.
+`benchmarks/attention_choice.py` compares these rules with torch 2.11, 2.12 and 2.15 without a GPU,
+and they agree.
 
-Blind spots: torch 2.13 and 2.14, of which there was no build with CUDA at hand: what changed
-between 2.12 and 2.15 is taken to have done so where pull requests date it, else in 2.15; nested
-tensors; FlashAttention 3 and 4, which are registered by hand; another cuDNN than the build's own,
-and builds of CUDA 12 on compute capabilities 9.x and 10.x other than 9.0, 10.0 and 10.3.
+Blind spots: torch 2.13 and 2.14, of which no CUDA build was at hand (changes between 2.12 and 2.15
+are dated by their pull requests, else to 2.15); nested tensors; FlashAttention 3 and 4, which are
+registered by hand; another cuDNN than the build's own; builds of CUDA 12 on compute capabilities
+9.x and 10.x other than 9.0, 10.0 and 10.3.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from planner._graph_capture.torch_compat.dispatch import attention_switches
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_BLOCKS = 65535
-"""So many sequences or heads a launch has room for."""
+"""Limit of sequences or heads in a launch."""
 
 Version = tuple[int, ...]
-"""Of torch: major and minor."""
+"""Version of torch: major and minor."""
 
 INSTALLED: Version = tuple(
     int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 class AttentionKernel(StrEnum):
-    """A way in which torch computes attention."""
+    """An implementation of attention in torch."""
 
     FLASH = "flash"
     EFFICIENT = "efficient"
@@ -58,31 +58,31 @@ class AttentionCall:
     dropout: float
     is_causal: bool
     grouped: bool
-    """True if fewer heads of keys than of queries are asked for (`enable_gqa`)."""
+    """True if there may be fewer heads of keys than of queries (`enable_gqa`)."""
 
     @property
     def needs_gradient(self) -> bool:
-        """True if autograd records it, as far as the kernels ask."""
+        """True if autograd records the call, by the kernels' own test."""
         return torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (self.query, self.key, self.value))
 
     @property
     def head_dim(self) -> int:
-        """Of queries."""
+        """Head dimension of queries."""
         return self.query.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """A kernel, and why it and none before it."""
+    """A kernel and the rule that chose it."""
 
     kernel: AttentionKernel
     rule: str
 
 
 def with_batch(call: AttentionCall, version: Version = INSTALLED) -> AttentionCall:
-    """The call as kernels are asked for it: from torch 2.15 on operands of 3 dimensions get one
-    more."""
+    """The call as kernels see it: from torch 2.15 on, operands of 3 dimensions get a batch
+    dimension."""
     operands = (call.query, call.key, call.value)
     if version < (2, 15) or any(tensor.dim() != 3 for tensor in operands):
         return call
@@ -97,7 +97,7 @@ def choose_attention(call: AttentionCall, capability: tuple[int, int],
                      version: Version = INSTALLED) -> AttentionChoice:
     """The kernel that torch of a `version` runs for a call on a GPU of this compute capability.
 
-    Raises `RuntimeError` where no kernel that is switched on takes the call, as torch does.
+    Raises `RuntimeError`, as torch does, if no kernel that is switched on supports the call.
     """
     call = with_batch(call, version)
     refused: list[str] = []
@@ -121,7 +121,7 @@ def choose_attention(call: AttentionCall, capability: tuple[int, int],
 
 def _objections(kernel: AttentionKernel, call: AttentionCall, capability: tuple[int, int],
                 version: Version) -> Iterator[str]:
-    """Why a kernel does not take a call, the first reason first."""
+    """The reasons why a kernel does not support a call, the first one first."""
     if kernel is not AttentionKernel.MATH:
         yield from _objections_of_all(kernel, call, version)
         yield from _OBJECTIONS[kernel](call, capability, version)

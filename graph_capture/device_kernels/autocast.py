@@ -1,13 +1,13 @@
-"""The casts of `torch.autocast("cuda")` for ops that the CPU's autocast leaves alone.
+"""The casts of `torch.autocast("cuda")` for ops that the CPU's autocast ignores.
 
-The model of the world: autocast changes what an op is called with, by one of four policies, and the
-op is then run without it.  The lists are those of CUDA in torch's `ATen/autocast_mode.h`; ops that
-the CPU's autocast treats (it has the matrix products and convolutions in common with CUDA's, and
-the losses) keep its kernel.
+The model of the world: autocast changes the arguments of an op by one of four policies, then runs
+the op without autocast.  The lists are those of CUDA in torch's `ATen/autocast_mode.h`.  Ops that
+the CPU's autocast handles (matrix products and convolutions, as in CUDA's, and losses) keep its
+kernel.
 
-Blind spots: ops that the CPU's autocast runs in float32 and CUDA's leaves alone (`avg_pool3d`,
-`fft`, `ctc_loss`, `stft`); `torch.autocast("cuda")` inside of the model's own code, which torch
-switches off where there is no GPU.
+Blind spots: ops that the CPU's autocast runs in float32 and CUDA's ignores (`avg_pool3d`, `fft`,
+`ctc_loss`, `stft`); `torch.autocast("cuda")` in the model's own code, which torch disables without
+a GPU.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ FLOAT32 = _names("""
     _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
     _upsample_bicubic2d_aa""")
-"""Ops whose operands are cast to float32.  `rms_norm` is one from torch 2.12 on."""
+"""Ops whose operands are cast to float32; from torch 2.12 on also `rms_norm`."""
 
 FLOAT32_RESULT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList""")
-"""Ops that are told to compute in float32, unless they are told a dtype."""
+"""Ops that compute in float32 unless a dtype is given."""
 
 LOWER = _names("""
     prelu addmv addr einsum mv chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
     _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""")
-"""Ops whose operands are cast to autocast's dtype, beside those of the CPU's autocast."""
+"""Ops whose operands are cast to autocast's dtype, in addition to those of the CPU's autocast."""
 
 WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add""")
@@ -55,8 +55,7 @@ WIDEST = _names("""
 
 
 def autocast_kernels() -> Iterator[tuple[Place, Callable[..., Any]]]:
-    """Replacements of the ops of these lists while autocast is on; ops that this torch does not
-    have are left out."""
+    """Replacements of the ops in these lists while autocast is on, for ops that this torch has."""
     float32 = FLOAT32 | ({"rms_norm"} if _version() >= (2, 12) else set())
     for names, kernel in ((float32, _float32), (FLOAT32_RESULT, _float32_result),
                           (LOWER, _lower), (WIDEST, _widest)):

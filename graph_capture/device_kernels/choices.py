@@ -1,4 +1,4 @@
-"""The kernels of a captured step among which there was a choice, for people."""
+"""Summary of the kernels of a captured step among which torch could choose."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _KERNELS = {
     for part, kernel in (("flash_", AttentionKernel.FLASH),
                          ("efficient_", AttentionKernel.EFFICIENT),
                          ("cudnn_", AttentionKernel.CUDNN))}
-"""Names of kernels by the op that stands for one in a joint graph."""
+"""Names of kernels by their op in a joint graph."""
 
 _COMPOSED = f"attention by {AttentionKernel.MATH}"
 
 
 def kernels_of(ops: Iterable[TrainingOp], rules: Mapping[str, Iterable[str]]
                ) -> tuple[KernelChoice, ...]:
-    """Attention of a step by kernel and kind of module; `rules`: why, by kernel, where it was
-    chosen here."""
+    """The attention kernels of a step, by kernel and module pattern; `rules`: by kernel, the rules
+    that chose it."""
     found = Counter((_KERNELS[op.target], re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", op.module))
                     for op in ops if op.phase is Phase.FORWARD and op.target in _KERNELS)
     chosen = [KernelChoice(kernel, modules, count, " | ".join(rules.get(kernel, ())))

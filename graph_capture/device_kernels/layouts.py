@@ -1,11 +1,11 @@
 """Results on another device of the ops of a graph that was traced on the CPU.
 
-The model of the world: torch's fake kernels know what an op makes on a device that is not here, as
-long as autograd has no part in it: dtypes of saved statistics, strides of what a library writes.
-So a joint graph, in which autograd has done its part, is gone through once more on fake tensors
-of the device planned for.  An op that has no fake kernel there keeps what it made on the CPU.
+The model of the world: without autograd, torch's fake kernels know the results of an op on an
+absent device, e.g. dtypes of saved statistics and strides of library outputs.  So a joint graph,
+which already contains the backward, is run once more on fake tensors of the target device.  An op
+without a fake kernel there keeps its CPU result.
 
-Blind spots: what the model's code puts on the CPU on purpose counts as on the device.
+Blind spots: tensors that the model's code puts on the CPU on purpose count as on the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner._graph_capture.torch_compat import (
 
 
 def on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of a joint graph whose values are on `device`, and whose ops make tensors there."""
+    """A copy of a joint graph whose values and ops are on `device`."""
     moved = copied_module(module, module.graph)
     with no_active_modes(), torch.no_grad():
         mover = _Mover(device)
@@ -40,19 +40,19 @@ def on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
 
 class _Mover:
-    """Values of nodes, on another device; what shares a storage goes on sharing it."""
+    """Moves node values to another device; shared storages stay shared."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def placed(self, argument: Any) -> Any:
-        """An argument of a node."""
+        """An argument of a node, with the CPU replaced by the device."""
         return self._device if isinstance(argument, torch.device) and (
             argument.type == "cpu") else argument
 
     def value(self, node: fx.Node) -> Any:
-        """Result of a node on that device; those of its operands are known."""
+        """Result of a node on the device; those of its operands are known."""
         known = node.meta["val"]
         modes = {leaf.fake_mode for leaf in pytree.tree_leaves(known)
                  if isinstance(leaf, FakeTensor)}
@@ -62,7 +62,7 @@ class _Mover:
             try:
                 with modes.pop():
                     return node.target(*args, **kwargs)
-            except Exception:  # whatever a fake kernel cannot do without the device
+            except Exception:  # a fake kernel may fail without the device
                 pass
         return pytree.tree_map(self._moved, known)
 

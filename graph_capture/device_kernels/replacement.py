@@ -1,14 +1,14 @@
-"""The kernels of a GPU that is not here, in place of those that torch would choose on the CPU.
+"""The kernels of an absent GPU, in place of those that torch would choose on the CPU.
 
-The model of the world: an op that torch runs as it is (a matrix product, a convolution) is the same
-op on every device; what differs is how torch composes some ops of others, which it decides by the
-device of the operands.  Those are attention, batch and root mean square normalization, dropout, a
-softmax that casts, recurrent layers, and what autocast casts.  They are replaced by what torch
-composes them of on an NVIDIA GPU, forward and backward; tensors stay where tracing has them.
+The model of the world: an op that torch runs directly (a matrix product, a convolution) is the same
+op on every device.  Some other ops are composed differently by device: attention, batch and root
+mean square normalization, dropout, a softmax that casts, recurrent layers, and the casts of
+autocast.  They are replaced by their composition on an NVIDIA GPU, forward and backward; tensors
+stay on the tracing device.
 
-Blind spots: `ctc_loss` and `grid_sampler` by cuDNN; recurrent layers where autograd runs op by op,
-for which cuDNN has a kernel whose reserve only it knows (they count as the ops that torch.compile
-traces); cuDNN's reserve for batch normalization, taken to be none as it is for contiguous operands.
+Blind spots: `ctc_loss` and `grid_sampler` by cuDNN; recurrent layers where autograd runs op by op
+(cuDNN's kernel has a reserve of unknown size, so they count as the ops that torch.compile traces);
+cuDNN's reserve for batch normalization, assumed to be zero as for contiguous operands.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _MOST_OF_CUDNN = 880_801
 
 
 class DeviceKernels:
-    """Chooses and stands for the kernels of a GPU of one compute capability."""
+    """Chooses and replaces the kernels for a GPU of one compute capability."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         """`capability`: as `torch.cuda.get_device_capability` gives it."""
         self.capability = capability
         self.rules: dict[str, dict[str, None]] = {}
-        """Why each kernel was chosen since this was last emptied: by its name, the rules met."""
+        """The rules by which each kernel was chosen, by its name; cleared by the reader."""
         composed: dict[Any, Callable[..., Any]] = {
             aten.scaled_dot_product_attention.default: self._attention,
             aten.batch_norm.default: self._batch_norm,
@@ -62,7 +62,7 @@ class DeviceKernels:
             Place(aten._fused_rms_norm.default, "CPU"): as_composed(aten._fused_rms_norm.default)}
 
     def active(self) -> AbstractContextManager[None]:
-        """Inside, ops run so in this thread."""
+        """Inside, ops of this thread run these kernels."""
         return kernels_replaced(self._kernels)
 
     def notes(self) -> tuple[str, ...]:
@@ -142,7 +142,8 @@ class DeviceKernels:
 
 def _why_not_cudnn(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
                    mean: torch.Tensor | None, variance: torch.Tensor | None, training: bool) -> str:
-    """As `_select_batch_norm_backend` of torch's `Normalization.cpp`; empty: cuDNN."""
+    """The reason not to use cuDNN, as in `_select_batch_norm_backend` of torch's
+    `Normalization.cpp`; empty: use it."""
     if not torch.backends.cudnn.enabled:
         return "switched off"
     if weight is None or bias is None:
@@ -161,7 +162,7 @@ def _why_not_cudnn(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Ten
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """A mask that begins each of its rows on a multiple of 8 elements."""
+    """The mask, padded so that each row begins on a multiple of 8 elements."""
     if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     size = mask.shape[-1]

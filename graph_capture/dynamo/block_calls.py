@@ -1,7 +1,7 @@
 """The blocks of a fake copy behind functions that Dynamo compiles, each block by itself.
 
-Dynamo is to see what it will see in a real step, where no dispatch mode is active; what it makes of
-a block runs under the modes that were active where the block was called.
+Dynamo must see the same as in a real step, without dispatch modes; the compiled block runs under
+the modes that were active where it was called.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from planner._graph_capture.torch_compat import (
 
 
 class BlockCalls:
-    """Compiled calls of some submodules of a model, which is otherwise run as it is written."""
+    """Compiled calls of some submodules of a model, which otherwise runs as it is written."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], backend: DynamoBackend) -> None:
-        """Modules of one class, with the same hooks in them, share the code that `backend` makes
-        where they can: a hook may break the graph, after which torch leaves the code alone."""
+        """Modules of one class with the same hooks share compiled code where they can: after a hook
+        breaks the graph, torch leaves the code alone."""
         self.running = ""
-        """Name of the block that is being called; empty outside of blocks."""
+        """Name of the block that is running; empty outside of blocks."""
         self._backend = backend
         self._modes: list[Any] = []
         self._compiled: list[Callable[..., Any]] = []
@@ -66,7 +66,7 @@ class BlockCalls:
         return torch.compiler.disable(run)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """As a backend of Dynamo."""
+        """Compile a graph, as a Dynamo backend."""
         compiled = self._backend(module, inputs)
 
         def call(*args: Any) -> Any:

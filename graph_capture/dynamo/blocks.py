@@ -1,10 +1,10 @@
-"""Which submodules of a model are its repeated blocks: the units that are compiled one by one.
+"""The repeated blocks of a model: the units that are compiled one by one.
 
-The model of the world: a deep model holds its blocks in containers (`ModuleList`, `Sequential`,
-`ModuleDict`), several of one class side by side.  The outermost such classes are the blocks; what
-is inside a block belongs to it.  Where there are no others, each `Sequential` is one.  Whether two
-blocks of a class are the same computation is left to torch.compile, which compiles code once for
-all modules that pass its guards.
+The model of the world: a deep model keeps its blocks in containers (`ModuleList`, `Sequential`,
+`ModuleDict`), several of one class side by side.  The outermost such modules are the blocks, with
+everything inside them.  If there are none, each repeated `Sequential` is a block. torch.compile
+decides if two blocks of a class are the same computation: it compiles code once for all modules
+that pass its guards.
 
 Blind spot: blocks that the model keeps as plain attributes (`self.block1`, `self.block2`); name
 them.
@@ -48,7 +48,7 @@ def find_blocks(model: nn.Module, regions: str | Sequence[str]) -> tuple[str, ..
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"regions={pattern!r} names no module of {type(model).__name__}; "
                              f'expected "model", "blocks" or names such as {names[:1]}')
-    # A wildcard spans dots, and so what it finds lies within what it finds; the outermost count.
+    # A wildcard spans dots, so matches may be nested; the outermost ones count.
     chosen: list[str] = []
     for name in names:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and not any(
@@ -69,7 +69,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _repeated(module: nn.Module, path: str, never: tuple[type[nn.Module], ...]) -> Iterator[str]:
-    """The outermost repeated modules, none of them of the kinds `never`."""
+    """The outermost repeated modules that are no instance of `never`."""
     kinds = Counter(type(child) for child in module.children())
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
@@ -82,6 +82,7 @@ def _repeated(module: nn.Module, path: str, never: tuple[type[nn.Module], ...]) 
 
 
 def _is_composed(module: nn.Module) -> bool:
-    """Whether a module is made of others and trains: a single layer is too small a unit."""
+    """True if a module has submodules and trainable parameters; a single layer is too small a
+    unit."""
     return (next(module.children(), None) is not None
             and any(parameter.requires_grad for parameter in module.parameters()))

@@ -1,9 +1,9 @@
-"""What Dynamo makes of a model, compiled by Inductor with one partition after the other.
+"""The graphs that Dynamo captures of a model, compiled by Inductor with several partitions.
 
-Dynamo is run once: it hands each graph that it captures, with inputs that have no memory, to the
-backend of the moment, and calls what that made of it.  Another backend is then given the same
-graphs, and what Inductor does before it partitions them is not done again.  Blocks that are
-compiled one by one may share a graph and still be given a backend each.
+Dynamo runs once: it passes each captured graph, with inputs that have no memory, to the current
+backend, and calls the compiled result.  Another backend later gets the same graphs, and Inductor's
+work before the partition is not repeated.  Blocks that are compiled one by one may share a graph
+and still have different backends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from planner._graph_capture.torch_compat.joint_replay import JointReplay
 
 @dataclass(frozen=True, eq=False)
 class GraphCode:
-    """What one backend, which is Inductor with a partitioner of its own, makes of the graphs that
-    it is given."""
+    """The graphs as one backend, Inductor with its own partitioner, compiles them."""
 
     backend: DynamoBackend
     compiled: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    """By number of the graph."""
+    """Compiled code by number of the graph."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,8 @@ class _Graph:
     inputs: list[Any]
     joint: JointReplay
     inputs_of: dict[str, list[Any]] = field(default_factory=dict)
-    """For each block that has run it, the inputs with the parameters and buffers of that block."""
+    """For each block that has run the graph, the inputs with that block's parameters and
+    buffers."""
 
 
 class CapturedGraphs:
@@ -46,7 +46,7 @@ class CapturedGraphs:
 
     def __init__(self, model: nn.Module, backend: DynamoBackend, blocks: Sequence[str] = ()
                  ) -> None:
-        """`backend`: what compiles the graphs at first; `blocks`: names of the submodules that are
+        """`backend`: compiles the graphs at first; `blocks`: names of the submodules that are
         compiled one by one, none for the whole model."""
         first = GraphCode(backend)
         self._code_of: Callable[[str], GraphCode] = lambda block: first
@@ -55,15 +55,15 @@ class CapturedGraphs:
         self._calls: list[Callable[..., Any]] = []
         self._fixed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self.repeated = RepeatedGraphs(self._capture, lambda: self.running)
-        """The backend that Dynamo knows."""
+        """The backend that Dynamo calls."""
         self._blocks = BlockCalls(model, blocks, self.repeated) if blocks else None
         self._whole = None if blocks else compile_module(model, self.repeated)
         self.call = model
-        """The model, which inside of `installed` is compiled, or has compiled blocks."""
+        """The model; inside `installed` it or its blocks are compiled."""
 
     @property
     def running(self) -> str:
-        """Name of the block that is being called."""
+        """Name of the block that is running."""
         return self._blocks.running if self._blocks else ""
 
     @contextlib.contextmanager
@@ -74,8 +74,8 @@ class CapturedGraphs:
             yield
 
     def compile_with(self, code_of: Callable[[str], GraphCode]) -> None:
-        """From here on each block (the whole model is called "") runs what its code's backend
-        makes of the graphs; those without a backward stay as they are."""
+        """From here on each block (the whole model is "") runs the graphs as its code's backend
+        compiles them; graphs without a backward stay as they are."""
         self._code_of = code_of
         for number, graph in enumerate(self._graphs):
             if not graph.joint.is_complete:
@@ -97,7 +97,7 @@ class CapturedGraphs:
         def call(*args: Any) -> Any:
             block = self.running
             if block not in graph.inputs_of:
-                # An activation is not to be held on to.
+                # Keep no activation alive.
                 graph.inputs_of[block] = [mine if id(mine) in self._fixed else like
                                           for mine, like in zip(args, graph.inputs, strict=True)]
             return self._chosen.get((number, block), first)(*args)

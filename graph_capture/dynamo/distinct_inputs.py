@@ -1,7 +1,7 @@
-"""The inputs of a call such that Dynamo makes one graph of them, whichever are the same tensor.
+"""Call inputs for which Dynamo makes one graph, no matter which of them are the same tensor.
 
 Dynamo gives one placeholder to a tensor that is passed twice (`labels=input_ids`), and two to two
-tensors: two graphs for one computation.  Here every occurrence becomes a tensor object of its own,
+tensors: two graphs for one computation.  So every occurrence becomes a tensor object of its own
 over the same memory.
 
 Blind spot: tensors in objects that are no pytree.
@@ -19,8 +19,8 @@ from planner._graph_capture.torch_compat import pytree
 
 def with_distinct_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]
                           ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, in which a tensor that was there before is replaced by another of the same
-    memory, through which gradients flow as through the first."""
+    """The arguments, with each repeated tensor replaced by a new tensor object over the same
+    memory; gradients flow through it as through the first."""
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     seen: set[int] = set()
     changed = False

@@ -1,9 +1,8 @@
-"""Running a fake copy through Dynamo and AOTAutograd, and keeping the joint graphs.
+"""Runs a fake copy through Dynamo and AOTAutograd, and keeps the joint graphs.
 
-The forward, the loss and the backward of the fake copy really take place, on fake (or storage-less)
-tensors: that shows in which order the captured chunks (regions) run, and into which outputs a
-gradient flows.  The compiled chunks themselves are stand-ins that only make results of the right
-shapes.
+The forward, the loss and the backward of the fake copy really run, on fake (or storage-less)
+tensors.  That shows the order of the captured regions and the outputs into which a gradient flows.
+The compiled regions themselves are stub graphs that only make results of the right shapes.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ from planner._graph_capture.user_code import place_of
 
 @dataclass
 class RecordedRegion:
-    """A joint graph and how it was used."""
+    """A joint graph and its use in the step."""
 
     joint: fx.GraphModule
     num_forward_outputs: int
     cotangents: list[tuple[bool, ...]] = field(default_factory=list)
-    """For each run of its backward: into which outputs a gradient flowed."""
+    """For each run of its backward, the outputs into which a gradient flowed."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +69,22 @@ class RegionCall:
 
     region: RecordedRegion
     inputs: tuple[object, ...]
-    """What each primal is: a parameter, a buffer or another tensor of the fake copy."""
+    """The tensor for each primal: a parameter, a buffer or another tensor of the fake copy."""
     outputs: tuple[object, ...]
-    """What it returned to the user's code, in order."""
+    """Tensors returned to the user's code, in order."""
     module: str = ""
-    """The block that was called; empty where the whole model is compiled."""
+    """The block that was called; empty if the whole model is compiled."""
 
 
 @dataclass
 class Recording:
-    """The calls of captured chunks in one step, in order."""
+    """The calls of captured regions in one step, in order."""
 
     calls: list[RegionCall] = field(default_factory=list)
     inference_graphs: int = 0
-    """Captured chunks that need no gradient."""
+    """Number of captured graphs that need no gradient."""
     uncaptured: UncapturedCode | None = None
-    """What runs between the regions; `None`: the model is one region and nothing else."""
+    """The code between the regions; `None`: the model is one region and nothing else."""
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
     freed_gradients: tuple[int, ...] = ()
@@ -93,15 +92,15 @@ class Recording:
     asked: dict[str, str] = field(default_factory=dict)
     """Inputs by whose values the model's code decides, and where it does."""
     calls_again: int = 0
-    """Calls of captured chunks when the step ran for the second time."""
+    """Number of region calls when the step ran for the second time."""
 
     @property
     def is_repeatable(self) -> bool:
-        """True where the step called as many captured chunks when it ran again."""
+        """True if the second run of the step called as many regions as the first."""
         return self.calls_again == len(self.calls)
 
     def check_repeatable(self) -> None:
-        """Raise `CaptureError` where the second run of the step called other chunks."""
+        """Raise `CaptureError` if the second run of the step called another number of regions."""
         if not self.is_repeatable:
             raise CaptureError(
                 f"torch.compile captured {len(self.calls)} chunks of the step, and "
@@ -109,8 +108,7 @@ class Recording:
                 "breaks. Take that out of the model, or name blocks without it in regions")
 
     def check_any(self) -> None:
-        """Raise `CaptureError` where there is nothing to plan, in a step that does need gradients.
-        """
+        """Raise `CaptureError` if nothing in the step can be planned."""
         if self.calls:
             return
         if self.inference_graphs:
@@ -126,9 +124,9 @@ class Recording:
 
 
 RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
-"""A step: given the compiled model and what to call before the backward, it calls the model with
-the fake copy's inputs, makes the loss, and runs the backward.  What it returns is held to the
-end."""
+"""A step: given the compiled model and a callback for the start of the backward, it calls the model
+with the fake copy's inputs, computes the loss, and runs the backward.  Its result is kept alive to
+the end."""
 
 
 MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]]
@@ -252,14 +250,14 @@ def _follow_uncaptured(
 
 
 def _summary(error: BaseException) -> str:
-    """What Dynamo says happened: the error that it quotes, or else its first line."""
+    """Dynamo's description of an error: the error that it quotes, or else its first line."""
     text = str(error).strip() or type(error).__name__
     quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
     return f"{quoted[1]}: {quoted[3]}" if quoted else text.splitlines()[0]
 
 
 def _failure(error: Exception) -> CaptureError:
-    """What is said of an error in code that was run as it is."""
+    """The error for a failure of code that runs eagerly."""
     if isinstance(error, NoStaticShape):
         return data_dependent_value(error)
     return CaptureError(
@@ -268,10 +266,10 @@ def _failure(error: Exception) -> CaptureError:
 
 @dataclass(eq=False)
 class _Again:
-    """Whether the step runs again."""
+    """State of the second run of the step."""
 
     tracker: GapTracker | None = None
-    """What follows it then."""
+    """Traces the second run; `None` during the first."""
 
 
 class _Recorder:
@@ -288,16 +286,17 @@ class _Recorder:
         self.has_answers = fake_copy.answers is not None
         self.again = _Again()
         self.running_block: Callable[[], str] = lambda: ""
-        """Name of the block that is running; empty where the whole model is compiled."""
+        """Name of the block that is running; empty if the whole model is compiled."""
         self._calls: list[Callable[..., Any]] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # What the graphs' tensors hold by way of autograd knows nothing of the recorder, which
-        # holds them: torch hides such circles from the garbage collector.
+        # The graphs' tensors keep their functions alive by way of autograd, and the recorder keeps
+        # the tensors alive.  So these functions do not refer to the recorder: the garbage collector
+        # cannot see such cycles.
         mode, device, planned, again = self.mode, self.device, self.planned, self.again
         region: RecordedRegion | None = None
         sources: list[PrimalSource] = []  # of the primals
-        open_calls: list[int] = []  # forwards, by number, whose backward is still to come
+        open_calls: list[int] = []  # numbers of forwards whose backward is still to come
         name_modules(module, self.model.get_submodule(self.running_block()))
         branches = branches_of(module)
 
@@ -372,7 +371,7 @@ class _Recorder:
         return weakly(call)
 
     def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
-        """A buffer of the wrapper."""
+        """Allocate a buffer of the wrapper."""
         if self.again.tracker is not None:
             return self.again.tracker.make_buffer(size_bytes, kind)
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)

@@ -1,8 +1,9 @@
-"""What stands for the compiled forward and backward of a joint graph while its step is recorded:
-they only make results of the right shapes, and hand over what an unplanned step would.
+"""Stub graphs that replace the compiled forward and backward of a joint graph while its step is
+recorded.
 
-The two graphs are therefore stub: inputs, outputs and what is saved between them, each made of
-nothing.  AOTAutograd looks at no more.
+They contain only the inputs, the outputs and the saved values, computed by placeholder ops, since
+AOTAutograd reads nothing else.  Calls return results of the right shapes and save what an unplanned
+step would.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from planner._graph_capture.torch_compat import (
 
 def stub_graphs(joint: fx.GraphModule, num_forward_outputs: int
                   ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward that have the inputs and outputs of the graph's own, and save all that
+    """Stub forward and backward with the inputs and outputs of the joint graph; they save all that
     the backward reads."""
     outputs: list[Any] = list(joint.graph.output_node().args[0])
     crosses = dict.fromkeys(crossing(joint, num_forward_outputs))
@@ -61,7 +62,7 @@ def stub_graphs(joint: fx.GraphModule, num_forward_outputs: int
 
 
 def _placeholder(*_: object) -> None:
-    """What makes nothing of anything."""
+    """Placeholder op of a stub graph; never executed."""
 
 
 def crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
@@ -80,7 +81,7 @@ def crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
 def results_of(graph: fx.GraphModule, mode: TorchDispatchMode, device: torch.device
                 ) -> Callable[[list[Any]], list[Any]]:
     """A function that returns new tensors of the fake copy's kind, like the graph's outputs, with
-    values that are not known."""
+    unknown values."""
     returned = graph.graph.output_node().args[0]
     values = [item.meta.get("val") if isinstance(item, fx.Node) else item for item in returned]
 

@@ -1,4 +1,4 @@
-"""One training step of a fake copy, recorded as Dynamo and AOTAutograd divide it into regions."""
+"""One training step of a fake copy, divided into regions by Dynamo and AOTAutograd."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ def record_training_step(
     meanwhile. `holds_output`: the caller holds the output until the backward ends.
     `captures_rest`: what stands around blocks is captured too.
 
-    Some models change when they are called for the first time (transformers installs hooks), which
-    breaks the graph once; a step of several chunks, or of none, is therefore captured anew.
+    `compiled`: capture the joint graph as Inductor would partition it, and keep the graphs for
+    Inductor.  `wrapper`: data parallelism during the step.  `holds_output`: the caller keeps the
+    output alive until the backward ends.
+
+    Some models change in their first call (transformers installs hooks), which breaks the graph
+    once.  So a step of several regions, or of none, is captured again.
     """
     wrapper = wrapper or Wrapper()
     first = _record_once(fake_copy, loss_fn, workspace, blocks, compiled, wrapper, holds_output,
@@ -50,7 +54,7 @@ def _record_once(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspa
     def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
         with fake_copy.forward_context():
             output = fake_copy.call(model)
-            if holds_output or not outputs:  # That of the run in which graphs are captured is kept.
+            if holds_output or not outputs:  # Keep that of the run that captures graphs.
                 outputs.append(output)
             goal = objective(output, loss_fn)
         del output
@@ -64,7 +68,7 @@ def _record_once(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspa
 
 def _recorder(partition: Callable[..., Any], forward: Callable[..., Any],
               backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend that shows `partition` the joint graph as Inductor would partition it."""
+    """A backend that passes `partition` the joint graph as Inductor would partition it."""
     from planner._graph_capture.torch_compat.inductor import inductor_backend
 
     return inductor_backend(

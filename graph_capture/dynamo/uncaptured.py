@@ -1,16 +1,16 @@
-"""The memory of code that runs between captured regions, and of what it holds.
+"""The memory of code that runs between captured regions, and of the storages it keeps alive.
 
-Where torch.compile breaks a model, the chunks in between run as they are written: they make
-tensors, save some for their own backward, and keep Python variables alive.  No plan changes that,
-but the budget must hold it.  So the recorded step runs once more, its regions again as stand-ins,
-while the storages made outside of them are followed.
+Where torch.compile breaks a model, the code in between runs as it is written: it makes tensors,
+saves some for its own backward, and keeps Python variables alive.  No plan changes that, but the
+budget must include it.  So the recorded step runs once more, with stub graphs for its regions,
+while the storages made outside them are traced.
 
-The model of the world: the regions cut the step into *gaps*, and so does each buffer that a wrapper
-of the model makes; a storage of uncaptured code lives from the gap in which it is made to the gap,
-or the region, in which it is released.  What lives only within one gap is that gap's workspace.
+The model of the world: the regions, and the buffers that a wrapper of the model makes, cut the step
+into *gaps*.  A storage of uncaptured code lives from the gap in which it is made to the gap, or the
+region, in which it is released.  Storages that live only within one gap are that gap's workspace.
 
-Blind spots: those of `memory.tracker`; what a region's own inputs and outputs take on a detour
-through AOTAutograd's wrappers (copies of aliased outputs) counts as part of the region.
+Blind spots: those of `memory.tracker`; copies of a region's own inputs and outputs in AOTAutograd's
+wrappers (for aliased outputs) count as part of the region.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ from planner._graph_capture.training_graph import BufferKind
 
 @dataclass(frozen=True, slots=True)
 class UncapturedBuffer:
-    """A storage that uncaptured code made and that outlived the gap, or that a region read."""
+    """A storage of uncaptured code that outlived its gap or that a region read."""
 
     size_bytes: int
     made: int
     """Number of the gap in which it was made."""
     released: int | None
-    """Number of the last gap in which it was alive; `None`: held at the end of the step."""
+    """Number of the last gap in which it was alive; `None`: alive at the end of the step."""
     parameter: str = ""
     """Name of the parameter whose gradient it is; empty if it is none."""
     kind: BufferKind | None = None
-    """What a wrapper said that it is."""
+    """Kind that a wrapper assigned to it."""
 
 
 @dataclass(frozen=True)
 class UncapturedCode:
-    """What happens in the gaps of a step, which are numbered in the order of time."""
+    """The memory of a step between its regions, by gap; gaps are numbered in order of time."""
 
     storages: tuple[UncapturedBuffer, ...]
     workspace_bytes: tuple[int, ...]
-    """For each gap, the most above what `storages` hold in it."""
+    """For each gap, the largest memory in addition to `storages`."""
     before_forward: Mapping[int, int]
     """Number of a call -> the last gap before its forward."""
     last_of_loss: int
-    """The gap in which the loss is made; the next is the beginning of the backward."""
+    """The gap in which the loss is computed; the backward starts with the next."""
     before_backward: Mapping[int, int]
     """Number of a call -> the last gap before its backward."""
     inputs: Mapping[tuple[int, int], int]
-    """(call, index of a primal) -> index of the storage that it is."""
+    """(call, index of a primal) -> index of its storage."""
     cotangents: Mapping[tuple[int, int], int]
-    """(call, index of a cotangent) -> index of the storage that it is."""
+    """(call, index of a cotangent) -> index of its storage."""
     outputs_released: Mapping[tuple[int, int], int | None]
     """(call, position of an output) -> the last gap in which it was alive."""
     gradients_released: Mapping[tuple[int, int], int]
-    """(call, index of a primal) -> the last gap in which its gradient was alive, where that is not
+    """(call, index of a primal) -> the last gap in which its gradient was alive, unless it lived to
     the end of the step."""
 
 
 class GapTracker(MemoryTracker):
-    """Follows the storages made between regions, while a recorded step runs again."""
+    """Tracks the storages made between regions while a recorded step runs again."""
 
     def __init__(self, fake_copy: FakeCopy, workspace: Workspace) -> None:
         super().__init__(workspace, device=fake_copy.device, trace_device=fake_copy.trace_device,
@@ -79,7 +79,7 @@ class GapTracker(MemoryTracker):
         self._gone: dict[int, int] = {}
         self._peaks: list[int] = []  # by gap
         self._calls = 0
-        self._kinds: dict[int, BufferKind] = {}  # number of a storage -> what it was said to be
+        self._kinds: dict[int, BufferKind] = {}  # by number of a storage
         self._before_forward: dict[int, int] = {}
         self._last_of_loss = 0
         self._before_backward: dict[int, int] = {}
@@ -91,21 +91,21 @@ class GapTracker(MemoryTracker):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Dynamo runs its compiled code under such a mode, and gives up under any other."""
+        """True: Dynamo runs compiled code only under such modes."""
         return True
 
     @property
     def made_any(self) -> bool:
-        """Whether uncaptured code has made a storage so far."""
+        """True if uncaptured code has made a storage so far."""
         return bool(self._made)
 
     @property
     def calls(self) -> int:
-        """How many forwards of regions have begun."""
+        """Number of region forwards that have begun."""
         return self._calls
 
     def begin_forward(self, inputs: Sequence[object]) -> int:
-        """A region's forward begins; returns the number of the call."""
+        """Begin a region's forward; returns the number of the call."""
         call, self._calls = self._calls, self._calls + 1
         self._before_forward[call] = self._gap
         self._link(self._inputs, call, inputs)
@@ -113,26 +113,27 @@ class GapTracker(MemoryTracker):
         return call
 
     def begin_backward(self, call: int, cotangents: Sequence[object]) -> None:
-        """The backward of a call begins."""
+        """Begin the backward of a call."""
         self._before_backward[call] = self._gap
         self._link(self._cotangents, call, cotangents)
         self._paused = True
 
     def end_region(self) -> None:
-        """What the region released, it read: that counts as alive until just before it."""
+        """End a region and begin the next gap.  Storages that the region released count as alive
+        until just before it."""
         self._paused = False
         self._next_gap()
 
     def watch_outputs(self, call: int, outputs: Sequence[object]) -> None:
-        """Note when the outputs of a call are released."""
+        """Record when the outputs of a call are released."""
         self._watch(self._outputs, call, outputs)
 
     def watch_gradients(self, call: int, gradients: Sequence[object]) -> None:
-        """Note when what the backward of a call returned is released."""
+        """Record when the gradients that the backward of a call returned are released."""
         self._watch(self._gradients, call, gradients)
 
     def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
-        """A buffer of a wrapper, at whose beginning a new gap begins."""
+        """Allocate a buffer of a wrapper; a new gap begins with it."""
         self._next_gap()
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._trace_device)
         number = self.number_of(buffer)
@@ -141,13 +142,13 @@ class GapTracker(MemoryTracker):
         return buffer
 
     def start_of_backward(self) -> int:
-        """The gap of the loss ends here."""
+        """End the gap of the loss."""
         self._last_of_loss = self._gap
         self._next_gap()
         return super().start_of_backward()
 
     def finish(self, gradients: Mapping[str, torch.Tensor]) -> UncapturedCode:
-        """What was seen; `gradients`: those of the parameters, by name."""
+        """End the tracking and return its result; `gradients`: those of the parameters, by name."""
         self.close()
         self._next_gap()
         labels = {self.number_of(gradient): name for name, gradient in gradients.items()}

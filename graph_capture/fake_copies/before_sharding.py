@@ -1,11 +1,11 @@
-"""A sharded model as it was before `fully_shard`, without data.
+"""A view of a sharded model as it was before `fully_shard`, without data.
 
-The model of the world: `fully_shard` swaps the class of a module for one with hooks, and its
-parameters for shards, whose global shape is that of the parameter; parameters that are gathered at
-the moment are what they were.  Everything else of a module is the user's.  So the view is a tree of
+The model of the world: `fully_shard` replaces the class of a module by one with hooks, and its
+parameters by shards whose global shape is that of the parameter.  Parameters that are currently
+gathered are the originals.  Everything else of a module is the user's.  So the view is a tree of
 modules of the former classes that shares all other attributes, and whose parameters have shapes
-only.  Methods that somebody put on a module (`register_fsdp_forward_method`, accelerate's autocast)
-are those of its view.
+only.  Methods installed on a module (`register_fsdp_forward_method`, accelerate's autocast) are
+bound to its view.
 
 Blind spots: parameters that were not contiguous; shards that are also split by tensor parallelism.
 """
@@ -20,7 +20,8 @@ from torch import nn
 
 
 def before_sharding(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The view of a model; `dtype`: in which its floats are gathered, `None`: their own."""
+    """The view of a model; `dtype`: the dtype in which floating-point parameters are gathered,
+    `None`: their own."""
     return _View(dtype).module(model)
 
 
@@ -55,7 +56,7 @@ class _View:
         return view
 
     def parameter(self, real: nn.Parameter) -> nn.Parameter:
-        """One view for each parameter, a tied one too."""
+        """The view of a parameter; a tied parameter has one view."""
         from planner._graph_capture.torch_compat.sharding import is_shard
 
         if id(real) not in self.parameters:

@@ -1,12 +1,12 @@
-"""What a model's code asks of the values of tensors, learned by calling it.
+"""The tensor values that a model's code asks for, learned by calling it.
 
-Code that decides by a value (`if x.sum() > 0`), logs one (`x.max().item()`), or selects by values
-(`x[x > 0]`, `nonzero`) cannot be followed without data.  One call without gradients, which takes
-little memory, gives the values, and the sizes of what is selected; random state and buffers are as
-before afterwards, so that a call which follows asks for the same ones.
+Code that branches on a value (`if x.sum() > 0`), logs one (`x.max().item()`), or selects by values
+(`x[x > 0]`, `nonzero`) cannot be traced without data.  One call without gradients, which needs
+little memory, gives the values and the sizes of selections.  Random state and buffers are restored
+afterwards, so that the next call asks for the same values.
 
-Blind spots: those of `graph_capture.model_state`; a value that is read behind the dispatcher's back
-(`tolist`) is not seen, and is 0 in the capture unless the tensor is an input of integers.
+Blind spots: those of `graph_capture.model_state`; a value read without the dispatcher (`tolist`) is
+not seen, and is 0 in the capture unless the tensor is an input of integers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planner._graph_capture.user_code import place_of
 
 
 def data_dependent_value(error: BaseException) -> DataDependentValue:
-    """The error for code that asks for what is not known in a capture; `error` was raised there."""
+    """The error for code that asks for a value unknown during capture, where `error` was raised."""
     what = "the model's code " + (
         f"makes a tensor whose size depends on values ({error})"
         if isinstance(error, NoStaticShape[:1]) else "asks for the value of a tensor"
@@ -41,8 +41,8 @@ def data_dependent_value(error: BaseException) -> DataDependentValue:
 
 
 def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple[Answer, ...]:
-    """What `call`, which calls the model, asks for, in order: values, and as meta tensors results
-    whose size depends on values."""
+    """The values that `call`, which calls the model, asks for, in order.  A result whose size
+    depends on values is a meta tensor."""
     recorder, restore = _ValueRecorder(), remembered_state(model)
     try:
         with torch.no_grad(), recorder:

@@ -1,4 +1,4 @@
-"""Errors that code raised on fake tensors, in words."""
+"""Messages for errors that code raises on fake tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from planner._graph_capture.torch_compat import UnsupportedOperatorException, sc
 
 
 def failure(error: BaseException) -> str:
-    """The error with its type; for an op without a fake kernel, how to register one."""
+    """The error with its type; for an op without a fake kernel, instructions to register one."""
     if isinstance(error, UnsupportedOperatorException):
         name = schema_of(error.func).name
         return (f"{name} has no fake kernel, which says what shapes its results have: "

@@ -3,11 +3,11 @@
 The model of the world: the memory of a training step depends on the shapes, dtypes, strides and
 aliasing of the model's tensors, not on their values.  So the fake copy is a deep copy in which each
 tensor is fake and has the layout of the original, and tensors that share a storage share one in the
-copy.  Nothing of the original is executed or written; no memory of the size of a tensor is taken.
+copy.  Nothing of the original is executed or written, and no tensor memory is allocated.
 
 Blind spots: a closure, a global or a C++ object that refers to the original's tensors still refers
-to them in the fake copy; values are lost, so control flow on a tensor's value cannot be followed;
-the gradients that the original holds are not copied; a `__deepcopy__` that the user wrote runs.
+to them in the fake copy; values are lost, so control flow on a tensor's value cannot be traced; the
+original's gradients are not copied; a user-defined `__deepcopy__` runs.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ class FakeCopy:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     extra: tuple[Any, ...]
-    """Copies of the further objects given to `make_fake_copy`; what they share with the model, they
-    share with the fake copy."""
+    """Copies of the further objects given to `make_fake_copy`; tensors that they share with the
+    model are shared with its copy."""
     device: torch.device
     """The device planned for."""
     trace_device: torch.device
-    """The device that the fake tensors claim to be on: `device`, or the CPU where this machine
-    has no device of that kind, since autograd wants its driver even for fake tensors."""
+    """The device of the fake tensors: `device`, or the CPU where this machine has no device of that
+    kind, since autograd needs its driver even for fake tensors."""
     resident: ResidentMemory
     parameters: Mapping[str, torch.Tensor]
     """Every parameter by qualified name; a tied one under each of its names."""
     buffers: Mapping[str, torch.Tensor]
-    """Every buffer by qualified name, the non-persistent ones too."""
+    """Every buffer by qualified name, also the non-persistent ones."""
     fake_of: Mapping[torch.Tensor, torch.Tensor]
-    """Each tensor of the original to its fake copy, by identity; the originals are held weakly."""
+    """Each tensor of the original -> its fake copy, by identity; weak references."""
     answers: tuple[Any, ...] | None = None
-    """The values that the model's code asks for in a call (`storage_less.Answer`), in order, as a
-    real call gave them; `None`: those that are known.  Only a fake copy gives them.  That call was
-    one of the forward, beneath the model's own hooks."""
+    """The values that the model's code asks for in a call (`storage_less.Answer`), in order, from a
+    real call of the forward without the model's own hooks; `None`: known values only.  Only a
+    storage-less copy uses them."""
     autocast: torch.dtype | None = None
     """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
     dice: Dice = field(default_factory=Dice)
@@ -81,10 +81,10 @@ class FakeCopy:
     skipped: SkippedBlocks = ()
     """Blocks that the call skips, which are to run all the same."""
     kernels: DeviceKernels | None = None
-    """What stands for the kernels of `device` where it is not here; `None`: torch chooses."""
+    """Replaces the kernels of an absent `device`; `None`: torch chooses."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """What forward and loss run in; an autocast that is active anyway counts as well."""
+        """The autocast context of forward and loss; an active outer autocast applies as well."""
         return (nullcontext() if self.autocast is None
                 else torch.autocast(self.trace_device.type, self.autocast))
 
@@ -94,12 +94,12 @@ class FakeCopy:
 
     @property
     def has_subclasses(self) -> bool:
-        """Whether some of its tensors stand for ones of a subclass whose methods they lack."""
+        """True if some of its tensors replace tensors of a subclass whose methods they lack."""
         return any(class_of(tensor) is not type(tensor) for tensor in self.fake_of.values())
 
     @property
     def callee(self) -> Callable[..., Any]:
-        """The model, as it is called in a step."""
+        """The callable of a step: the model, or its forward if `answers` are given."""
         if self.answers is None:
             return self.model
         return lambda *args, **kwargs: self.model.forward(*args, **kwargs)
@@ -125,14 +125,13 @@ def make_fake_copy(
     """The fake copy of `model` and of the call `model(*args, **kwargs)`.
 
     `device` is the one planned for: by default the model's own, the CPU for a model on `meta` or
-    without tensors.  All tensors of the fake copy are placed there, those of the inputs too.
-    `extra` are objects that may share tensors with the model, e.g. a loss with weights; their
-    storages count as buffers.  `capability`: the compute capability of a GPU planned for, whose
-    kernels the fake copy runs where it is not here; `None`: those of the device that it is traced
-    on.
+    without tensors.  All tensors of the fake copy are placed there, also the inputs.  `extra`:
+    objects that may share tensors with the model, e.g. a loss with weights; their storages count as
+    buffers.  `capability`: the compute capability of a GPU planned for; if that GPU is absent, the
+    fake copy runs its kernels.  `None`: the kernels of the tracing device.
 
     Raises `CaptureError` where the model is spread over several devices, is compiled or scripted,
-    has uninitialized parameters, or holds an object that cannot be copied.
+    has uninitialized parameters, or contains an object that cannot be copied.
     """
     _refuse_what_cannot_be_faked(model)
     planned = device_planned_for(model, device)
@@ -151,9 +150,9 @@ def fake_copy_by(
     extra: tuple[Any, ...],
     planned: torch.device,
 ) -> FakeCopy:
-    """The fake copy that `copier` makes; sizes are counted as by the allocator of `planned`."""
+    """The fake copy that `copier` makes, with sizes as the allocator of `planned` counts them."""
     fake_copy = copier.module(model)
-    take_down(fake_copy)  # A plan that the model runs under is none of the model's.
+    take_down(fake_copy)  # An active plan is not part of the model.
     parameters = dict(fake_copy.named_parameters(remove_duplicate=False))
     buffers = dict(fake_copy.named_buffers(remove_duplicate=False))
     of_parameters = set(map(storage_key, strided_tensors(list(parameters.values()))))
@@ -180,13 +179,13 @@ def fake_copy_by(
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
-"""Classes of tensors that have nothing but their storage."""
+"""Tensor classes without state other than their storage."""
 
 _class_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by fake tensor
 
 
 def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """The class of a tensor; of a fake one, that of the tensor that it is the copy of."""
+    """The class of a tensor; for a fake tensor, the class of its original."""
     found: type[torch.Tensor] = _class_of.get(tensor, type(tensor))
     return found
 
@@ -194,8 +193,8 @@ def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
 class FakeCopier(TorchFunctionMode):
     """Deep copies in which each tensor becomes its one copy without memory.
 
-    As a mode it catches the tensors that `copy.deepcopy` reaches other than as a parameter or
-    buffer of a module: plain attributes, those in lists, those of a dataclass.
+    As a mode it intercepts tensors that `copy.deepcopy` reaches outside of parameters and buffers:
+    in attributes, lists and dataclasses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -206,7 +205,7 @@ class FakeCopier(TorchFunctionMode):
         self.fake_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.storage_bytes: dict[int, int] = {}  # by the key of the fake storage
         self._storages: dict[int, torch.UntypedStorage] = {}  # copy by the original storage's key
-        self._alive: list[Any] = []  # storages whose keys would otherwise be given out again
+        self._alive: list[Any] = []  # storages whose keys must not be reused
 
     def new_mode(self) -> TorchDispatchMode:
         """The mode under which the copies are used."""
@@ -226,7 +225,7 @@ class FakeCopier(TorchFunctionMode):
     def of_class(self, plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
         """`plain` in the place of a tensor of a subclass without ops of its own.
 
-        A fake tensor has its class already: it has the attributes of the other, not the methods.
+        A fake tensor keeps its own class: it gets the attributes of the other, not the methods.
         """
         fake = nn.Parameter(plain, plain.requires_grad) if issubclass(kind, nn.Parameter) else plain
         _class_of[fake] = kind
@@ -240,7 +239,7 @@ class FakeCopier(TorchFunctionMode):
 
     def module(self, model: nn.Module) -> nn.Module:
         """Copy of `model`."""
-        # `Parameter.__deepcopy__` is not seen by a mode, but asks the memo first.
+        # A mode does not see `Parameter.__deepcopy__`, which asks the memo first.
         for named in (model.named_parameters, model.named_buffers):
             for _, tensor in named(remove_duplicate=False):
                 self.tensor(tensor)
@@ -256,7 +255,7 @@ class FakeCopier(TorchFunctionMode):
                 "class a `__deepcopy__` that returns the object itself") from error
 
     def tree(self, value: Any, what: str) -> Any:
-        """Copy of an input: a pytree, or an object that holds tensors."""
+        """Copy of an input: a pytree, or an object that contains tensors."""
         return pytree.tree_map(lambda leaf: self._leaf(leaf, what), value)
 
     def _leaf(self, leaf: Any, what: str) -> Any:
@@ -267,7 +266,7 @@ class FakeCopier(TorchFunctionMode):
                 return copy.deepcopy(leaf, self.memo)
         except CaptureError as error:
             raise CaptureError(f"{what}: {error}") from error
-        except Exception:  # an object that cannot be copied is no carrier of tensors
+        except Exception:  # an object that cannot be copied contains no tensors
             return leaf
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
@@ -277,7 +276,7 @@ class FakeCopier(TorchFunctionMode):
             fake = self.fake_of[real] = self.memo[id(real)] = self._fake(real)
             self._alive.append(real)
             if class_of(real) not in _PLAIN and not is_traceable_wrapper_subclass(real):
-                with self:  # which may refer to the tensor itself, and to the module that has it
+                with self:  # they may refer to the tensor itself, and to its module
                     vars(fake).update({
                         name: copy.deepcopy(value, self.memo) for name, value in vars(real).items()
                         if name != "_is_param"})
@@ -313,7 +312,7 @@ class FakeCopier(TorchFunctionMode):
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)
         fake.requires_grad_(real.requires_grad)
-        # Dynamo treats an attribute that was made so in another way than a registered buffer.
+        # Dynamo treats an attribute made as `nn.Buffer` differently from a registered buffer.
         return nn.Buffer(fake, persistent=real.persistent) if isinstance(real, nn.Buffer) else fake
 
     def _fake_wrapper(self, real: Any) -> torch.Tensor:
@@ -328,7 +327,7 @@ class FakeCopier(TorchFunctionMode):
         return fake.requires_grad_(real.requires_grad)
 
     def _uncopyable(self, model: nn.Module) -> str:
-        """The attribute that `copy.deepcopy` fails on, in words."""
+        """Description of the attribute on which `copy.deepcopy` fails."""
         children = {"_modules", "_parameters", "_buffers"}
         for name, module in model.named_modules():
             for attribute, value in vars(module).items():
@@ -360,7 +359,7 @@ def _refuse_what_cannot_be_faked(model: nn.Module) -> None:
 
 
 def device_planned_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device that a plan is for; `device`: what the user says, if anything."""
+    """The device that a plan is for; `device`: the user's choice, if any."""
     if device is not None:
         try:
             planned = torch.device(device)
@@ -384,8 +383,8 @@ def device_planned_for(model: nn.Module, device: torch.device | str | None) -> t
 
 
 def _can_trace(device: torch.device) -> bool:
-    """Whether autograd can run on fake tensors of this device here: without the device's driver it
-    ends the process."""
+    """True if autograd can run on fake tensors of this device; without the device's driver it ends
+    the process."""
     if device.type == "cpu":
         return True
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -1,14 +1,14 @@
-"""Plain tensors without memory: for code, and autograd, that treat fake tensors differently.
+"""Plain tensors without memory, for code and autograd that treat fake tensors differently.
 
 The model of the world: to the model's Python code and to autograd a storage-less tensor is an
-ordinary `torch.Tensor`; only its storage points to a page of zeros that all of them share, and a
-dispatch mode answers each op with another storage-less tensor of the shape that a fake tensor would
-have. Small integer tensors of the inputs keep their values, and ops on known values run, so that
-code may look at masks and positions as it does in a real step.  (transformers, for one, drops a
-mask of ones unless it sees a fake tensor.)
+ordinary `torch.Tensor`.  Only its storage points to a shared page of zeros, and a dispatch mode
+answers each op with another storage-less tensor of the shape that a fake tensor would have.  Small
+integer tensors of the inputs keep their values, and ops on known values run, so that code may read
+masks and positions as in a real step. (transformers, for one, drops a mask of ones unless it sees a
+fake tensor.)
 
-Blind spots: a value that depends on the weights is not known, and asking for it is an error; code
-that reads memory behind the dispatcher's back reads zeros.
+Blind spots: a value that depends on the weights is unknown, and asking for it is an error; code
+that reads memory without the dispatcher reads zeros.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ from planner._graph_capture.torch_compat import (
 )
 
 _KNOWN_BYTES = 1 << 24
-"""Known values are followed through tensors of at most this size."""
+"""Limit of the size of tensors with known values."""
 
 _EMPTY = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default})
-"""Ops that make no values; where these are integers, code may write known ones and look at them."""
+"""Ops whose results have no values yet; code may write known values into results of integers and
+read them."""
 
 VALUE_OPS = frozenset({
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default})
-"""Ops that give code the value of a tensor."""
+"""Ops that return the value of a tensor to Python."""
 
 
 def makes_size_by_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether values of operands decide the size of what an op makes."""
+    """True if the size of the op's result depends on values of operands."""
     if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
         return False
     return func is not torch.ops.aten.index.Tensor or any(
@@ -69,20 +70,20 @@ def makes_size_by_values(func: Any, args: tuple[Any, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call of an op told of values."""
+    """The value that one op call returned to Python."""
 
     op: OpOverload
     operands: tuple[tuple[torch.Size, torch.dtype], ...] | None
-    """Of the tensors that it was called with; `None`: whatever they are."""
+    """Shapes and dtypes of the tensor operands; `None`: any."""
     value: Any
 
     @classmethod
     def of(cls, op: OpOverload, args: tuple[Any, ...], value: Any) -> Answer:
-        """That of a call with these arguments."""
+        """The answer of a call with these arguments."""
         return cls(op, _operands(args), value)
 
     def is_for(self, op: OpOverload, args: tuple[Any, ...]) -> bool:
-        """Whether it may be that of this call."""
+        """True if the answer may be that of this call."""
         return self.op is op and self.operands in (None, _operands(args))
 
 
@@ -92,17 +93,17 @@ def _operands(args: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ..
 
 
 class UnknownValue(DataDependentValue):
-    """Code asked for a value that depends on values which a trace without memory lacks."""
+    """Code asked for a value that a trace without memory cannot know."""
 
 
 def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
                       unknown_is_zero: bool = False) -> FakeCopy:
-    """The fake copy of a fake copy, with storage-less tensors on the CPU in place of the fake ones.
+    """A copy of a fake copy with storage-less tensors on the CPU in place of fake tensors.
 
-    `extra`: further objects that refer to the fake copy's tensors; the copies come last in the
-    result's `extra`.  Integer inputs and buffers have the values of the originals that `fake_copy`
-    was made from, as far as those are still alive.  `unknown_is_zero`: code that asks for a value
-    which is not known gets 0 instead of an error.
+    `extra`: further objects that refer to the fake copy's tensors; their copies come last in the
+    result's `extra`.  Integer inputs and buffers have the values of the originals of `fake_copy` if
+    those are still alive.  `unknown_is_zero`: code that asks for an unknown value gets 0 instead of
+    an error.
     """
     copier = StorageLessCopier({id(fake): original for original, fake in fake_copy.fake_of.items()},
                                unknown_is_zero=unknown_is_zero, planned=fake_copy.device)
@@ -125,7 +126,7 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
 
 
 class StorageLessMode(TorchDispatchMode):
-    """Runs ops of known values, and answers all others with storage-less tensors."""
+    """Runs ops on known values, and answers all others with storage-less tensors."""
 
     def __init__(self, *, unknown_is_zero: bool = False, planned: torch.device | None = None
                  ) -> None:
@@ -138,28 +139,29 @@ class StorageLessMode(TorchDispatchMode):
         self._answers: list[Answer] | None = None
         self._nothing_is_known = False
         self._fakes = FakeTensorMode()
-        self._results: dict[object, Any] = {}  # fake ones, by signature of the op
-        # Real storages into which an unknown value was written; a key may be given out anew.
+        self._results: dict[object, Any] = {}  # fake results, by signature of the op
+        # Real storages into which an unknown value was written; a key may be reused.
         self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Dynamo compiles code under such a mode, and gives up under any other."""
+        """True: Dynamo compiles code only under such modes."""
         return True
 
     def answer_with(self, answers: Iterable[Answer]) -> None:
-        """From here on, each value that code asks for, known or not, is the next of these that is
-        for such a call, and so is what an op makes whose size depends on values, as meta tensors.
-        Those between are passed over: code asks for less where it sees that it is captured.
+        """Answer later requests for values, and ops whose result size depends on values, from
+        `answers`.
 
-        Where they run out, asking raises `UnknownValue`.
+        Each request gets the next answer that matches its call; answers in between are skipped,
+        since code asks for less where it sees that it is captured.  Without a match the request
+        raises `UnknownValue`.
         """
         self._answers = list(answers)
 
     @contextlib.contextmanager
     def without_values(self) -> Iterator[None]:
-        """Inside, no op runs, whether its operands are known or not: for code that writes into its
-        tensors behind the dispatcher's back."""
+        """Inside, no op runs, even on known values: for code that writes tensors without the
+        dispatcher."""
         before, self._nothing_is_known = self._nothing_is_known, True
         try:
             yield
@@ -230,7 +232,7 @@ class StorageLessMode(TorchDispatchMode):
         return answer
 
     def _answer(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the op returns, without values."""
+        """The op's result, without values."""
         if args and _returns_what_it_writes(func):
             return args[0]
         key = _signature(func, args, kwargs)
@@ -286,7 +288,7 @@ class StorageLessMode(TorchDispatchMode):
 
 
 def _returns_what_it_writes(func: OpOverload) -> bool:
-    """Whether all that an op does is to write its first operand, which it returns."""
+    """True if an op only writes its first operand and returns it."""
     schema = schema_of(func)
     if not schema.name.endswith("_") or len(schema.returns) != 1:
         return False
@@ -297,7 +299,7 @@ def _returns_what_it_writes(func: OpOverload) -> bool:
 
 
 def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """What the layout of the results of an op depends on; `None` where they may be operands."""
+    """Cache key of the layout of an op's results; `None` if they may be operands."""
     if schema_of(func).is_mutable:
         return None
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
@@ -315,19 +317,19 @@ def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _without_data(leaf: Any) -> Any:
-    """A storage-less tensor in the place of a fake one, in a storage of its own."""
+    """A storage-less tensor with a new storage in the place of a fake one."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return storage_less_tensor(leaf, storage_less_storage(leaf.untyped_storage().nbytes()))
 
 
 def storage_less_storage(size_bytes: int) -> torch.UntypedStorage:
-    """A storage of its own identity whose content is zeros that cost nothing."""
+    """A new storage that points to shared zeros and uses no memory."""
     return storage_at(_ZEROS.address(size_bytes), size_bytes)
 
 
 def is_storage_less(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's storage is one of `storage_less_storage`."""
+    """True if the tensor's storage is one of `storage_less_storage`."""
     return _ZEROS.holds(tensor)
 
 
@@ -338,12 +340,12 @@ def storage_less_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> to
 
 
 class StorageLessCopier(FakeCopier):
-    """Deep copies in which each tensor becomes storage-less, but for small known values."""
+    """Deep copies in which each tensor becomes storage-less, except for small known values."""
 
     def __init__(self, original_of: Mapping[int, torch.Tensor], *,
                  unknown_is_zero: bool = False, planned: torch.device | None = None) -> None:
-        """`original_of`: by identity of a fake tensor, the one that has its value; `planned`: as
-        for `StorageLessMode`."""
+        """`original_of`: by identity of a fake tensor, the tensor with its value; `planned`: as for
+        `StorageLessMode`."""
         self._original_of, self._unknown_is_zero = original_of, unknown_is_zero
         self._planned = planned
         self._is_input = False
@@ -389,7 +391,7 @@ def _worth_knowing(tensor: torch.Tensor) -> bool:
 
 
 class _Zeros:
-    """Pages of zeros that cost nothing, each large enough for the storages that point to it."""
+    """Pages of zeros that use no memory, each large enough for the storages that point to it."""
 
     def __init__(self) -> None:
         self._pages: list[tuple[int, int, object]] = []  # size, address, owner
@@ -400,7 +402,7 @@ class _Zeros:
             if size >= size_bytes:
                 return address
         size = max(1 << 30, 2 * size_bytes)
-        # A private, read-only mapping of nothing: the system shares one page of zeros.
+        # A private, read-only anonymous mapping: the system shares one page of zeros.
         owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
                           prot=mmap.PROT_READ)
         address = np.frombuffer(owner, dtype=np.uint8).ctypes.data
@@ -408,7 +410,7 @@ class _Zeros:
         return address
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor points to these zeros."""
+        """True if the tensor points to these zeros."""
         pointer = tensor.untyped_storage().data_ptr()
         return any(address == pointer for _, address, _ in self._pages)
 

@@ -1,13 +1,13 @@
 """The memory of the training step as Inductor compiles it.
 
-The model of the world: Inductor decides which ops become one kernel, in which order kernels run,
-and which buffers they share; the code that it generates says so, line by line.  So that code is
-generated, as for a real run, and executed on fake tensors (storage-less ones, where blocks are
-compiled one by one and uncaptured code runs between them) with kernels that do nothing, while the
-storages that it makes and releases are followed.  Forward, loss and backward run under the real
-autograd, so that what AOTAutograd and the user's loss hold counts as well.
+The model of the world: the code that Inductor generates says which ops share a kernel, in which
+order kernels run, and which buffers they share.  So this code is generated, as for a real run, and
+executed with kernels that do nothing, while the storages that it makes and releases are tracked.
+It runs on fake tensors, or on storage-less ones if blocks are compiled one by one and uncaptured
+code runs between them.  Forward, loss and backward run under the real autograd, so memory that
+AOTAutograd and the user's loss keep alive counts as well.
 
-Blind spots: those of `memory.tracker`; what a generated kernel takes for itself (on a CPU from the
+Blind spots: those of `memory.tracker`; temporary memory of a generated kernel (on a CPU from the
 C++ heap, which torch's allocator does not see either).
 """
 
@@ -43,9 +43,9 @@ class CompiledStep:
     by_category: Mapping[BufferKind, int]
     """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
     memory_timeline: Mapping[BufferKind, Sequence[int]]
-    """The same after each allocation and release."""
+    """Bytes of each kind after each allocation and release."""
     backward_begins: int
-    """How many of these there are before the backward."""
+    """Number of allocations and releases before the backward."""
 
     @property
     def bytes_of(self) -> dict[str, int]:
@@ -55,28 +55,28 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class CompiledTracer:
-    """A fake copy whose step can be compiled and followed, any number of times."""
+    """A fake copy whose step can be compiled and traced any number of times."""
 
     fake_copy: FakeCopy
     loss_fn: LossFn | None
     costs: OpCosts
     graphs: CapturedGraphs
-    """Of the fake copy's model."""
+    """The graphs of the fake copy's model."""
     origin: FakeCopy
-    """The original of `fake_copy`; as long as it is alive, `fake_copy` knows its tensors."""
+    """The original of `fake_copy`; kept here because `fake_copy` needs its tensors alive."""
     holds_output: bool = True
-    """True if the caller holds the model's output until the backward ends."""
+    """True if the caller keeps the model's output alive until the backward ends."""
     capture_seconds: float = 0.0
-    """By the clock, what it took to trace and lower the step."""
+    """Wall-clock time to trace and lower the step."""
 
     def trace(self, code_of: Callable[[str], GraphCode],
               left_out: Callable[[], Sequence[LeftOut]] = tuple) -> CompiledStep:
-        """Compile the step, kernels aside, and follow its memory.
+        """Compile the step without kernels, and trace its memory.
 
-        `left_out`: asked afterwards, the layers that the code lacks, and that are to be counted.
-        `code_of`: for each block (the whole model is called "") what compiles it; code that was
-        compiled in an earlier trace is used again.  The step runs twice: what compiling allocates
-        does not count.  Errors of the backends pass.
+        `code_of`: for each block (the whole model is "") the backend that compiles it; code from an
+        earlier trace is reused.  `left_out`: called afterwards, returns the layers that the code
+        lacks and that are counted in addition.  The step runs twice, so that allocations of the
+        compilation do not count.  Errors of the backends propagate.
         """
         from planner._graph_capture.torch_compat.inductor import stub_code
 
@@ -92,8 +92,8 @@ class CompiledTracer:
                 return self._run(self.graphs.call, tracker, left_out)
 
     def seconds(self, code_of: Callable[[str], GraphCode]) -> float:
-        """Duration of the step that is compiled so, by timing each kernel and each op that it runs
-        alone; the code is not to be used again."""
+        """Duration of the compiled step, from timing each kernel and each op by itself; the code
+        must not be reused."""
         from planner._graph_capture.torch_compat.inductor import KernelCall, stub_code
 
         kernels: list[KernelCall] = []
@@ -110,8 +110,7 @@ class CompiledTracer:
             self.costs.seconds(*run) for run in ops.runs)
 
     def _around(self) -> AbstractContextManager[object]:
-        """Context in which generated code runs: storage-less tensors lack the values that it would
-        write."""
+        """Context of generated code: storage-less tensors lack the values that it would write."""
         mode = self.fake_copy.mode
         return mode.without_values() if isinstance(mode, StorageLessMode) else nullcontext()
 
@@ -169,13 +168,15 @@ class CompiledTracer:
 
 def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
            memory_timeline: Mapping[BufferKind, list[int]]) -> None:
-    """Add to the levels after each event what layers that are not in a trace hold: what they save,
-    from where as much is saved as before them, and then their gradients, from where there are as
-    many."""
+    """Add the memory of omitted layers to the levels after each event.
+
+    Their saved tensors count from the point where the forward has saved as much as before them to
+    the point where the backward has made as many gradients; from there on their gradients count.
+    """
     alive = set(trace.alive_after(backward_begins))
 
     def first(is_meant: Callable[[int], bool], before_bytes: int, begin: int) -> int:
-        """The event by which so many bytes of blocks of a kind are made."""
+        """The event by which so many bytes of the meant blocks are made."""
         for moment in range(begin, len(trace.events)):
             block = trace.events[moment]
             if before_bytes <= 0:
@@ -198,7 +199,7 @@ def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
 
 
 class _OpLog(TorchDispatchMode):
-    """Keeps the ops that run, but for views and mere allocations."""
+    """Records the ops that run, except views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,10 +219,9 @@ class _OpLog(TorchDispatchMode):
 
 
 def check_compiler(device: torch.device, here: torch.device | None = None) -> None:
-    """Raise `CaptureError` where Inductor cannot generate code for `device` on this machine.
+    """Raise `CaptureError` if Inductor cannot generate code for `device` on this machine.
 
-    `here`: the device on which the step is traced; another kind than `device` where that is not at
-    hand.
+    `here`: the device on which the step is traced; of another kind if `device` is absent.
     """
     from planner._graph_capture.torch_compat.inductor import missing_compiler
 

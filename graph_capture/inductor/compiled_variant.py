@@ -1,5 +1,5 @@
-"""Inductor's treatment of the buffers of a captured step: which its own partitioner saves, which
-never leave a kernel, and what it costs a kernel to write one for the backward."""
+"""Inductor's treatment of the buffers of a captured step: the buffers that its own partitioner
+saves, those that never leave a kernel, and the cost of writing one for the backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner._graph_capture.training_graph import SavingCosts, StepVariant, Trai
 
 def compiled_variant(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts | None, *,
                      low_peak: bool) -> StepVariant:
-    """The form of a step that Inductor compiles; `costs`: `None` where time does not count."""
+    """The variant of a step that Inductor compiles; `costs`: `None` if time does not count."""
     return StepVariant(
         within_kernels(graph, uses), low_peak,
         saved_by_default=_saved_by_default(graph, uses),

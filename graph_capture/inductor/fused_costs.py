@@ -2,15 +2,15 @@
 
 The model of the world: an op is *pointwise*, a *reduction* or *external* (a matrix product, a
 convolution, attention: a library's kernel).  Pointwise ops are computed in the kernels that read
-them, so they cost their arithmetic, and memory traffic only where a kernel from outside needs their
-result in memory; a reduction reads its operand once.  Neither takes workspace from the allocator.
-An external op costs what it costs alone.
+them, so they cost their arithmetic, and memory traffic only where an external kernel needs their
+result in memory.  A reduction reads its operand once.  Neither allocates workspace.  An external op
+costs the same as alone.
 
 Arithmetic is counted in FLOPs per element: a few for most functions, some tens for transcendental
 ones, and hundreds on a CPU for random numbers, which Inductor draws there one by one.
 
-Blind spots: registers and caches; a pointwise value with many readers, which is computed in each or
-stored once, as Inductor's heuristics decide.
+Blind spots: registers and caches; a pointwise value with many readers, which Inductor's heuristics
+compute in each reader or store once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from planner._graph_capture.torch_compat import OpOverload
 
 
 class Fusion(Enum):
-    """How Inductor runs an op."""
+    """The way in which Inductor runs an op."""
 
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
@@ -64,13 +64,13 @@ _FLOPS_OF = {
 _FLOPS_OF_RANDOM = {"cpu": 800.0}
 _RANDOM = frozenset({"inductor_random", "inductor_randint"})
 _FLOPS_OF_SAVED_MASK = {"cpu": 850.0}
-"""For each boolean that is written and read again.  On a CPU vector code keeps masks as wide as the
-numbers that they are for, and turns them into bytes and back one by one: 12 ns (8 to write, 4 to
-read), where drawing the number that a mask is made of took 10, with AVX-512."""
+"""FLOPs for each boolean that is written and read again.  Vector code on a CPU keeps masks as wide
+as their numbers and converts them to and from bytes one by one: with AVX-512, 12 ns (8 to write, 4
+to read), where drawing a mask's random number took 10."""
 
 
 def fusion_of(node: fx.Node) -> Fusion:
-    """How Inductor runs the op of a node."""
+    """The way in which Inductor runs the op of a node."""
     target = node.target
     if not isinstance(target, OpOverload):
         return Fusion.EXTERNAL
@@ -91,7 +91,7 @@ class FusedCosts:
         self._device, self._alone, self._model = device, alone, model
 
     def __call__(self, node: fx.Node) -> OpCost:
-        """The cost of a node, by the values that tracing left in it."""
+        """The cost of a node, from its traced values."""
         fusion = fusion_of(node)
         if fusion is Fusion.EXTERNAL:
             return self._alone(node)
@@ -103,8 +103,8 @@ class FusedCosts:
         return OpCost(flops, moved, self._seconds(node, fusion), 0)
 
     def saving_seconds(self, node: fx.Node) -> float:
-        """Seconds to write the result of an op and to read it again, if no kernel has to find it in
-        memory otherwise."""
+        """Seconds to write the result of an op and to read it again; 0 if a kernel needs it in
+        memory anyway."""
         if fusion_of(node) is not Fusion.POINTWISE or _is_read_from_outside(node):
             return 0.0
         made = tensors_of(node.meta.get("val"))
@@ -137,9 +137,9 @@ class FusedCosts:
 
 
 def fused_storages(region: LoweredRegion) -> frozenset[int]:
-    """Storages of the backward that take no memory: made by a pointwise op and read by generated
-    kernels alone, all of them before the next external op.  (One of the forward may be saved, and
-    takes memory then.)"""
+    """Storages of the backward that use no memory: a pointwise op makes them, and only generated
+    kernels before the next external op read them. (Storages of the forward may be saved and use
+    memory then.)"""
     kinds = [fusion_of(op.node) for op in region.ops]
     readers: dict[int, list[int]] = {}
     for index, op in enumerate(region.ops):
@@ -162,8 +162,8 @@ def fused_storages(region: LoweredRegion) -> frozenset[int]:
 
 
 def stays_in_one_kernel(region: LoweredRegion) -> frozenset[int]:
-    """Storages that one op of the forward makes and one reads, for as many elements: if they are
-    not saved, the kernel of that op computes them, once, and no other."""
+    """Storages with one maker and one reader in the forward, for as many elements: unless saved,
+    the reader's kernel alone computes them, once."""
     readers: dict[int, list[fx.Node]] = {}
     for op in region.ops[:region.num_forward]:
         for storage in op.inputs:
@@ -175,12 +175,12 @@ def stays_in_one_kernel(region: LoweredRegion) -> frozenset[int]:
 
 
 def _elements(node: fx.Node) -> int:
-    """Elements of what a node makes."""
+    """Number of elements of a node's results."""
     return sum(tensor.numel() for tensor in tensors_of(node.meta.get("val")))
 
 
 def _is_read_from_outside(node: fx.Node) -> bool:
-    """Return whether some kernel that is not generated reads the result, itself or a view of it."""
+    """True if an external kernel reads the result, itself or a view of it."""
     return any(user.op != "output" and fusion_of(user) is Fusion.EXTERNAL
                for user in readers(node, is_view))
 

@@ -1,12 +1,12 @@
 """The memory of one compiled graph: its generated code, run by itself on fake tensors.
 
-Sizes of inputs decide how Inductor fuses and orders kernels; so a plan made for one size says how
-much the code of each of its graphs takes, and what is generated for a smaller size is held against
-that.  Where no graph takes more, and none leaves more, the step does not either.
+Input sizes decide how Inductor fuses and orders kernels.  So a plan for one size records the memory
+of each graph's code, and the code for a smaller size is compared with it.  If no graph uses more
+and none leaves more, neither does the step.
 
-Blind spots: those of `compiled_step`; here, workspace of library kernels is left out on both sides.
-A smaller step is compiled while the user's program runs, perhaps under a profiler, where no kernel
-can be measured; margins on both sides would hide that other tensors take more.
+Blind spots: those of `compiled_step`; workspace of library kernels is left out on both sides of the
+comparison.  A smaller step is compiled while the user's program runs, perhaps under a profiler,
+where no kernel can be measured, and margins on both sides would hide other tensors that use more.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from planner._graph_capture.training_graph import CodeMemory
 
 
 class CodeTracker(MemoryTracker):
-    """Follows the storages of compiled code, without keeping Dynamo from running it."""
+    """Tracks the storages of compiled code; Dynamo still runs that code."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Under any other mode Dynamo would run the original code."""
+        """True: under any other mode Dynamo would run the original code."""
         return True
 
 

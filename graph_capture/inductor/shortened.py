@@ -1,15 +1,14 @@
-"""The graphs of a deep model without most copies of what repeats in them.
+"""The graphs of a deep model without most copies of repeated layers.
 
-The model of the world: what a graph's code allocates in one layer is what it allocates in the next,
-where the two are alike: the same ops on tensors of the same layout, the same results saved, and
-operands that come from as far back.  So of each stretch of layers that are alike the first and the
-last copy stay, and the others are left out of the forward and of the backward; what reads one of
-them reads the copy before instead.  Each copy that is left out would hold what it saves from its
-place in the forward to its place in the backward, and its gradients from there on, and that is all
-that it changes: within a stretch memory rises or falls steadily, so that its ends are the fullest.
+The model of the world: two layers allocate the same if they have the same ops on tensors of the
+same layout, the same saved results, and operands from equally far back.  So of each stretch of such
+layers the first and the last copy stay, and the others are left out of the forward and of the
+backward; readers of an omitted copy read the copy before it instead.  An omitted copy would only
+add its saved tensors, from its place in the forward to its place in the backward, and its gradients
+from there on.  Within a stretch memory rises or falls steadily, so its ends are the fullest.
 
-The shortened graphs are compiled for their memory alone; their numbers mean nothing.  Gradients of
-what is left out are absent.
+The shortened graphs are compiled for their memory alone; their results are meaningless, and the
+gradients of omitted layers are absent.
 
 Blind spots: ops must come in the same order in each copy; kernels that span more than the seam of
 two copies; a peak within a stretch that is not steady.
@@ -32,39 +31,39 @@ _NUMBERED = frozenset({"inductor_lookup_seed"})
 
 FindRuns = Callable[[Sequence[Hashable], Callable[[int, int], bool], int],
                     Iterable[tuple[int, int, int]]]
-"""Type of a function that finds repetition, as `solvers.repetition.find_runs` does, which is not
-known here: start, stop and period of each run."""
+"""A function that finds repetition, such as `solvers.repetition.find_runs`, which must not be
+imported here: start, stop and period of each run."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Copies of one stretch that were left out."""
+    """Omitted copies of one stretch."""
 
     copies: int
     saved_bytes: int
-    """Bytes that they would save, all together."""
+    """Bytes that all the copies together would save."""
     gradient_bytes: int
-    """Bytes of gradients that they would leave."""
+    """Bytes of gradients that the copies would leave."""
     saved_before_bytes: int
-    """Of what stays, what the forward saves before their place."""
+    """Bytes that the shortened forward saves before their place."""
     gradients_before_bytes: int
-    """Of what stays, the gradients that the backward makes before their place."""
+    """Bytes of gradients that the shortened backward makes before their place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A forward and a backward without most of what repeats."""
+    """A forward and a backward without most of their repeated layers."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     left_out: tuple[LeftOut, ...]
-    """In the order of the backward; nothing where the graphs are as they were."""
+    """In the order of the backward; empty if the graphs are unchanged."""
 
 
 def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int,
             find_runs: FindRuns) -> Shortened:
-    """The graphs without most of what repeats; of the forward's outputs the first `num_outputs` are
-    the caller's, the others are saved."""
+    """The graphs without most of their repeated layers; the first `num_outputs` outputs of the
+    forward are the caller's, the others are saved."""
     there, back = _Sequence(forward, num_outputs), _Sequence(backward, 0)
     saved = there.outputs[num_outputs:]
     placeholders = backward.graph.find_nodes(op="placeholder")[:len(saved)]
@@ -106,7 +105,7 @@ def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int,
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Ops from `start` to before `stop`, whole copies of a stretch of `period` ops."""
+    """Ops from `start` to before `stop`: whole copies of a stretch of `period` ops."""
 
     start: int
     stop: int
@@ -115,7 +114,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The part left out of both graphs."""
+    """The windows left out of both graphs."""
 
     there: _Window
     back: _Window
@@ -126,10 +125,10 @@ class _Cut:
 
 
 class _Sequence:
-    """The ops of a graph in order, and what repeats among them."""
+    """The ops of a graph in order, and their repetitions."""
 
     def __init__(self, module: fx.GraphModule, num_protected: int) -> None:
-        """The first outputs may not be left out."""
+        """The first `num_protected` outputs may not be left out."""
         self.graph = module.graph
         self.ops = [node for node in self.graph.nodes
                     if node.op not in ("placeholder", "get_attr", "output")]
@@ -144,12 +143,12 @@ class _Sequence:
             for index, node in enumerate(self.ops)]
 
     def runs(self, find_runs: FindRuns) -> list[_Window]:
-        """Disjoint stretches of copies that are alike, enough to leave one out."""
+        """Disjoint stretches with enough equal copies to leave one out."""
         return [_Window(*run) for run in find_runs(
             self._described, self._same_sources, _COPIES_KEPT + 1)]
 
     def _same_sources(self, index: int, period: int) -> bool:
-        """Return whether what an op reads comes from where the one a period later has it from."""
+        """True if an op and the op one period later read operands from the same relative places."""
         first, second = self.ops[index].all_input_nodes, self.ops[index + period].all_input_nodes
         return len(first) == len(second) and all(
             a is b or (self.index_of[b] - self.index_of[a] == period
@@ -159,12 +158,12 @@ class _Sequence:
             for a, b in zip(first, second, strict=True))
 
     def window_of(self, node: fx.Node) -> _Window | None:
-        """The omitted window that a node belongs to."""
+        """The omitted window that contains a node."""
         index = self.index_of.get(node, -1)
         return next((w for w in self.windows if w.start <= index < w.stop), None)
 
     def stand_in(self, node: fx.Node) -> fx.Node:
-        """The node that is read, after the omitted part, in place of a node."""
+        """The node that is read after the omitted part in place of `node`."""
         while (window := self.window_of(node)) is not None:
             index = self.index_of[node]
             node = self.ops[index - (
@@ -173,9 +172,11 @@ class _Sequence:
 
     def without_windows(self, read: Callable[[int, fx.Node], fx.Node],
                         keeps: Sequence[bool] | None = None) -> fx.Graph:
-        """The graph without its windows.  `read(index, node)`: what the op of that index reads in
-        the place of `node`.  Of its outputs only those stay that `keeps` says; without that, those
-        made in a window, and views of such, are absent."""
+        """The graph without its windows.
+
+        `read(index, node)`: the node that the op of that index reads in place of `node`.  `keeps`:
+        the outputs that stay; without it, outputs made in a window and views of them are absent.
+        """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -196,12 +197,12 @@ class _Sequence:
         if "desc" in output.meta:
             output.meta["desc"] = [
                 each for each, is_kept in zip(old.meta["desc"], chosen, strict=True) if is_kept]
-        graph.eliminate_dead_code()  # views of what was left out
+        graph.eliminate_dead_code()  # views of omitted nodes
         return graph
 
 
 def _description(node: fx.Node) -> tuple[object, ...]:
-    """All of an op but where its operands come from."""
+    """The op without the origin of its operands."""
     args: Any = () if getattr(node.target, "__name__", "").partition(".")[0] in _NUMBERED else (
         fx.map_arg((node.args, dict(node.kwargs)), lambda _: "an operand"))
     return str(node.target), repr(args), _layouts(node)
@@ -271,7 +272,7 @@ def _breakdowns(there: _Sequence, back: _Sequence, cuts: Iterable[_Cut],
 
 
 def _root(sequence: _Sequence, node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The op that made the storage of a node, and its place; nothing for what was handed in."""
+    """The op that made the storage of a node, and its place; nothing for an input."""
     made = _viewed(node)
     return [(made, sequence.index_of[made])] if made in sequence.index_of else []
 

@@ -1,16 +1,16 @@
-"""The graph of a step whose kernels are generated: what never leaves a kernel.
+"""The graph of a step with generated kernels, in which some buffers never leave a kernel.
 
-Such a buffer takes no memory.  The op that reads it computes it, within one kernel: it reads what
-the buffer is made of, too, which is therefore in memory until then, and it may write over that.
-Inductor writes over an operand only where nothing else is made of it then, and where each element
-of the result is made of the one at the same place.
+Such a buffer uses no memory.  The op that reads it computes it in one kernel, so it also reads the
+sources of the buffer, which stay in memory until then and which it may overwrite.  Inductor
+overwrites an operand only if nothing else is made of it afterwards, and if each element of the
+result is made of the element at the same place.
 
-On a CPU all that is generated between two external ops (`fused_costs`) is one function, at the end
-of which dies what dies in it.  What the next external op reads may be recomputed there, too, and
-then takes as much as an operand that is written over leaves.
+On a CPU all code generated between two external ops (`fused_costs`) is one function, and buffers
+that die in it are freed only at its end.  Operands of the next external op may be recomputed in it,
+too, and then use as much memory as an overwritten operand leaves.
 
-Blind spots: which of several operands Inductor writes over; results of one kernel that are made of
-the same operand, where it is the scheduler that puts them together.
+Blind spots: the operand that Inductor overwrites where there are several; results that share an
+operand and a kernel by decision of the scheduler.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def within_kernels(graph: TrainingGraph, uses: Sequence[RegionUse]) -> TrainingG
 
 
 def buffer_of(graph: TrainingGraph, lowered: LoweredRegion, storage: int) -> int:
-    """The buffer of the graph that a storage made by an op of the region became."""
+    """The buffer of the graph for a storage that an op of the region made."""
     producer = lowered.ops[lowered.storages[storage].producer]
     op = graph.ops[graph.index_of[producer.name]]
     return op.outputs[producer.outputs.index(storage)]
 
 
 class _KernelGraph:
-    """The graph of a step, op by op, while it is changed."""
+    """The graph of a step while it is changed op by op."""
 
     def __init__(self, graph: TrainingGraph, uses: Sequence[RegionUse]) -> None:
         self._captured = graph
@@ -53,7 +53,7 @@ class _KernelGraph:
                               for index, buffer in enumerate(graph.buffers))
         self._nodes: dict[int, fx.Node] = {}
         self._operands: dict[int, list[tuple[int, bool]]] = {}
-        """Buffers that an op reads, and whether each element of its result is made of the one at
+        """Buffers that an op reads; true if each element of its result is made of the element at
         the same place."""
         for use in uses:
             for op in use.lowered.ops:
@@ -69,7 +69,7 @@ class _KernelGraph:
         self.graph = replace(graph, buffers=self._buffers, ops=self._writing_over_sources(ops))
 
     def _reading_sources(self) -> tuple[TrainingOp, ...]:
-        """The ops, each of which also reads what the fused buffers are made of that it reads."""
+        """The ops, each with the sources of the fused buffers it reads added to its inputs."""
         sources: dict[int, tuple[int, ...]] = {}
         ops = []
         for op in self._captured.ops:
@@ -80,13 +80,13 @@ class _KernelGraph:
         return tuple(ops)
 
     def _writing_over_sources(self, ops: Sequence[TrainingOp]) -> tuple[TrainingOp, ...]:
-        """The ops, pointwise ones with all the operands that their results may be written over."""
+        """The ops; pointwise ones with all the operands that their results may overwrite."""
         is_read_beside = self._read_beside(ops)
         recomputed_bytes = self._bytes_that_follow()
         alike: dict[int, tuple[int, ...]] = {}
-        """Of a fused buffer, what it is made of at the same place alone."""
+        """Sources of a fused buffer that are read at the same place only."""
         unlike: dict[int, Set[int]] = {}
-        """... and at other places."""
+        """Its sources that are read at other places."""
         changed = []
         for index, op in enumerate(ops):
             over = tuple(buffer for buffer in op.inplace if buffer not in self._fused)
@@ -113,7 +113,7 @@ class _KernelGraph:
 
     def _read_beside(self, ops: Sequence[TrainingOp]) -> Callable[[int, int], bool]:
         """Return a predicate of a buffer and an op: true if another pointwise op of the backward
-        makes another result of the buffer that is likely to be of the op's kernel."""
+        makes another result from the buffer, probably in the op's kernel."""
         stretch = list(accumulate(not self._is_generated(index) for index in range(len(ops))))
         readers: dict[tuple[int, int], set[int]] = defaultdict(set)
         for index, op in enumerate(ops):
@@ -128,8 +128,8 @@ class _KernelGraph:
         return is_read
 
     def _bytes_that_follow(self) -> list[int]:
-        """For each op, what may be recomputed for the external ops that follow what is generated
-        with it."""
+        """For each op, the bytes that its generated function may recompute for the external ops
+        that follow."""
         graph = self._captured
         if graph.device.partition(":")[0] != "cpu":
             return [0] * len(graph.ops)
@@ -155,7 +155,7 @@ class _KernelGraph:
 
 
 def _same_place(operand: fx.Node, node: fx.Node) -> bool:
-    """Return whether an operand that fills its storage is laid out as the result of a node."""
+    """True if an operand fills its storage and has the layout of the node's result."""
     value, result = operand.meta.get("val"), node.meta.get("val")
     return (isinstance(value, torch.Tensor) and isinstance(result, torch.Tensor)
             and value.shape == result.shape and value.stride() == result.stride()

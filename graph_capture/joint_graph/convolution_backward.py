@@ -1,12 +1,12 @@
-"""The backward of a convolution in two halves, so that its memory need not be there at once.
+"""The backward of a convolution in two halves, which need less memory one after the other.
 
-ATen has one op for the gradients of input, weight and bias, which makes them one after the other.
-As one op it holds the gradient that is made first while the kernel of the next takes its buffers
-(on a CPU, copies of its operands in another layout); as two, each is alone.  In a U-Net that is the
-peak which no recomputation lowers.
+ATen has one op for the gradients of input, weight and bias, which computes them one after the
+other.  It keeps the first gradient alive while the next kernel allocates its buffers (on a CPU,
+copies of its operands in another layout); as two ops, each is alone.  In a U-Net this is the peak
+that no recomputation lowers.
 
-The halves are the same op with another `output_mask`: its kernels are called as before, and the
-results are the same to the last bit.
+The halves are the same op with another `output_mask`: they call the same kernels, and the results
+are bitwise the same.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import fx
 
 _WHOLE = torch.ops.aten.convolution_backward.default
 OUTPUT_MASK = 10
-"""Position of the argument that says which of the three gradients are wanted."""
+"""Position of the argument that selects the wanted gradients."""
 
 
 def halves(target: object, args: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Arguments of the two calls that one call of an op can be split in, the half for weight and
-    bias first; none where it is no backward of a convolution, or makes only one of them."""
+    """Arguments of the two calls into which a call can be split, the half for weight and bias
+    first; none if it is no backward of a convolution, or makes only one of them."""
     if target is not _WHOLE or not (args[OUTPUT_MASK][0] and any(args[OUTPUT_MASK][1:])):
         return ()
     _, *of_weight = args[OUTPUT_MASK]

@@ -1,15 +1,15 @@
 """Ops that overwrite a whole operand, called without it.
 
-`torch.empty_like(x).normal_()` becomes, in a functional graph, a random op that takes the empty
-tensor as an operand, of which it reads nothing but the layout.  The operand is memory to hold, and
-cannot be made again where it is not initialised.  Here such a call becomes one op that allocates
-its result and writes it in place, as the plain step does: the same kernel, on the same layout, so
-that random numbers are the same.  A copy that is scattered into another tensor is its source.
+`torch.empty_like(x).normal_()` becomes, in a functional graph, a random op with the empty tensor as
+an operand, of which it reads only the layout.  The operand uses memory, and cannot be recomputed if
+it is not initialised.  Here such a call becomes one op that allocates its result and writes it in
+place, as the plain step does: the same kernel on the same layout, so that random numbers are the
+same.  A copy that is scattered into another tensor is replaced by its source.
 
-What is left of uninitialised memory in the forward, parts of which are written one after the other,
-starts as zeros: a second run then gives the same bytes.
+Other uninitialised memory in the forward, which is written part by part, starts as zeros, so that a
+second run gives the same bytes.
 
-Blind spot: a program whose result depends on what was in uninitialised memory finds zeros there.
+Blind spot: a program whose result depends on uninitialised memory finds zeros there.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class _Overwriting:
     """An op of functional graphs that reads nothing of one of its operands."""
 
     inplace: OpOverload
-    """Writes into that operand."""
+    """The op that writes into that operand."""
     position: int = 0
-    """Of the operand."""
+    """Position of the operand."""
 
     def run(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype,
             device: torch.device, *others: Any, **kwargs: Any) -> Any:
-        """The op on memory of its own."""
+        """Run the op on newly allocated memory."""
         written = torch.empty_strided(size, stride, dtype=dtype, device=device)
         result = self.inplace(*others[:self.position], written, *others[self.position:], **kwargs)
         return written if self.position == 0 else (result, written)
 
     def written(self, results: Any) -> Any:
-        """Of the op's results, or the nodes or values that stand for them, the operand."""
+        """The overwritten operand among the op's results, or among the nodes or values for them."""
         return results if self.position == 0 else results[self.position]
 
 
@@ -75,11 +75,11 @@ _OVERWRITING: dict[OpOverload, _Overwriting] = {
     _aten.fill.Scalar: _Overwriting(_aten.fill_.Scalar),
     _aten.fill.Tensor: _Overwriting(_aten.fill_.Tensor),
     _aten.zero.default: _Overwriting(_aten.zero_.default),
-    # Outside of training it leaves the noise as it is.
+    # Outside of training it does not change the noise.
     _aten.rrelu_with_noise_functional.default: _Overwriting(_aten.rrelu_with_noise.default, 1),
 }
 _TRAINING = 4
-"""Position of that argument of `rrelu_with_noise_functional`."""
+"""Position of the argument `training` of `rrelu_with_noise_functional`."""
 
 _SCATTERS = frozenset({
     _aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default,
@@ -110,8 +110,8 @@ _RULES: dict[OpOverload, _Overwriting] = {_FRESH[op]: rule for op, rule in _OVER
 
 def written_in_place(op: OpOverload, args: tuple[Any, ...], out: Any
                      ) -> tuple[OpOverload, tuple[Any, ...]]:
-    """The op of torch that writes a fresh result, with its arguments; any other op as it is.
-    `out`: the result."""
+    """The torch op that writes a fresh result, with its arguments; any other op unchanged.  `out`:
+    the result."""
     rule = _RULES.get(op)
     if rule is None:
         return op, args
@@ -120,8 +120,8 @@ def written_in_place(op: OpOverload, args: tuple[Any, ...], out: Any
 
 
 def make_results_fresh(joint: JointGraph) -> JointGraph:
-    """Call each op of a clean joint graph that overwrites an operand without it, and let other
-    uninitialised memory of the forward be zeros."""
+    """Replace each op of a clean joint graph that overwrites an operand by its fresh op, and other
+    uninitialised memory of the forward by zeros."""
     graph = joint.graph
     for node in graph.nodes:
         if node.target is _aten.copy.default:
@@ -142,7 +142,7 @@ def make_results_fresh(joint: JointGraph) -> JointGraph:
 
 
 def _scatter_source(copy: fx.Node) -> None:
-    """Let what only scatters a copy read its source, where that has the same shape and dtype."""
+    """Let ops that only scatter a copy read its source, if that has the same shape and dtype."""
     source, result = copy.args[1], copy.meta["val"]
     if not isinstance(source, fx.Node):
         return
@@ -161,7 +161,7 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
         return
     like = traced = rule.written(node.meta["val"])
     if torch.Tag.nondeterministic_seeded in node.target.tags:
-        # Random numbers are dealt out in the order of the memory that the plain step writes.
+        # Random numbers are assigned in the order of the memory that the plain step writes.
         like = node.args[rule.position].meta["val"]
     if _has_own_elements(like) and not _alone_reads_random(node, node.args[rule.position]) and (
             like.stride() == traced.stride() or (
@@ -171,8 +171,8 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:
-    """Whether a random op would have no reader left without this operand: it would not run, and
-    later ones would draw other numbers."""
+    """True if a random op would have no reader without this operand: it would not run, and later
+    ones would draw other numbers."""
     unread, pending = {reader}, [operand]
     while pending:
         node = pending.pop()
@@ -185,7 +185,7 @@ def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:
 
 
 def _has_own_elements(tensor: torch.Tensor) -> bool:
-    """Whether sizes are known, and no two elements of a tensor are one."""
+    """True if sizes are known and no two elements of a tensor share memory."""
     layout = (*tensor.shape, *tensor.stride())
     return all(isinstance(number, int) for number in layout) and not any(
         stride == 0 and size > 1
@@ -195,7 +195,7 @@ def _has_own_elements(tensor: torch.Tensor) -> bool:
 def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, like: torch.Tensor,
              others: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
              ) -> None:
-    """Put a call of a fresh op, laid out as `like`, in the place of a node."""
+    """Replace a node by a call of a fresh op with the layout of `like`."""
     layout = (list(like.shape), list(like.stride()), like.dtype, like.device)
     with graph.inserting_before(node):
         new = _call(graph, target, (*layout, *others), kwargs, node)

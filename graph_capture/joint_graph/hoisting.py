@@ -1,10 +1,10 @@
 """Ops at the end of a joint graph, or in its backward, that belong to the forward.
 
-Inductor's partitioner is a minimum cut between what the forward has and what the backward needs,
-and what it saves may be computed by an op that stands in the backward, though no gradient flows
+Inductor's partitioner is a minimum cut between the values of the forward and the needs of the
+backward.  It may save the result of an op that stands in the backward although no gradient flows
 into it (the inverse deviation over the width, in the backward of a normalization).  Such ops are
-hoisted into the forward, so that their results can be saved.  Which ones depends on sizes; a plan
-that is to serve several sizes keeps the list.
+hoisted into the forward, so that their results can be saved.  The choice depends on sizes, so a
+plan for several sizes keeps the list.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def saved_by_default(joint: JointGraph) -> frozenset[str]:
 
 
 def ops_to_hoist(joint: JointGraph, saved: frozenset[str]) -> tuple[int, ...]:
-    """The ops that make `saved`, and what they need, where they stand in the backward: their
-    positions in the graph."""
+    """Positions in the graph of the ops in the backward that compute `saved`."""
     last = last_forward_node(joint)
     if last is None:
         return ()
@@ -50,8 +49,8 @@ def ops_to_hoist(joint: JointGraph, saved: frozenset[str]) -> tuple[int, ...]:
 
 
 def hoist(joint: JointGraph, positions: Sequence[int]) -> None:
-    """Move the ops at these positions of the graph to the end of the forward, as far as what they
-    read is there: of another graph than the positions are for, anything may stand at them."""
+    """Move the ops at these positions to the end of the forward, if their operands are there: in
+    another graph than the positions are for, any op may stand at them."""
     last = last_forward_node(joint)
     if last is None:
         return
@@ -64,10 +63,11 @@ def hoist(joint: JointGraph, positions: Sequence[int]) -> None:
 
 
 def hoist_updates(joint: JointGraph) -> None:
-    """Move updates of inputs (BatchNorm's running statistics) from the end of the graph, where they
-    stand, to the end of the forward, with what they are computed by.
+    """Move updates of inputs (BatchNorm's running statistics), with the ops that compute them, from
+    the end of the graph to the end of the forward.
 
-    Only where nothing else reads the old value: a recomputation would read the new one.
+    An update moves only if nothing else reads the old value: a recomputation would read the new
+    one.
     """
     last = last_forward_node(joint)
     if last is None:
@@ -84,6 +84,6 @@ def hoist_updates(joint: JointGraph) -> None:
 
 
 def _is_only_updated(update: fx.Node) -> bool:
-    """Whether all that is computed from an input goes into its update."""
+    """True if all values computed from an input go into its update."""
     others = descendants(update.args[0].users, lambda node: node is not update)
     return all(node.op != "output" and node.users for node in others)

@@ -1,14 +1,14 @@
-"""Which op can write its result over an input that dies.
+"""Operands over which an op can write its result once they are dead.
 
 Functionalization turned in-place ops into allocating ones; a kernel that reads each element before
-it writes it can be put back in place.  That holds for every pointwise op (torch tags them), for
-the softmax backwards, which reduce a whole row before they write it, and for what a matrix product
-is added to.  Whether the input really dies
-depends on the schedule: `solvers.simulator` decides, by the candidates found here.
+it writes it can be put back in place.  That holds for every pointwise op (torch tags them), for the
+softmax backwards, which reduce a whole row before they write it, and for the summand of a matrix
+product.  The schedule determines if the input is dead: `solvers.simulator` decides among the
+candidates found here.
 
 Blind spots: out-variants that torch generated (functional call, then copy) would save nothing and
-are not used; where a kernel lays out a result in another way than its traced fake copy, what should
-have been written over it takes new memory after all (see `overwrite`).
+are not used; if a kernel's result has another layout than its traced fake copy, an op that should
+have overwritten it allocates new memory (see `overwrite`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROW_WISE = frozenset({
 })
 """Not pointwise, but each row of the gradient is reduced before any of it is overwritten."""
 _ADDING = {_aten.addmm.default: _aten.addmm_.default, _aten.baddbmm.default: _aten.baddbmm_.default}
-"""Matrix products added to their first operand."""
+"""Matrix products with a summand as the first operand."""
 
 
 def inplace_candidates(
@@ -40,8 +40,8 @@ def inplace_candidates(
 ) -> tuple[fx.Node, ...]:
     """Operands of `node`, in order of preference, that its result may overwrite.
 
-    `share_storage` tells whether two operands live in one storage.  The operand's tensor must have
-    the result's shape, strides and dtype and cover its whole storage; no other operand may see that
+    `share_storage`: true if two operands live in one storage.  The operand's tensor must have the
+    result's shape, strides and dtype and cover its whole storage; no other operand may see that
     storage through a different view.
     """
     result = node.meta.get("val")
@@ -69,7 +69,7 @@ def inplace_candidates(
 
 
 def can_write_inplace(target: OpOverload) -> bool:
-    """Whether some operand of the op may be overwritten by its result, layouts permitting."""
+    """True if the op's result may overwrite some operand, layouts permitting."""
     return target is _aten.clone.default or _writer(target) is not None
 
 
@@ -97,11 +97,11 @@ def overwrite(
     variant: OpOverload, settings: dict[str, Any], target: OpOverload, args: tuple[Any, ...],
     kwargs: dict[str, Any], strides: tuple[tuple[int, ...], ...],
 ) -> torch.Tensor:
-    """`variant(*args, **settings)`, which writes over an operand, where the operands are laid out
-    as they were traced, else `target(*args, **kwargs)`, the functional op.
+    """`variant(*args, **settings)`, which overwrites an operand, if the operands have their traced
+    strides; otherwise the functional `target(*args, **kwargs)`.
 
-    Some kernels lay their results out in another way than their traced fake copies say (BatchNorm
-    of a transposed input does); what is written over such a result would not have the strides that
+    Some kernels lay out their results differently from their traced fake copies (BatchNorm of a
+    transposed input does); a result written over such an operand would not have the strides that
     later views expect.
     """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -111,7 +111,7 @@ def overwrite(
 
 
 def _has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether these are the strides of `tensor`, dimensions of size 1 aside."""
+    """True if these are the strides of `tensor`, dimensions of size 1 aside."""
     found = tensor.stride()
     return found == strides or all(
         mine == wanted or size == 1
@@ -120,7 +120,7 @@ def _has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """How to call the variant of an op that writes into one of its operands."""
+    """The variants of an op that write into one of its operands."""
 
     inplace: OpOverload | None
     """`op_`, which writes into the first operand."""
@@ -134,7 +134,7 @@ class _Writer:
     def variant(
         self, args: tuple[Any, ...], operand: fx.Node
     ) -> tuple[OpOverload, dict[str, Any]]:
-        """The op to call and the keyword that names the operand, if it takes one."""
+        """The op to call, and the keyword argument for the operand if it needs one."""
         if self.inplace is not None and args and args[0] is operand:
             return self.inplace, {}
         if self.out is None:

@@ -1,14 +1,13 @@
-"""A joint forward+backward graph, cleaned of what the planner must not see.
+"""A joint forward+backward graph, cleaned for the planner.
 
-AOTAutograd hands its partitioner one fx graph of the forward and the backward.  Here it is stripped
-of dead and duplicate ops, and of the backward through outputs that receive no gradient: those
-cotangents are known to be zero, and plain autograd would never run that part (AOTAutograd, left to
-itself, allocates the zeros and runs it).
+AOTAutograd hands its partitioner one fx graph of the forward and the backward.  Here dead and
+duplicate ops are removed, and the backward through outputs that receive no gradient: those
+cotangents are zero, and plain autograd would never run that part (AOTAutograd itself allocates the
+zeros and runs it).
 
-The backward of a convolution is split in two (see `convolution_backward`), and the order is changed
-in one respect: what makes a gradient that the backward returns runs as soon as it can.  Such a
-gradient is held to the end whenever it is made, while what it is made from, the activation that a
-layer saved, can go before the gradient of the layer's input is made.
+The backward of a convolution is split in two (see `convolution_backward`).  Ops that make a
+returned gradient run as early as possible: such a gradient stays alive to the end anyway, and the
+activation from which it is made can be freed before the gradient of the layer's input is made.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ from planner._graph_capture.torch_compat import (
 )
 
 _NUMBER = "checkpoint_planner_number"
-"""A keyword that tells random ops apart while duplicates are looked for."""
+"""A keyword that distinguishes random ops while duplicates are eliminated."""
 
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A clean joint graph and what its inputs and outputs stand for."""
+    """A clean joint graph and the roles of its inputs and outputs."""
 
     graph: fx.Graph
     owner: fx.GraphModule
-    """The module that holds the graph's attributes."""
+    """The module with the graph's attributes."""
     primals: tuple[fx.Node, ...]
     """Inputs of the forward: parameters, buffers, the model's inputs."""
     cotangents: tuple[fx.Node, ...]
     """Gradients of the differentiable outputs: inputs of the backward."""
     forward_outputs: tuple[fx.Node | None, ...]
-    """What the forward returns: updated inputs first, then the model's outputs."""
+    """Outputs of the forward: updated inputs first, then the model's outputs."""
     mutations: dict[int, int]
     """Position among the forward outputs -> index of the primal that it is copied into."""
     differentiable_outputs: tuple[fx.Node | None, ...]
     """For each cotangent, the forward output whose gradient it is (`None`: an updated input)."""
     gradients: tuple[fx.Node | None, ...]
-    """What the backward returns, one for each primal (`None`: no gradient)."""
+    """Outputs of the backward, one for each primal (`None`: no gradient)."""
 
     @property
     def output(self) -> fx.Node:
@@ -72,12 +71,12 @@ class JointGraph:
                      if place not in self.mutations)
 
     def described_anew(self) -> JointGraph:
-        """The same graph after other nodes have taken the place of some of its outputs."""
+        """The description of the same graph after some of its outputs were replaced."""
         return _described(self.graph, self.owner, self.primals, self.cotangents,
                           len(self.forward_outputs))
 
     def copy(self) -> fx.GraphModule:
-        """A module of its own with a copy of the graph; nodes have the same names."""
+        """A new module with a copy of the graph; nodes have the same names."""
         return copied_module(self.owner, self.graph)
 
 
@@ -116,7 +115,8 @@ def clean_joint_graph(
 def _without_duplicates(graph: fx.Graph) -> fx.Graph:
     """A copy of the graph in which ops that compute the same value are one.
 
-    Each random op stays: torch's pass knows some of them only, so that all are numbered for it.
+    Random ops stay: torch's pass recognizes only some of them, so all get a number that
+    distinguishes them.
     """
     random = {node: node.kwargs for node in graph.nodes if is_random(node)}
     try:
@@ -133,8 +133,8 @@ def _without_duplicates(graph: fx.Graph) -> fx.Graph:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erase what nothing reads, but for random ops: later ones would draw other numbers.  Within a
-    compilation fx would erase these, too."""
+    """Erase unread nodes except random ops: without these, later ones would draw other numbers.
+    Within a compilation fx would erase these, too."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure())
 
 
@@ -160,9 +160,9 @@ def _described(graph: fx.Graph, owner: fx.GraphModule, primals: tuple[fx.Node, .
 
 
 def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
-    """Move each op of the backward that makes a returned gradient, if need be by way of views and
-    casts, to just behind the last of its operands, views of which come along; what comes behind the
-    same operand keeps its order."""
+    """Move each op of the backward that makes a returned gradient, also by way of views and casts,
+    to just behind the last of its operands, together with views of it; ops behind the same operand
+    keep their order."""
     nodes = list(graph.nodes)
     output = graph.output_node()
     of_forward = {node for node in output.args[0][:num_forward_outputs]
@@ -199,7 +199,7 @@ def _makes_anew(node: fx.Node, hastened: set[fx.Node]) -> bool:
     """True for an op that turns the gradient of a tensor that only it reads into another one, as
     the backward of weight normalization does.
 
-    It waits for the gradient of the layer's input, which may be the last to read the weight.
+    It waits for the gradient of the layer's input, which may be the last reader of the weight.
     """
     return (len(node.all_input_nodes) > 1 and not is_view(node)
             and not can_write_inplace(node.target)
@@ -208,12 +208,12 @@ def _makes_anew(node: fx.Node, hastened: set[fx.Node]) -> bool:
 
 
 def _in_backward(graph: fx.Graph) -> set[fx.Node]:
-    """The cotangents, and all that is computed from them."""
+    """The cotangents and all nodes computed from them."""
     return descendants(filter(is_cotangent, graph.find_nodes(op="placeholder")))
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op only names its operand's storage anew, by its schema."""
+    """True if the op, by its schema, returns a view of its operand."""
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 
@@ -223,7 +223,7 @@ def primals_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def is_cotangent(node: fx.Node) -> bool:
-    """Whether an input of a joint graph belongs to its backward."""
+    """True if an input of a joint graph belongs to its backward."""
     return "tangents" in str(node.target)
 
 
@@ -232,8 +232,8 @@ def _prune_backward(
 ) -> None:
     """Propagate the zeros of `absent` cotangents.
 
-    The backward is linear in the cotangents, so a node all of whose cotangent-dependent inputs are
-    zero is zero.  Where a zero meets a gradient, a sum passes the gradient on and any other op gets
+    The backward is linear in the cotangents, so a node is zero if all its cotangent-dependent
+    inputs are.  Where a zero meets a gradient, a sum passes the gradient on and any other op gets
     the zeros it needs; a gradient that is zero altogether becomes `None`, as in plain autograd.
     """
     if not absent:
@@ -263,7 +263,7 @@ def _prune_backward(
 
 
 def _surviving_summand(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
-    """The other summand of a sum with a zero, where it is the sum to the last bit."""
+    """The other summand of a sum with a zero, if it is bitwise the sum."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return None
     left, right = node.args
@@ -294,7 +294,7 @@ _DESCRIPTIVE_META = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "p
 
 
 def is_tuple_element(node: fx.Node) -> bool:
-    """Whether the node picks one result of an op with several."""
+    """True if the node picks one result of an op with several."""
     return node.op == "call_function" and node.target is operator.getitem
 
 

@@ -1,16 +1,15 @@
-"""A backward that holds less, for the price of some copies.
+"""A backward that uses less memory, for the price of some copies.
 
-The gradient of a concatenation is one tensor of which each operand's gradient is a view.  Where a
-part is read late (a U-Net adds the skip's half only when the backward has come down to the depth
-where the skip began), it keeps the whole alive until then.  Here such parts are copied as soon as
-the whole is made, which then goes when its other parts have been read.
+The gradient of a concatenation is one tensor, and each operand's gradient is a view of it.  A part
+that is read late keeps the whole alive until then (a U-Net adds the skip's half only when the
+backward has come down to the depth where the skip began).  Here such parts are copied as soon as
+the whole is made, and the whole is freed after the last read of its other parts.
 
-The backward of a max pooling reads of its input only the shape: the positions of the maxima are
-saved, and say where the gradient goes.  Where its result is added to a gradient of the same layout,
-that gradient stands in for the input, which need not be held, or computed again, for its shape.
+The backward of a max pooling reads only the shape of its input: the saved positions of the maxima
+determine where the gradient goes.  If its result is added to a gradient of the same layout, that
+gradient replaces the input, which need not be saved or recomputed for its shape.
 
-Values are the same to the last bit.  Copies take time, so that a plan uses them only where they
-pay.
+Values are bitwise the same.  Copies take time, so a plan uses them only where they pay.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from planner._graph_capture.joint_graph.walks import descendants, readers
 from planner._graph_capture.torch_compat import same_sizes
 
 _LARGEST_SHARE = 0.5
-"""The parts that are read late are copied if they are at most this part of the whole."""
+"""Parts that are read late are copied if they are at most this share of the whole."""
 _LEAST_OPS = 4
-"""So many ops, at least, must run between the last read of the others and that of the late parts;
-in fewer, nothing much is made that could use the memory."""
+"""Minimum number of ops between the last read of the other parts and that of the late parts; in
+fewer, little is made that could use the memory."""
 
 _POOL_BACKWARD = torch.ops.aten.max_pool2d_with_indices_backward.default
 _POOL_INPUT = 1
@@ -37,8 +36,8 @@ _POOL_INPUT = 1
 
 
 def lower_backward_peak(joint: JointGraph, *, compiled: bool = False) -> None:
-    """Copy late parts of gradients, and let gradients stand in for inputs of poolings; `compiled`:
-    by Inductor."""
+    """Copy late parts of gradients, and let gradients replace inputs of poolings; `compiled`: by
+    Inductor."""
     graph = joint.graph
     target = REALIZED_COPY if compiled else torch.ops.aten.clone.default
     for part in late_parts(joint):
@@ -57,7 +56,7 @@ def lower_backward_peak(joint: JointGraph, *, compiled: bool = False) -> None:
 
 
 def late_parts(joint: JointGraph) -> list[fx.Node]:
-    """Views of a part of a gradient that would, copied, let the whole go early."""
+    """Views of a part of a gradient whose copies would let the whole be freed early."""
     output = joint.output
     in_backward = descendants(joint.cotangents) - set(joint.cotangents)
     order = {node: position for position, node in enumerate(
@@ -70,7 +69,7 @@ def late_parts(joint: JointGraph) -> list[fx.Node]:
             continue
         reads = {user: readers(user, _is_alias) if _is_alias(user) else {user}
                  for user in node.users}
-        # What the backward returns is held to its end, whoever else reads it.
+        # Outputs of the backward stay alive to its end, whoever else reads them.
         if all(nodes and output not in nodes for nodes in reads.values()):
             found += _worth_copying(whole, {
                 user: max(map(order.__getitem__, nodes)) for user, nodes in reads.items()})
@@ -78,7 +77,7 @@ def late_parts(joint: JointGraph) -> list[fx.Node]:
 
 
 def _worth_copying(whole: torch.Tensor, last_read: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """The parts, of all direct users of a whole, that are read late and small enough together."""
+    """The direct users of a whole that are read late and together small enough."""
     users = sorted(last_read, key=last_read.__getitem__)
     for count in range(1, len(users)):
         late = users[count:]
@@ -90,7 +89,7 @@ def _worth_copying(whole: torch.Tensor, last_read: Mapping[fx.Node, int]) -> lis
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Whether the node is a view, or one of several that an op makes at once."""
+    """True if the node is a view, or one of several that an op makes at once."""
     return is_view(node.args[0] if is_tuple_element(node) else node)
 
 
@@ -100,7 +99,7 @@ def _bytes_of(node: fx.Node) -> int:
 
 
 def _other_summand(node: fx.Node) -> fx.Node | None:
-    """What the node's result is added to, where nothing else reads it."""
+    """The other summand if the node's result is only added to something."""
     if len(node.users) != 1:
         return None
     total = next(iter(node.users))

@@ -1,7 +1,7 @@
-"""A joint fx graph as ops that exchange storages: how a step is planned and rewritten.
+"""Lowers a joint fx graph to ops that exchange storages, for planning and rewriting.
 
-Nodes are grouped by the storage that their value lives in.  A node whose result only aliases its
-inputs (a view, `detach`, a tuple element) is no op: it costs nothing and is re-made wherever it is
+Nodes are grouped by the storage of their value.  A node whose result only aliases its inputs (a
+view, `detach`, a tuple element) is no op: it costs nothing and is emitted again wherever it is
 needed.  Everything up to the last op that a forward output needs is the forward; the rest is the
 backward.
 """
@@ -45,7 +45,7 @@ class LoweredStorage:
     producer: int
     """Index of the op that makes it; -1 for a cotangent."""
     root: fx.Node | None
-    """The node that holds it when it is made (`None`: nothing reads it)."""
+    """The node whose value it is when it is made (`None`: nothing reads it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,16 @@ class LoweredOp:
     source: str
     phase: Phase
     inputs: tuple[int, ...]
-    """Storages that it reads; those of the region's inputs are left out."""
+    """Storages that it reads, without those of the region's inputs."""
     outputs: tuple[int, ...]
     inplace: tuple[int, ...]
-    """Input storages that its only output may take over, in order of preference."""
+    """Input storages that its only output may overwrite, in order of preference."""
     inplace_operands: tuple[fx.Node, ...]
     """For each of `inplace`, the operand to write into."""
     replay: Replay
     digest: str
     structure: str
-    """Hash of what the digest covers, sizes aside."""
+    """Hash of the same text as the digest, without sizes."""
     result: str
     """Dtype, shape and strides of its result."""
 
@@ -89,23 +89,24 @@ class LoweredRegion:
     mutation_sources: tuple[int, ...]
     """Storages that are copied into inputs (BatchNorm's statistics) right after the forward."""
     held_outputs: tuple[int, ...]
-    """Storages that the forward hands to its caller."""
+    """Storages that the forward returns to its caller."""
     gradient_storages: tuple[tuple[int, int], ...]
     """(storage, index of the primal) for each gradient that the backward returns."""
     cotangent_storages: tuple[int | None, ...]
-    """For each cotangent its storage; `None` where no gradient flows in."""
+    """For each cotangent its storage; `None` if no gradient flows in."""
     base_of: Mapping[fx.Node, fx.Node]
-    """Node -> the input or op result that it is, or is a view of."""
+    """Node -> the input or op result that it is or views."""
     hoisted: tuple[int, ...] = ()
     """See `Region.hoisted`."""
     chunks: int = 1
-    """In how many chunks a part of it runs; 1 where it has no such part."""
+    """Number of chunks in which its widest part runs; 1 if it has no such part."""
     inner_chunks: int = 1
-    """In how many chunks the insides of layers run; 1 where there are none."""
+    """Number of chunks in which the insides of layers run; 1 if there are none."""
     elided: tuple[int, ...] = ()
     """See `Region.elided`."""
     saved_by_default: frozenset[str] = frozenset()
-    """Names of the nodes that Inductor's own partitioner saves, where what to hoist was chosen."""
+    """Names of the nodes that Inductor's own partitioner saves; empty if the hoisted ops were
+    given."""
 
     @property
     def returned(self) -> tuple[fx.Node | None, ...]:
@@ -125,8 +126,8 @@ def epilogue_name(region: int) -> str:
 
 def lower(joint: JointGraph, primal_names: Sequence[str], region: int = 0, block: str = ""
           ) -> LoweredRegion:
-    """Lower a clean joint graph, the step's `region`-th; `primal_names` are stable names of its
-    inputs, `block` is the submodule whose graph it is, empty for the whole model."""
+    """Lower a clean joint graph, the step's `region`-th; `primal_names`: stable names of its
+    inputs; `block`: the submodule of the graph, empty for the whole model."""
     return _Lowering(joint, primal_names, region, block).run()
 
 
@@ -150,7 +151,7 @@ class _Lowering:
         self.region = region
         self.mutated = {joint.primals[index] for index in joint.mutations.values()}
         for primal, name in zip(joint.primals, primal_names, strict=True):
-            # Its layout is in no op's result, yet decides what kernels take for themselves.
+            # The layout of an input is in no op's result, but affects the workspace of kernels.
             self._add_resident(primal, f"{name} {describe_value(primal.meta['val'])}")
             self.region_signatures[primal] = name
         self.cotangents: list[int | None] = []
@@ -274,7 +275,7 @@ class _Lowering:
             self.region_signatures[node] = f"{self.region_signatures[base]}[{node.args[1]}]"
         else:
             self.references[node] = f"view:{digest(describe_call(node, self.references))}"
-            # Which views lead there may depend on sizes: one of everything is none.
+            # The views on the way may depend on sizes: a view of everything is none.
             self.region_signatures[node] = self.region_signatures[base]
         self.base_of[node] = node if self._is_element_of_op(node, base) else self.base_of[base]
         if not isinstance(value, torch.Tensor):
@@ -290,7 +291,7 @@ class _Lowering:
         self.storage_of[node] = storage
 
     def _is_element_of_op(self, node: fx.Node, base: fx.Node) -> bool:
-        """Whether the node picks a result of an op that makes several, not a chunk of a view."""
+        """True if the node picks a result of an op that makes several, not a part of a view."""
         return is_tuple_element(node) and base not in self.storage_of
 
     def _same_base(self, left: fx.Node, right: fx.Node) -> bool:
@@ -298,10 +299,9 @@ class _Lowering:
 
 
 def _aliased_operand(node: fx.Node) -> fx.Node | None:
-    """The operand whose storage the node's result only names anew; `None` for an op that computes.
+    """The operand whose storage the node's result aliases; `None` for an op that computes.
 
-    Read off the schema, not off the traced storages: those are stale where a duplicate op was
-    merged into its fake copy.
+    The schema decides, not the traced storages: those are stale where a duplicate op was merged.
     """
     if is_tuple_element(node):
         return node.args[0]
@@ -327,8 +327,8 @@ _WHOLE_STORAGE_COPIES = frozenset({
     torch.ops.aten.diagonal_scatter.default,
     torch.ops.aten.as_strided_scatter.default,
 })
-"""Ops that keep the strides of their first operand by copying its whole storage, of which it may
-be a small part; the traced storages do not show that."""
+"""Ops that keep the strides of their first operand by copying its whole storage, of which it may be
+a small part; the traced storages do not show that."""
 
 _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 """Ops whose result aliases their operand although their schema does not say so."""

@@ -1,11 +1,10 @@
 """Names and digests that are the same for the same graph in any process, on any machine.
 
-A name is module path, op and occurrence, so that a change elsewhere in the model leaves it alone.
-A digest covers what an op computes: target, arguments, where they come from, shapes and dtypes.
-A structure is the same text without sizes: two batches of different size give different digests and
-one structure, where the model does the same with both.
-Device indices are left out (a plan made for `cuda:0` serves `cuda:1`); nothing here depends on
-Python's hash seed or on fx node names.
+A name is module path, op and occurrence, so changes elsewhere in the model do not affect it.  A
+digest covers the computation of an op: target, arguments, their origin, shapes and dtypes.  A
+structure is the same text without sizes: two batches of different size give different digests and
+one structure if the model treats both alike.  Device indices are left out (a plan made for `cuda:0`
+serves `cuda:1`); nothing here depends on Python's hash seed or on fx node names.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Namer:
 
     def name(self, phase: Phase, module: str, target: str) -> str:
         """The name of the next op of this kind, e.g. `transformer.h.0.attn/aten.bmm#1`; regions
-        after the first carry their number in front."""
+        after the first prefix their number."""
         short = target.removesuffix(".default")
         occurrence = self._seen[phase, module, short]
         self._seen[phase, module, short] += 1
@@ -52,10 +51,10 @@ def module_of(node: fx.Node) -> str:
 
 
 def name_modules(captured: fx.GraphModule, root: nn.Module) -> None:
-    """Note on a graph that Dynamo captured of a module's forward the module names of `root`.
+    """Replace the module names in a graph that Dynamo captured by those of `root`.
 
-    Dynamo names a module by the way on which the code came to it, which differs with whatever wraps
-    a forward (`L['own'].__self__.h[0]`, a cell of a closure), and keys it by identity.
+    Dynamo names a module by the path of the code to it, which differs with whatever wraps a forward
+    (`L['own'].__self__.h[0]`, a cell of a closure), and keys it by identity.
     """
     names = {str(id(module)): name for name, module in root.named_modules()}
     for node in captured.graph.nodes:
@@ -117,9 +116,9 @@ def describe_call(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
 
 
 def describe_structure(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
-    """As `describe_call`, without what follows from the sizes of tensors: their shapes (but for the
-    number of dimensions), and the value of a number where the op takes a size or an operand (a mean
-    divides by one)."""
+    """Like `describe_call`, without everything that depends on tensor sizes: shapes (except the
+    number of dimensions), and numbers where the op accepts a size or an operand (a mean divides by
+    one)."""
     names, sizes = _arguments(node.target) if isinstance(node.target, OpOverload) else ((), ())
     named = [*zip(names, node.args, strict=False), *sorted(node.kwargs.items())]
     words = [f"{name}={_canonical(argument, references, sizes=name not in sizes)}"
@@ -131,8 +130,10 @@ def describe_structure(node: fx.Node, references: Mapping[fx.Node, str]) -> str:
 @cache
 def _arguments(target: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
     """Names of an op's arguments, and of those that are sizes or numbers that may follow from
-    sizes.  torch's schemas write `SymInt` where a size may stand, `int` for dimensions and modes;
-    an operand is a `Scalar`, or a `Tensor` in whose place a number may stand.
+    sizes.
+
+    torch's schemas write `SymInt` for sizes, and `int` for dimensions and modes; an operand is a
+    `Scalar`, or a `Tensor` that may be replaced by a number.
     """
     arguments = schema_of(target).arguments
     sizes = re.findall(r"(?:SymInt|Scalar)(?:\[\d*\])?\??\s(\w+)", str(schema_of(target)))
@@ -167,7 +168,7 @@ def describe_value(value: object) -> str:
 def _canonical(
     argument: object, references: Mapping[fx.Node, str], *, sizes: bool = True
 ) -> str:
-    """A canonical text of an argument; without `sizes`, numbers are left open."""
+    """A canonical text of an argument; without `sizes`, numbers are replaced by a word."""
     if isinstance(argument, fx.Node):
         return references[argument]
     if isinstance(argument, (tuple, list)):

@@ -1,7 +1,8 @@
-"""A lowered region without its sizes: whether a plan made for one batch serves another.
+"""The size-independent signature of a lowered region, which shows if a plan for one batch serves
+another.
 
-Two regions of equal structure have ops of the same names that read, make and may write over the
-same storages; so a schedule of the one is a schedule of the other, with the same lifetimes.
+Two regions of equal structure have ops of the same names that read, make and may overwrite the same
+storages; so a schedule of the one is a schedule of the other, with the same lifetimes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from planner._graph_capture.training_graph import RegionSignature
 
 
 def region_signature(region: LoweredRegion) -> RegionSignature:
-    """The structure of a region, and the sizes that it leaves open."""
+    """The structure of a region, and its sizes."""
     joint = region.joint
     parts = [f"{op.name} {op.structure} {op.inputs} {op.outputs} {op.inplace} "
              f"{op.replay.pinned} {op.replay.random} {len(op.replay.copied_inputs)}"

@@ -1,10 +1,9 @@
-"""The one way from a captured joint graph to the region that is planned, and executed by a plan.
+"""The only path from a captured joint graph to the region that is planned and executed.
 
-A plan names ops by what the rewriting makes of them: what capture plans and what a backend runs
-must be rewritten by the same steps in the same order.  These are called from here alone: clean,
-run a part in chunks, make results fresh (where the step runs op by op), copy late parts of
-gradients (low-peak variant), move what the forward can have into it and recompute dropouts (where
-Inductor compiles), hoist, lower.
+A plan names ops as they are after the rewriting, so capture and the backend must rewrite by the
+same steps in the same order.  Only this module calls these steps: clean, run a part in chunks, make
+results fresh (eager backend), copy late parts of gradients (low-peak variant), hoist updates and
+recompute dropouts (Inductor), hoist, lower.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from planner._graph_capture.joint_graph.symbolic_sizes import Sizes
 
 @dataclass(frozen=True, slots=True)
 class JointVariant:
-    """Which of its variants a joint graph is brought into."""
+    """The variant into which a joint graph is rewritten."""
 
     compiled: bool = False
     """For Inductor to compile; otherwise it runs op by op."""
     low_peak: bool = False
-    """The backward holds less at the price of copies, see `low_peak_backward`."""
+    """The backward uses less memory at the price of copies, see `low_peak_backward`."""
     chunks: int = 1
-    """In how many chunks its widest part runs, see `chunks.chunked`."""
+    """Number of chunks in which its widest part runs, see `chunks.chunked`."""
     inner_chunks: int = 1
-    """In how many chunks the insides of layers run, see `chunks.inner_parts`."""
+    """Number of chunks in which the insides of layers run, see `chunks.inner_parts`."""
 
 
 def lower_joint_graph(
@@ -51,11 +50,11 @@ def lower_joint_graph(
 ) -> LoweredRegion:
     """The region, the step's `region`-th, of a joint graph in one variant; `module` is not changed.
 
-    `cotangents`: which differentiable outputs receive a gradient; `input_names`: those of the
-    parameters and buffers among the inputs, `None` for any other.  `hoisted`: the ops that a plan
-    for Inductor has moved to the forward; `None` chooses them.  `elided`: outputs of the forward
-    that nobody reads, and that need not be whole where they are made in chunks.  `block`: the
-    submodule whose graph it is, empty for the whole model.
+    `cotangents`: true for the differentiable outputs that receive a gradient.  `input_names`: names
+    of the parameters and buffers among the inputs, `None` for any other.  `hoisted`: the ops that a
+    plan for Inductor has moved to the forward; `None` chooses them.  `elided`: outputs of the
+    forward that nobody reads, which may be elided if they are made in chunks.  `block`: the
+    submodule of the graph, empty for the whole model.
     """
     joint = clean_joint_graph(module, num_forward_outputs, cotangents)
     cut = Chunked(joint, 1, 1, ())
@@ -81,7 +80,7 @@ def lower_joint_graph(
 
 
 def has_low_peak_variant(region: LoweredRegion) -> bool:
-    """Whether there is anything to copy in a region's backward."""
+    """True if a region's backward has parts to copy."""
     return bool(late_parts(region.joint))
 
 

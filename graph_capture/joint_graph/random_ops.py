@@ -1,16 +1,16 @@
-"""Random ops that give the same numbers again, as ops of torch's dispatcher.
+"""Random ops that reproduce their numbers, as ops of torch's dispatcher.
 
-A random op has two companions.  One draws as the op does, and returns beside its results the state
-in which the device's default generator was before.  The other runs under such a state, and puts
-back the one that it found.
+A random op has two companions.  The *draw* runs like the op, and returns in addition the previous
+state of the device's default generator.  The *replay* runs under such a state, and restores the
+current one afterwards.
 
-They are ops, and not calls around ops, so that a compiler sees each as one kernel.  The one that
-draws is tagged as random: nothing merges two draws, drops one, or swaps it with another random op.
-The one that replays is a function of its operands, and may stand wherever those are.
+They are ops, not calls around ops, so that a compiler sees each as one kernel.  The draw is tagged
+as random: nothing merges two draws, drops one, or swaps it with another random op.  The replay is a
+function of its operands, and may stand wherever those are available.
 
-Both take what the op takes, and keyword arguments more: the generator's device, and to replay the
-state.  Numbers are dealt out in the order of an operand's strides, which therefore must be those of
-the traced graph.
+Both accept the op's arguments and more keyword arguments: the generator's device and, for the
+replay, the state.  Numbers are assigned in the order of an operand's strides, which therefore must
+be those of the traced graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planner._graph_capture.torch_compat import OpOverload, schema_of
 CPU_GENERATOR_STATE_BYTES = 5056
 """Size of `torch.get_rng_state()`."""
 _ACCELERATOR_STATE_BYTES = 16
-"""Size of an accelerator's: seed and offset, in host memory."""
+"""Size of an accelerator's state: seed and offset, in host memory."""
 
 _NAMESPACE = "checkpoint_planner"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -36,7 +36,7 @@ _STATE, _DEVICE = "generator_state", "generator_device"
 
 @dataclass(frozen=True, slots=True)
 class RandomRun:
-    """A random op that a companion runs."""
+    """The random op behind a companion."""
 
     op: OpOverload
     is_replay: bool
@@ -47,49 +47,49 @@ _RUNS: dict[OpOverload, RandomRun] = {}
 
 def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
          ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
-    """The call that draws as `op(*args, **kwargs)` does on `device`: it returns the op's results
-    and then the generator's state, a tensor in host memory."""
+    """The call that draws like `op(*args, **kwargs)` on `device`; it returns the op's results and
+    the generator's state, a tensor in host memory."""
     return _companions(op)[0], tuple(args), {**kwargs, _DEVICE: str(device)}
 
 
 def replay(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
            state: Any) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
-    """The call of `op(*args, **kwargs)` under a state of the generator of `device`, which is left
-    as it was found."""
+    """The call of `op(*args, **kwargs)` under a state of the generator of `device`, whose current
+    state is restored."""
     return _companions(op)[1], tuple(args), {**kwargs, _STATE: state, _DEVICE: str(device)}
 
 
 def is_companion(op: object) -> bool:
-    """Whether an op is one of those that draw or replay."""
+    """True if an op draws or replays for a random op."""
     return op in _RUNS
 
 
 def original_call(op: OpOverload, kwargs: Mapping[str, Any]
                   ) -> tuple[OpOverload, Mapping[str, Any], int]:
-    """The random op that a companion runs, its keyword arguments, and the bytes that the companion
-    allocates on top, next to its results; any other op as it is."""
+    """The random op behind a companion, its keyword arguments, and the bytes that the companion
+    allocates in addition to its results; any other op unchanged."""
     found = _RUNS.get(op)
     if found is None:
         return op, kwargs, 0
-    # The state that the generator is found in is set aside.
+    # The current state of the generator is saved.
     beyond = state_bytes(torch.device(kwargs[_DEVICE])) if found.is_replay else 0
     return found.op, {k: v for k, v in kwargs.items() if k not in (_STATE, _DEVICE)}, beyond
 
 
 def state_bytes(device: torch.device) -> int:
-    """Size of a generator's state as far as it takes memory of its device."""
+    """Bytes of a generator's state in the memory of its device."""
     return CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else 0
 
 
 def new_state(device: torch.device) -> torch.Tensor:
-    """A tensor like a state of the device's generator, not initialised."""
+    """An uninitialised tensor like a state of the device's generator."""
     size = CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else _ACCELERATOR_STATE_BYTES
     return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 @cache
 def _companions(op: OpOverload) -> tuple[OpOverload, OpOverload]:
-    """The op that draws, and the one that replays; defined once in a process."""
+    """The draw and the replay of an op; defined once per process."""
     schema = schema_of(op)
     name = f"{schema.name.replace('::', '_')}_{schema.overload_name or 'default'}"
     takes, _, gives = str(schema).partition("(")[2].rpartition(" -> ")

@@ -1,8 +1,8 @@
-"""A copy that Inductor makes where it stands.
+"""A copy that Inductor makes in its place.
 
-Inductor computes what it can in the kernels that read it: an `aten.clone` of a part of a tensor
-becomes part of its reader, and the whole is held until that runs.  An op of which it knows nothing
-is called as it is, and its result is a buffer.
+Inductor computes values in the kernels that read them: an `aten.clone` of a part of a tensor
+becomes part of its reader, and the whole stays alive until that runs.  An op unknown to Inductor is
+called as it is, and its result is a buffer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ def _copy(part: torch.Tensor) -> torch.Tensor:
     return part.clone()
 
 
-# With the tag the operand may be a view of any layout: it is not copied to be given another first.
+# With the tag the operand may be a view of any layout: Inductor does not copy it into another
+# first.
 torch.library.define(_NAME, "(Tensor part) -> Tensor", tags=(torch.Tag.flexible_layout,))
 torch.library.impl(_NAME, "CompositeExplicitAutograd", _copy)
 torch.library.register_fake(_NAME, _copy)
 
 REALIZED_COPY: OpOverload = torch.ops.checkpoint_planner.realized_copy.default
-"""`realized_copy(part)`: a copy of `part`, dense, its strides in the same order."""
+"""`realized_copy(part)`: a dense copy of `part` with strides in the same order."""

@@ -1,13 +1,14 @@
-"""What the backward reads of a dropout's result, made anew from its operand and its mask.
+"""Results of dropouts recomputed in the backward from operand and mask.
 
-Where Inductor draws torch's own random numbers, a dropout is one call of a library, which returns
-its result and the mask.  The backward needs the mask, a byte for each element, and often the
-result: a matrix product read it.  Result and operand are then both saved, or the whole dropout runs
+With torch's own random numbers, Inductor runs a dropout as one library call, which returns its
+result and the mask.  The backward needs the mask, a byte for each element, and often the result, as
+the operand of a matrix product.  Then result and operand are both saved, or the whole dropout runs
 again.  The product of operand, mask and scale gives the same values, draws nothing, and fuses with
-what is around it.
+its neighbours.
 
 Blind spots: ops of the forward that run again read the result itself, and the dropout runs again
-with them; where the mask is drawn again, the product is made beside the result that comes with it.
+with them; where the mask is drawn again, the product is made in addition to the result that comes
+with it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 def recompute_dropout(joint: JointGraph) -> None:
-    """Let the backward read operand × mask × scale in the place of results of dropouts."""
+    """Let the backward read operand × mask × scale in place of results of dropouts."""
     last = last_forward_node(joint)
     if last is None:
         return
@@ -37,7 +38,7 @@ def recompute_dropout(joint: JointGraph) -> None:
 
 
 class _Recomputed:
-    """One dropout, and what is made in the backward for it."""
+    """One dropout, and the nodes made for it in the backward."""
 
     def __init__(self, graph: fx.Graph, dropout: fx.Node, result: fx.Node, mask: fx.Node,
                  order: dict[fx.Node, int], end_of_forward: int) -> None:

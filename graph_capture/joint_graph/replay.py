@@ -1,10 +1,11 @@
-"""Whether an op may run again later and give the same result, and what that takes.
+"""Conditions under which an op may run again with the same result, and the state this needs.
 
 An op of a functional graph is a function of its inputs, except for:
+
 - randomness: a replay runs under the generator's state of the first run (torch's own memory budget
   mode does not do that, and gets gradients wrong under dropout);
-- inputs that the step mutates after the forward (BatchNorm's running statistics): a replay reads a
-  copy that was taken before, if that is small;
+- inputs that the step mutates after the forward (BatchNorm's running statistics): a replay reads an
+  earlier copy, if that is small;
 - side effects, uninitialised results, collectives: never replayed.
 """
 
@@ -26,7 +27,7 @@ COPY_LIMIT_BYTES = 1 << 20
 """Mutated inputs up to this size are copied for replays; ops that read larger ones are pinned."""
 
 RUNS_ONCE = "checkpoint_planner_runs_once"
-"""In the metadata of a node: it is never replayed."""
+"""Key in the metadata of a node that is never replayed."""
 
 UNINITIALISED = frozenset({
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
@@ -37,7 +38,7 @@ _SEEDS = frozenset({
     "prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_rand_eager_offset",
     "prims::inductor_rand_eager_offsets",
 })
-"""What Inductor's own random ops, which are functions of it, start from: a few bytes."""
+"""Seeds of Inductor's own random ops, which are functions of them: a few bytes."""
 
 _DROPOUT_ARGUMENT = {
     "aten::_scaled_dot_product_flash_attention": "dropout_p",
@@ -48,35 +49,35 @@ _DROPOUT_ARGUMENT = {
     "aten::_flash_attention_forward": "dropout_p",
     "aten::_efficient_attention_forward": "dropout_p",
 }
-"""Tagged as random by torch, but deterministic where this argument is 0."""
+"""Ops that torch tags as random, but that are deterministic where this argument is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a second run of an op needs."""
+    """Requirements of a second run of an op."""
 
     pinned: str = ""
-    """Why there must be none; empty if it may run again."""
+    """The reason not to run it again; empty if it may."""
     random: bool = False
-    """Runs under the generator's state of the first run."""
+    """True if a replay runs under the generator's state of the first run."""
     copied_inputs: tuple[fx.Node, ...] = ()
     """Inputs that the step mutates: a replay reads copies of them."""
 
     def state_bytes(self, device: torch.device) -> int:
-        """Bytes on `device` that are held from the first run to the last."""
+        """Bytes on `device` that stay allocated from the first run to the last."""
         held = sum(n.meta["val"].numel() * n.meta["val"].element_size()
                    for n in self.copied_inputs)
         return held + (state_bytes(device) if self.random else 0)
 
     def workspace_bytes(self, device: torch.device) -> int:
-        """Bytes that a replay takes on top of the op's own workspace: the generator's state that it
-        sets aside."""
+        """Bytes that a replay allocates in addition to the op's own workspace, to save the
+        generator's state."""
         return state_bytes(device) if self.random else 0
 
 
 def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
-    """How `node` may be replayed; `sees_mutated` tells whether an operand is, or views, an input
-    that the step mutates."""
+    """The requirements of a replay of `node`; `sees_mutated`: true if an operand is, or views, an
+    input that the step mutates."""
     target = node.target
     if node.meta.get(RUNS_ONCE):
         return Replay(pinned="runs in chunks, forward and backward together")
@@ -101,12 +102,12 @@ def replay_of(node: fx.Node, sees_mutated: Callable[[fx.Node], bool]) -> Replay:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the op draws from a random generator."""
+    """True if the op draws from a random generator."""
     return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
 
 
 def draws(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call of an op draws from a random generator."""
+    """True if this call of an op draws from a random generator."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     argument = _DROPOUT_ARGUMENT.get(schema_of(target).name)

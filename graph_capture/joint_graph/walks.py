@@ -1,4 +1,4 @@
-"""Walks over fx graphs: what is to be reached from a node, by its operands or by its readers."""
+"""Walks over fx graphs: the nodes that can be reached by operands or by readers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 Choice = Callable[[fx.Node], bool]
-"""Of the nodes that a walk may take."""
+"""Predicate of the nodes that a walk may visit."""
 
 
 def ancestors(nodes: Iterable[fx.Node], within: Choice = lambda node: True) -> set[fx.Node]:
-    """These nodes and all that they are computed from, as far as `within` says."""
+    """These nodes and all that they are computed from, among the nodes of `within`."""
     return _reached(filter(within, nodes), lambda node: filter(within, node.all_input_nodes))
 
 
 def descendants(nodes: Iterable[fx.Node], within: Choice = lambda node: True) -> set[fx.Node]:
-    """These nodes and all that is computed from them, the graph's output too, as far as `within`
-    says."""
+    """These nodes and all that is computed from them, the graph's output included, among the nodes
+    of `within`."""
     return _reached(filter(within, nodes), lambda node: filter(within, node.users))
 
 
 def operands(node: fx.Node, through: Choice) -> set[fx.Node]:
-    """What a node reads, itself or by way of nodes that `through` lets pass; these are left out."""
+    """The operands of a node, with nodes of `through` replaced by their own operands."""
     return {source for source in _reached(
         node.all_input_nodes, lambda source: source.all_input_nodes if through(source) else ())
             if not through(source)}
@@ -35,7 +35,7 @@ def sources(nodes: Iterable[fx.Node], is_source: Choice) -> set[fx.Node]:
 
 
 def readers(node: fx.Node, through: Choice) -> set[fx.Node]:
-    """What reads a node, itself or by way of nodes that `through` lets pass; these are left out."""
+    """The readers of a node, with nodes of `through` replaced by their own readers."""
     return {user for user in _reached(
         node.users, lambda user: user.users if through(user) else ()) if not through(user)}
 

@@ -1,14 +1,14 @@
 """Measures the device's allocator: the size of a block, and the peak of a run of real code.
 
-The model of the world: memory is what the allocator of torch has handed out and not got back.  This
-is the instrument by which predictions are judged.  On CUDA it is what was asked for:
-`torch.cuda.max_memory_allocated` counts besides what torch leaves unsplit at the ends of blocks, up
-to 1 MiB each, which depends on what lay there before.
+The model of the world: memory is what torch's allocator has handed out and not received back;
+predictions are evaluated against this measurement.  On CUDA it counts requested bytes:
+`torch.cuda.max_memory_allocated` also counts unsplit rests at the ends of blocks, up to 1 MiB each,
+which depend on earlier allocations.
 
-Blind spots: on the CPU only the calling thread and torch's own threads are seen, and the release of
-a block that was allocated before the measurement is not; nor, until its address is given out again,
-what another thread releases.  Memory that a library takes from the operating system itself is seen
-on no device, fragmentation neither.
+Blind spots: on the CPU only the calling thread and torch's own threads are seen.  Releases of
+blocks that were allocated before the measurement are not seen; releases by another thread only when
+the address is reused.  Memory that a library allocates from the operating system, and
+fragmentation, are seen on no device.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AllocationRecord:
-    """Memory during a run, above what was allocated when it began."""
+    """Memory during a run, above the memory allocated at its start."""
 
     peak_bytes: int
-    """The most at any time; at least 0."""
+    """Maximum at any time; at least 0."""
     end_bytes: int
-    """Bytes still allocated when it ends; negative if it freed more than it allocated."""
+    """Bytes still allocated at the end; negative if the run freed more than it allocated."""
 
 
 def record_peak(fn: Callable[[], object], device: torch.device | str) -> AllocationRecord:
-    """Run `fn` once and measure what it allocates on `device`.
+    """Run `fn` once and measure its allocations on `device`.
 
-    The value that `fn` returns is released before the end is measured.  Raises `ValueError` for a
-    device without an allocator that can be watched, `RuntimeError` while a profiler is running.
+    The result of `fn` is released before the end is measured.  Raises `ValueError` for a device
+    without an allocator that can be watched, `RuntimeError` while a profiler is running.
     """
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"expected a cpu or cuda device, got `{device}`: its allocator cannot be "
                          "watched")
-    gc.collect()  # garbage of earlier code would be released at some time within the run
+    gc.collect()  # otherwise garbage of earlier code would be released during the run
     return record_peak_of_op(fn, device)
 
 
 def record_peak_of_op(fn: Callable[[], object], device: torch.device) -> AllocationRecord:
-    """`record_peak` for a run too short to meet the garbage collector, a hundred times faster."""
+    """`record_peak` without garbage collection, for very short runs: a hundred times faster."""
     if device.type == "cpu":
         levels = list(accumulate(cpu_allocations(fn), initial=0))
         return AllocationRecord(max(levels), levels[-1])
@@ -77,8 +77,8 @@ def record_peak_of_op(fn: Callable[[], object], device: torch.device) -> Allocat
 def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRecord, ...]:
     """Run functions one after the other on the CPU and measure each.
 
-    Peaks and ends are those of each stage, above what was allocated when the first one began; so
-    what one stage leaves counts in the next.  Code that runs inside may begin further stages, by
+    Peaks and ends are relative to the memory allocated when the first stage began, so memory left
+    by one stage counts in the next.  Code that runs inside may begin further stages with
     `begin_stage()`.  Raises `RuntimeError` while a profiler is running.
     """
     gc.collect()

@@ -1,26 +1,25 @@
-"""A model of torch's caching allocator for CUDA: what it reserves while blocks come and go.
+"""A model of torch's caching allocator for CUDA: its reserved memory while blocks come and go.
 
 The model of the world, after `c10/cuda/CUDACachingAllocator.cpp` of torch with its default
 settings, with which it agrees to the byte in 2.11.0, 2.12.1 and 2.15.0 (`benchmarks/allocator.py`):
-one device, one stream, memory without end.  A request is rounded up to 512 bytes.  Requests up to 1
-MiB are served from segments of 2 MiB, larger ones from a pool of their own, whose segments are of
-20 MiB for requests below 10 MiB and else of the request rounded up to 2 MiB.  The smallest free
-block that is large enough serves a request, of equals the one at the lowest address; what is left
-of it becomes a free block if that is at least 512 bytes, and in the large pool more than 1 MiB.  A
-released block joins its free neighbours in the segment.  A segment stays reserved.
+one device, one stream, unlimited memory.  A request is rounded up to 512 bytes.  Requests up to 1
+MiB are served from segments of 2 MiB, larger ones from a pool of their own, with segments of 20 MiB
+for requests below 10 MiB, otherwise of the request rounded up to 2 MiB.  The smallest sufficient
+free block serves a request, among equals the one at the lowest address.  Its rest becomes a free
+block if it has at least 512 bytes, and in the large pool more than 1 MiB.  A released block joins
+its free neighbours in the segment.  A segment stays reserved.
 
 With expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) each pool is one segment
 that grows at its end, by pages of 2 MiB and 20 MiB; every rest of 512 bytes stays usable, and the
-free block at the end is taken only where no other fits.
+free block at the end is used only if no other fits.
 
-Of equal blocks torch 2.12 takes the one that came into being first.  When a block is split, the
-part that is handed out is a new one; of blocks that join, the one that was released last stays.
+Among equal blocks torch 2.12 uses the oldest.  When a block is split, the part that is handed out
+is a new one; of blocks that join, the one that was released last stays.
 
-Blind spots: torch 2.13 and 2.14 are taken to choose among equal blocks as 2.11 and 2.15 do;
-segments are taken to lie in the order in which they were reserved, which matters there, too; other
-streams, pools of CUDA graphs and other settings of the allocator; that torch releases segments
-without a block in use, and tries again, when the device is full, so that a run may survive on less
-than is reserved here.
+Blind spots: torch 2.13 and 2.14 are assumed to choose among equal blocks as 2.11 and 2.15 do;
+segments are assumed to lie in the order in which they were reserved, which matters there, too;
+other streams, pools of CUDA graphs and other settings of the allocator; when the device is full,
+torch releases unused segments and tries again, so a run may survive on less than is reserved here.
 """
 
 from __future__ import annotations
@@ -34,19 +33,18 @@ SMALL_BYTES = 2 ** 20
 """The largest request that the small pool serves."""
 SMALL_SEGMENT_BYTES = 2 * 2 ** 20
 LARGE_SEGMENT_BYTES = 20 * 2 ** 20
-"""For requests above `SMALL_BYTES` and below `OWN_SEGMENT_BYTES`."""
+"""Segments for requests above `SMALL_BYTES` and below `OWN_SEGMENT_BYTES`."""
 OWN_SEGMENT_BYTES = 10 * 2 ** 20
-"""Requests from this size on have a segment of their size, rounded up."""
+"""Requests from this size on have a segment of their own, of their size rounded up."""
 OWN_SEGMENT_GRANULE_BYTES = 2 * 2 ** 20
 
 
 _FIRST_MADE_FIRST = ("2.12.",)
-"""Versions of torch in which, of equal blocks, the one is taken that came into being first."""
+"""Versions of torch that use the oldest of equal blocks."""
 
 
 def takes_first_made(torch_version: str) -> bool:
-    """Return whether this version takes the first made of equal blocks, not that at the lowest
-    address."""
+    """True if this version uses the oldest of equal blocks, not the one at the lowest address."""
     return torch_version.startswith(_FIRST_MADE_FIRST)
 
 
@@ -65,14 +63,15 @@ class CachingAllocator:
         self.allocated_bytes = 0
         self.peak_allocated_bytes = 0
         self.reserved_bytes = 0
-        """In segments; it never shrinks, so that it is its own peak."""
+        """Bytes in segments; they never shrink, so this is also the peak."""
         self._end = 0  # of all addresses handed out so far
         kind = _ExpandablePool if expandable else _Pool
         self._small = kind(self, SMALL_SEGMENT_BYTES, least_rest_bytes=GRANULE_BYTES)
         self._large = kind(self, LARGE_SEGMENT_BYTES, least_rest_bytes=SMALL_BYTES + 1)
 
     def allocate(self, size_bytes: int) -> Handle:
-        """A block of at least `size_bytes`, which are above 0; the handle to `release` it by."""
+        """Allocate a block of at least `size_bytes`, which must be above 0; returns the handle for
+        `release`."""
         size = _up(size_bytes, GRANULE_BYTES)
         block = (self._small if size <= SMALL_BYTES else self._large).take(size)
         self.allocated_bytes += block.size
@@ -80,7 +79,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: Handle) -> None:
-        """Give back what `allocate` returned, once."""
+        """Release a block that `allocate` returned, once."""
         self.allocated_bytes -= block.size
         block.pool.give_back(block)
 
@@ -90,14 +89,14 @@ class CachingAllocator:
                       for block in pool.free_blocks.values())
 
     def reserve(self, size_bytes: int) -> int:
-        """The address of a new segment."""
+        """Reserve a new segment; returns its address."""
         start, self._end = self._end, self._end + size_bytes
         self.reserved_bytes += size_bytes
         return start
 
 
 class Handle:
-    """A stretch of a segment, in use or free; who allocated it gives it back."""
+    """A stretch of a segment, in use or free."""
 
     __slots__ = ("address", "free", "made", "next", "pool", "previous", "size")
 
@@ -106,12 +105,12 @@ class Handle:
         self.pool, self.address, self.size = pool, address, size
         self.previous, self.next = previous, next
         self.free = False
-        self.made = pool.device.blocks_made  # how many there were before
+        self.made = pool.device.blocks_made  # number of blocks before it
         pool.device.blocks_made += 1
 
     @property
     def key(self) -> tuple[int, int]:
-        """By which free blocks are ordered."""
+        """Sort key of free blocks."""
         return self.size, self.made if self.pool.device.first_made else self.address
 
 
@@ -125,7 +124,7 @@ class _Pool:
         self.free_blocks: dict[tuple[int, int], Handle] = {}  # by key
 
     def take(self, size: int) -> Handle:
-        """A block for a request of this size, already rounded."""
+        """Take a block for a request of this size, already rounded."""
         place = self.fitting(size)
         block = self.new(size) if place is None else self.free_blocks.pop(self.free.pop(place))
         block.free = False
@@ -141,7 +140,7 @@ class _Pool:
         return block
 
     def fitting(self, size: int) -> int | None:
-        """Where in `free` the block is that serves the request; `None`: there is none."""
+        """Index in `free` of the block for the request; `None`: there is none."""
         place = bisect_left(self.free, (size, -1))
         return place if place < len(self.free) else None
 
@@ -154,7 +153,7 @@ class _Pool:
         return Handle(self, self.device.reserve(length), length)
 
     def give_back(self, block: Handle) -> None:
-        """Make a block free, as one with its free neighbours."""
+        """Free a block and merge it with its free neighbours."""
         before, after = block.previous, block.next
         if before is not None and before.free:
             self.withdraw(before)
@@ -173,13 +172,13 @@ class _Pool:
         self.put(block)
 
     def put(self, block: Handle) -> None:
-        """Among the free ones."""
+        """Insert a block into the free ones."""
         block.free = True
         insort(self.free, block.key)
         self.free_blocks[block.key] = block
 
     def withdraw(self, block: Handle) -> None:
-        """From among the free ones."""
+        """Remove a block from the free ones."""
         del self.free[bisect_left(self.free, block.key)]
         del self.free_blocks[block.key]
 
@@ -189,13 +188,13 @@ class _ExpandablePool(_Pool):
 
     def __init__(self, device: CachingAllocator, segment_bytes: int, least_rest_bytes: int) -> None:
         super().__init__(device, segment_bytes, GRANULE_BYTES)
-        self._unmapped = Handle(self, 0, 0)  # from where the segment ends; never free
+        self._unmapped = Handle(self, 0, 0)  # the end of the segment; never free
 
     def fitting(self, size: int) -> int | None:
         place = super().fitting(size)
         if place is not None and place + 1 < len(self.free) and (
                 self.free_blocks[self.free[place]].next is self._unmapped):
-            return place + 1  # the block at the end could grow: another one rather than that
+            return place + 1  # the block at the end could grow: another one is preferred
         return place
 
     def new(self, size: int) -> Handle:
@@ -217,9 +216,8 @@ class _ExpandablePool(_Pool):
 
 def replay(sizes: Sequence[int], events: Iterable[int], allocator: CachingAllocator,
            held: dict[int, Handle]) -> None:
-    """Let the allocator see `events` (`i`: block i is made; `~i`: it is released) on blocks of
-    these `sizes`, of which nothing is asked for those of size 0; `held`: what is alive, by number.
-    """
+    """Replay `events` (`i`: block i is made; `~i`: it is released) for blocks of these `sizes`;
+    empty blocks are skipped.  `held`: the live blocks by number."""
     for event in events:
         if event >= 0:
             if sizes[event]:

@@ -1,11 +1,10 @@
-"""Which module an op belongs to while a model runs in eager mode, in the forward and the backward.
+"""The module of each op while a model runs in eager mode, in the forward and the backward.
 
-In the forward it is the innermost module that is running.  Autograd numbers its nodes as the
-forward makes them; an op of the backward belongs to the module that was running when its node was
-numbered.
+In the forward it is the innermost running module.  Autograd numbers its nodes as the forward makes
+them; an op of the backward belongs to the module that was running when its node was numbered.
 
-Blind spots: a node made by code outside of every module belongs to none (an empty name); what
-autograd sums between two nodes counts as the node's that runs next.
+Blind spots: a node made by code outside of every module belongs to none (an empty name); sums that
+autograd computes between two nodes count as the next node's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from planner._graph_capture.torch_compat import next_node_number, running_node_n
 
 
 class ModuleLocator:
-    """Follows the modules of one model; a context within which they run."""
+    """Tracks the running modules of one model; a context in which they run."""
 
     def __init__(self, model: nn.Module) -> None:
         self._name_of = {id(module): name for name, module in model.named_modules()}
@@ -43,8 +42,8 @@ class ModuleLocator:
         self._handles = []
 
     def __call__(self) -> str:
-        """The qualified name of the module that the op which runs now belongs to; for a module
-        that is not the model's, such as a loss, its class."""
+        """The qualified name of the module of the op that runs now; for a module that is not the
+        model's, such as a loss, its class."""
         node = running_node_number()
         if node is not None and not self._running:
             return self._of_node.get(node, "")

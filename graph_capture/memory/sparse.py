@@ -1,8 +1,8 @@
-"""Sparse tensors in coordinate form: what holds their memory, and ops on them without values.
+"""Sparse tensors in coordinate form: the tensors with their memory, and ops on them without values.
 
-`nn.Embedding(sparse=True)` makes such gradients: rows that the batch has touched, and which.  How
-many distinct rows there are depends on values, so the indices keep theirs, where the batch's are
-known; else all rows count as distinct, which is the most that there can be.
+`nn.Embedding(sparse=True)` makes such gradients: the rows that the batch has touched, and their
+indices.  The number of distinct rows depends on values, so the indices keep theirs if those of the
+batch are known; otherwise all rows count as distinct, which is the maximum.
 
 Blind spot: a sparse gradient that is added to another one, which grows with every micro-batch.
 """
@@ -31,13 +31,13 @@ _FOLLOWED = frozenset({torch.ops.aten.clone.default, torch.ops.aten._coalesce.de
 
 
 def is_sparse(value: object) -> bool:
-    """Return whether this is a sparse tensor in coordinate form."""
+    """True for a sparse tensor in coordinate form."""
     return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
 
 
 def strided_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree that have a storage: values and indices in the place of a sparse one,
-    the tensors inside in the place of a wrapper subclass."""
+    """The tensors of a tree that have a storage: values and indices in place of a sparse tensor,
+    the inner tensors in place of a wrapper subclass."""
     found: list[torch.Tensor] = []
     for leaf in pytree.tree_leaves(tree):
         if is_sparse(leaf):
@@ -51,8 +51,7 @@ def strided_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def tensors_inside(tensor: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor that holds its memory itself, or those that a wrapper subclass consists of, with
-    their names in it."""
+    """The tensor itself, or the inner tensors of a wrapper subclass with their names in it."""
     if not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
@@ -63,11 +62,11 @@ def tensors_inside(tensor: Any, name: str = "") -> Iterator[tuple[str, torch.Ten
 def run_sparse(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
                is_known: Callable[[torch.Tensor], bool],
                without_values: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The result of an op that takes or makes a sparse tensor, its indices with values, its values
-    without.
+    """The result of an op that reads or makes a sparse tensor: indices have values, values have
+    none.
 
-    `without_values`: a tensor of the same layout in a storage of its own.  Raises `CaptureError`
-    for an op whose result cannot be had without values.
+    `without_values`: a tensor of the same layout with a new storage.  Raises `CaptureError` for an
+    op whose result needs values.
     """
     if func in _QUESTIONS:
         return func(*args, **kwargs)

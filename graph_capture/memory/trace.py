@@ -1,7 +1,8 @@
-"""A record of allocations and frees during a stretch of code, in order, with a name on every block.
+"""A record of allocations and frees during a stretch of code, in order, with a name for every
+block.
 
-The one record of memory over time: the tracker of plain steps makes it, the breakdown of the whole
-training step is put together from it, and reports and snapshots read it.
+It is the only record of memory over time: the tracker of plain steps makes it, the breakdown of the
+whole training step is assembled from it, and reports and snapshots read it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ class Category(StrEnum):
     BUFFERS = "buffers"
     INPUTS = "inputs"
     GRADIENTS = "gradients"
-    """Of parameters."""
+    """Gradients of parameters."""
     OPTIMIZER = "optimizer"
     """State, and the optimizer's own copies of the parameters."""
     ACTIVATIONS = "activations"
-    """Made by the forward or the loss: saved tensors, outputs, and what lives only briefly."""
+    """Made by the forward or the loss: saved tensors, outputs and short-lived values."""
     TEMPORARIES = "temporaries"
     """Gradients of activations, workspace of single ops, temporaries of the optimizer's step."""
 
 
 COMMUNICATION = "buffers of collectives"
-"""Label of the temporaries that a wrapper for many ranks makes."""
+"""Label of the temporaries of a data-parallel wrapper."""
 
 
 class Block(NamedTuple):
@@ -39,25 +40,25 @@ class Block(NamedTuple):
     size_bytes: int
     category: Category
     op: str = ""
-    """The op that made it, e.g. `aten.bmm`; empty for what was there before."""
+    """The op that made it, e.g. `aten.bmm`; empty for a block from before the trace."""
     module: str = ""
-    """Qualified name of the module that ran, in the backward of the one that is differentiated."""
+    """Qualified name of the running module; in the backward, of the one that is differentiated."""
     label: str = ""
-    """Name of the tensor where it has one: of the parameter, for its gradient and its state."""
+    """Name of the tensor if it has one; the parameter's name for its gradient and its state."""
 
 
 class OpRun(NamedTuple):
     """One run of an op."""
 
     event: int
-    """Number of events before the run had made anything."""
+    """Number of events before the run allocated anything."""
     op: str
     module: str
     touched: tuple[int, ...]
     """Blocks that it read or wrote, its workspace included."""
     spared_bytes: int = 0
-    """Of these, what it would not take if it wrote its result over an operand, or if it were split
-    (see `convolution_backward`)."""
+    """Part of these bytes that an in-place write over an operand, or a split of the op (see
+    `convolution_backward`), would save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,13 @@ class MemoryTrace:
     """The ops that ran, in order."""
 
     def changes(self) -> Iterator[int]:
-        """Bytes taken (positive) or given back (negative) by each event."""
+        """Bytes allocated (positive) or freed (negative) by each event."""
         for event in self.events:
             yield (self.blocks[event].size_bytes if event >= 0
                    else -self.blocks[~event].size_bytes)
 
     def levels(self) -> list[int]:
-        """Bytes before the first event and after each, above what was held before."""
+        """Bytes before the first event and after each, above the memory before."""
         return list(accumulate(self.changes(), initial=0))
 
     def levels_of(self, category: Category) -> list[int]:
@@ -87,14 +88,14 @@ class MemoryTrace:
             for event, change in zip(self.events, self.changes(), strict=True)))
 
     def levels_by_run(self) -> list[int]:
-        """The most bytes from each op's run to the next one."""
+        """Maximum of bytes from each op's run to the next one."""
         levels = self.levels()
         starts = [*(run.event for run in self.runs), len(self.events)]
         return [max(levels[start:end + 1]) for start, end in pairwise(starts)]
 
     @property
     def peak_bytes(self) -> int:
-        """The most at any time; at least 0."""
+        """Maximum at any time; at least 0."""
         return max(self.levels())
 
     def until(self, count: int) -> MemoryTrace:
@@ -118,7 +119,7 @@ class MemoryTrace:
         return self.alive_after(levels.index(max(levels)))
 
     def by_category(self, blocks: Iterable[int]) -> Mapping[Category, int]:
-        """Bytes of these blocks by category, every category named."""
+        """Bytes of these blocks for every category."""
         found = dict.fromkeys(Category, 0)
         for block in blocks:
             found[self.blocks[block].category] += self.blocks[block].size_bytes
@@ -130,21 +131,21 @@ class MicroBatch:
     """Memory of one forward, loss and backward above what was allocated before."""
 
     trace: MemoryTrace
-    """To the end of the backward, while the output and the loss are still held."""
+    """Up to the end of the backward, while the output and the loss are still alive."""
     loss_begins: int
     """Number of events when the model has returned its output."""
     backward_begins: int
-    """Number of events when the loss is there."""
+    """Number of events when the loss is computed."""
     gradients: Mapping[int, str]
     """Blocks that stay as gradients of parameters, and the parameter's name.  A gradient that was
-    added to one from before is not among them."""
+    added to an earlier one is not among them."""
     output_blocks: frozenset[int]
-    """Blocks that go when the output is let go."""
+    """Blocks that are freed when the output is released."""
     loss_blocks: frozenset[int]
-    """Blocks that go when, after the output, the loss is let go."""
+    """Blocks that are freed when, after the output, the loss is released."""
     left_blocks: frozenset[int] = frozenset()
-    """Blocks that stay beside them, taken to go when the next batch comes: gradients of inputs,
-    what the model keeps in attributes."""
+    """Other blocks that stay, assumed to be freed with the next batch: gradients of inputs, tensors
+    in attributes of the model."""
     sparse_gradients: Mapping[str, Any] = field(default_factory=dict)
     """Gradients in coordinate form, by parameter: tensors without values."""
     storage_less: bool = True

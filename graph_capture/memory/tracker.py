@@ -1,13 +1,13 @@
-"""Which storages live when, while code runs on fake tensors under autograd.
+"""Tracks the lifetimes of storages while code runs on fake tensors under autograd.
 
 The model of the world: memory changes when an op makes a storage, and when the last reference to a
-storage goes, whoever held it: a Python variable, a saved tensor, autograd's buffers.  Storages are
-followed by weak references, as `torch.distributed._tools.MemTracker` does, and while an op runs its
+storage goes: that of a Python variable, a saved tensor, autograd's buffers.  Storages are tracked
+by weak references, as `torch.distributed._tools.MemTracker` does, and while an op runs its
 workspace counts as well.
 
-Autograd treats fake tensors differently in one place that matters: where the gradients of a tensor
-that is used twice are summed, it adds in place if the tensors are of no subclass, and makes a third
-if one is.  The tracker adds in place where autograd would have.
+Autograd treats fake tensors differently in one place that matters: to sum the gradients of a tensor
+that is used twice, it adds in place for plain tensors, and makes a third tensor for a subclass.
+The tracker adds in place where autograd would have.
 
 Blind spots: the formula of a rare derivative (`prod` over all elements) that autograd also writes
 differently for subclasses.
@@ -38,22 +38,22 @@ from planner._graph_capture.torch_compat import (
 )
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
-"""Bytes that an op allocates for itself: `OpProbe.workspace_bytes`, for one."""
+"""Bytes of temporary memory of an op, e.g. `OpProbe.workspace_bytes`."""
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Log of the storages made and released on one device; to be entered above the fake mode."""
+    """Log of the storages made and released on one device; must be entered above the fake mode."""
 
     def __init__(self, workspace: Workspace, *, device: torch.device, trace_device: torch.device,
                  resident: Iterable[torch.Tensor],
                  module_of_op: Callable[[], str] = lambda: "") -> None:
-        """`device`: the one planned for, by whose allocator sizes are counted; `trace_device`: the
-        one that its fake tensors claim to be on.  `resident`: tensors that do not count.
-        `module_of_op`: called while an op runs, the name of the module that it belongs to."""
+        """`device`: the one planned for, whose allocator determines sizes; `trace_device`: the
+        device of the fake tensors.  `resident`: tensors that do not count.  `module_of_op`: called
+        while an op runs, returns the name of its module."""
         super().__init__()
         self._workspace, self._device, self._trace_device = workspace, device, trace_device
         self._module_of_op = module_of_op
-        # By key, as long as they live: later another storage may be where one was.
+        # By key, as long as they live: later another storage may have the same key.
         self._resident: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in strided_tensors(list(resident)):
             self._leave_out(tensor)
@@ -70,7 +70,7 @@ class MemoryTracker(TorchDispatchMode):
         self.live_bytes = 0
         """Bytes of the storages alive now."""
         self.peak_bytes = 0
-        """The most since the tracker was made or `restart_peak` was called, workspace included."""
+        """Maximum since the tracker was made or `restart_peak` was called, workspace included."""
 
     @property
     def event_count(self) -> int:
@@ -78,7 +78,7 @@ class MemoryTracker(TorchDispatchMode):
         return len(self._events)
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """From here on a tensor that was made out of sight counts, too."""
+        """From here on also count a tensor that was made outside the tracker."""
         for part in strided_tensors([tensor]):
             self._resident.pop(storage_key(part), None)
             self._follow(part)
@@ -89,7 +89,7 @@ class MemoryTracker(TorchDispatchMode):
             tensor.untyped_storage(), lambda _: self._resident.pop(key, None))
 
     def restart_peak(self) -> None:
-        """Forget the peak so far."""
+        """Restart the peak from the current memory."""
         self.peak_bytes = self.live_bytes
 
     def start_of_backward(self) -> int:
@@ -98,7 +98,7 @@ class MemoryTracker(TorchDispatchMode):
         return len(self._sizes)
 
     def close(self) -> None:
-        """Take no notice of what is released from here on."""
+        """Ignore all later releases."""
         self._closed = True
 
     @property
@@ -120,7 +120,7 @@ class MemoryTracker(TorchDispatchMode):
         return self._number_of.get(storage_key(tensor))
 
     def numbers_of(self, tree: Any) -> list[int]:
-        """Numbers of the storages of all tensors in a tree, those of sparse ones too."""
+        """Numbers of the storages of all tensors in a tree, also of sparse ones."""
         return [number for tensor in strided_tensors(tree)
                 if (number := self.number_of(tensor)) is not None]
 
@@ -137,8 +137,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def trace(self, category_of: Callable[[int], Category],
               labels: Mapping[int, str] | None = None) -> MemoryTrace:
-        """All that was seen so far; workspace is temporary, the category of any other block is
-        what `category_of` says of its number."""
+        """The trace so far; `category_of`: the category of a storage by number (workspace is
+        temporary)."""
         labels = labels or {}
         return MemoryTrace(
             tuple(Block(size, Category.TEMPORARIES if number in self._workspaces
@@ -163,8 +163,8 @@ class MemoryTracker(TorchDispatchMode):
         self._running = (str(func.overloadpacket), self._module_of_op())
         out = func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
-            # Made from Python numbers: of its storage no other op tells.  A single one, such as an
-            # optimizer's count of steps, is left in host memory where it is not put elsewhere.
+            # Made from Python numbers, which no other op reports.  A single one, such as an
+            # optimizer's count of steps, stays in host memory unless it is moved.
             if out.dim() or self._device.type == self._trace_device.type:
                 self._follow(out)
         elif not func.is_view:
@@ -207,7 +207,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _follow_new(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                     out: Any) -> None:
-        # What an op writes in place is no new storage, even if it was made out of sight.
+        # An in-place result is no new storage, even if it was made outside the tracker.
         written = ({storage_key(tensor) for tensor in strided_tensors((args, kwargs))}
                    if schema_of(func).is_mutable else ())
         for tensor in strided_tensors(out):

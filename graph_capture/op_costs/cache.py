@@ -1,9 +1,9 @@
 """A cache of measurements of single ops, kept between processes.
 
-One file per device, torch version and number of threads, one line of JSON per fact, appended by a
-single write, so that processes may share it.  A line that is no fact is skipped: a file damaged by
-a crash or a full disk costs measurements, never an error.  A directory that cannot be written to
-keeps nothing.
+There is one file per device, torch version and number of threads, and one line of JSON per fact,
+appended by a single write, so that processes may share it.  Invalid lines are skipped: a file
+damaged by a crash or a full disk costs measurements, never an error.  A directory that cannot be
+written to keeps nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENVIRONMENT_VARIABLE = "CHECKPOINT_PLANNER_CACHE"
 
 
 def cache_directory() -> Path | None:
-    """Where facts are kept; `None` if the user switched that off."""
+    """Directory of the cache; `None` if the user switched it off."""
     given = os.environ.get(ENVIRONMENT_VARIABLE)
     if given is not None:
         return Path(given) if given else None
@@ -38,7 +38,7 @@ class OpCache:
     """Facts by key: a quantity of an op's signature, e.g. its workspace in bytes."""
 
     def __init__(self, environment: str, directory: Path | None) -> None:
-        """`environment`: everything that the facts depend on beside their keys."""
+        """`environment`: everything other than their keys that the facts depend on."""
         self._facts: dict[str, float] = {}
         self._path: Path | None = None
         if directory is not None:
@@ -55,7 +55,7 @@ class OpCache:
         self._facts[key] = value
         if self._path is None:
             return
-        # A line break in front: a torn line of another process must not swallow this one.
+        # A leading line break: a torn line of another process must not swallow this one.
         line = f"\n{json.dumps({'key': key, 'value': value})}\n".encode()
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,9 @@ Workspace comes from the probe of `graph_capture.op_costs.probe`.  Three models 
   equal on every machine.
 - `measured`: the median duration of the op run alone on the device, by the probe, which keeps it on
   disk.  Ops that cannot be run there are estimated by the table.
-- `flops`: the duration of its arithmetic at one rate for every dtype, for who wants the least
-  recomputed FLOPs rather than the least time; memory traffic counts a millionth, as a tie-break
-  between ops without arithmetic.
+- `flops`: the duration of its arithmetic at one rate for every dtype, for the fewest recomputed
+  FLOPs rather than the least time; memory traffic counts a millionth, as a tie-break between ops
+  without arithmetic.
 
 Blind spot of `measured`: an op run over and over finds its operands in the caches if they fit.
 """
@@ -55,8 +55,8 @@ class OpCosts:
         gpu: str | Gpu | None = None, progress: Progress | None = None,
         headroom: Callable[[], int] | None = None,
     ) -> None:
-        """`gpu`: whose figures to take, by the table; `progress` is told now and then how many ops
-        have been timed; `headroom`: as for `OpProbe`."""
+        """`gpu`: whose figures to use, from the table; `progress` receives the number of timed ops
+        now and then; `headroom`: as for `OpProbe`."""
         self.device_model = device_model(device, gpu=gpu)
         self.assumption = None if cost_model == "flops" else assumption(device, gpu)
         self._cost_model = cost_model
@@ -71,7 +71,7 @@ class OpCosts:
 
     @property
     def estimated(self) -> frozenset[str]:
-        """Ops that could not be timed where the cost model wants that."""
+        """Ops that could not be timed although the cost model requires it."""
         return frozenset(self._probe.untimed)
 
     def workspace_bytes(
@@ -83,7 +83,7 @@ class OpCosts:
         return self._probe.workspace_bytes(target, args, kwargs, out) + beyond
 
     def __call__(self, node: fx.Node) -> OpCost:
-        """The cost of a node, by the values that tracing left in it."""
+        """The cost of a node, from its traced values."""
         args = fx.map_arg(node.args, _value_of)
         kwargs = fx.map_arg(dict(node.kwargs), _value_of)
         out = node.meta.get("val")
@@ -111,8 +111,8 @@ class OpCosts:
         return seconds
 
     def seconds_of_kernels(self, calls: Sequence[KernelCall]) -> float:
-        """Duration of calls of Inductor's kernels, each run alone on the device; where that cannot
-        be done, of the traffic of its operands.  Those that were not timed before are compiled."""
+        """Duration of calls of Inductor's kernels, each run alone on the device; of its operands'
+        traffic if that fails.  Kernels without a known duration are compiled."""
         unknown = {call.kernel.text: call.kernel for call in calls
                    if self._probe.known_seconds(call.kernel.text, call.args, call.kwargs) is None}
         built = {text: kernel.build() for text, kernel in unknown.items()}
@@ -128,7 +128,7 @@ class OpCosts:
 
     def _measured(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                   out: Any, estimate: float) -> float:
-        """Duration by the probe, else the estimate."""
+        """Duration by the probe, otherwise the estimate."""
         self._timed += 1
         if self._timed % 20 == 0:
             self._progress(f"timing ops, {self._timed} so far")

@@ -1,18 +1,18 @@
 """Workspace of CUDA's kernels, where there is no such device to measure it on.
 
-The model of the world: the sizes that torch's own code asks its allocator for
+The model of the world: the sizes that torch's own code requests from its allocator
 (`transformers/cuda/flash_attn/flash_api.cpp`, `transformers/cuda/attention_backward.cu`,
 `cuda/EmbeddingBackwardKernel.cu`, `cuda/Reduce.cuh`, `cuda/SoftMax.cu`, `cuda/CUDABlas.cpp`), which
-follow from shapes, strides and a few figures of the device.  cuDNN does not say what its attention
-takes: its backward counts as that of flash attention, which sums the same gradient.
+follow from shapes, strides and a few figures of the device.  The workspace of cuDNN's attention is
+undocumented: its backward counts as that of flash attention, which sums the same gradient.
 
-What cuBLAS works in, torch holds from the first matrix product of each thread on, and in 2.15
-anew for each product, unless `TORCH_CUBLAS_WORKSPACE_CACHE=1` is set.
+torch keeps the cuBLAS workspace from the first matrix product of each thread on; torch 2.15
+allocates it for each product, unless `TORCH_CUBLAS_WORKSPACE_CACHE=1` is set.
 
 Blind spots: flash attention's split of long keys over idle units, which happens for few heads and
 short queries; deterministic algorithms, which sum in as many copies as there are blocks; sums over
-other dimensions than leading or trailing ones; that torch 2.11 holds another MiB for each thread
-that multiplies and adds.
+other dimensions than leading or trailing ones; torch 2.11 keeps another MiB for each thread that
+multiplies and adds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[
 
 
 def cuda_workspace_bytes(name: str, args: Sequence[Any], gpu: Gpu) -> int | None:
-    """Of the op of this name (`_scaled_dot_product_flash_attention_backward`), called with `args`
-    on `gpu`; `None`: its code was not looked at."""
+    """Workspace of the op of this name (`_scaled_dot_product_flash_attention_backward`), called
+    with `args` on `gpu`; `None`: unknown."""
     if name in _SUMS:
         return _sum(args, gpu)
     known = _KNOWN.get(name)
@@ -44,15 +44,15 @@ def cuda_workspace_bytes(name: str, args: Sequence[Any], gpu: Gpu) -> int | None
 
 
 def product_workspace_bytes(name: str, gpu: Gpu) -> int:
-    """Workspace that torch allocates for one matrix product by the op of this name, without what it
-    holds."""
+    """Workspace that torch allocates for one matrix product by the op of this name, without the
+    workspace that it keeps."""
     if _holds_workspace():
         return 0
     return _LT_BYTES if name == "addmm" else cublas_workspace_bytes(gpu)
 
 
 def held_workspace_bytes(gpu: Gpu | None) -> int:
-    """Workspace that torch holds for cuBLAS, for each thread that has multiplied matrices; `None`:
+    """Workspace that torch keeps for cuBLAS, for each thread that has multiplied matrices; `None`:
     a CPU."""
     return 0 if gpu is None or not _holds_workspace() else cublas_workspace_bytes(gpu)
 
@@ -88,7 +88,7 @@ def _flash_backward(args: Sequence[Any]) -> int:
 
 
 def _efficient(args: Sequence[Any]) -> int:
-    """An accumulator of the result, where a head does not fit in registers."""
+    """An accumulator of the result, if a head does not fit in registers."""
     query, value = args[0], args[2]
     is_half = query.dtype.itemsize == 2
     return _rows(query) * value.shape[-1] * 4 if is_half and value.shape[-1] > 128 else 0
@@ -96,8 +96,8 @@ def _efficient(args: Sequence[Any]) -> int:
 
 def _efficient_backward(args: Sequence[Any]) -> int:
     """A sum for each query; for half precision an accumulator of the queries' gradient, and of the
-    keys' and values' where a head does not fit in registers; otherwise the product of gradient and
-    result, which the sums are made of."""
+    keys' and values' if a head does not fit in registers; otherwise the product of gradient and
+    result from which the sums are made."""
     gradient, query, key, value = args[:4]
     batch, heads, queries, size = query.shape
     sums, copy = _rows(query) * 4, _copy_of_heads(gradient)
@@ -111,7 +111,7 @@ def _efficient_backward(args: Sequence[Any]) -> int:
 
 
 def _embedding_backward(args: Sequence[Any]) -> int:
-    """Indices in order and where each came from, with what sorting takes; partial sums of rows."""
+    """Sorted indices and their origin, with the memory of the sort; partial sums of rows."""
     gradient, indices, rows = args[:3]
     count = indices.numel()
     if count <= _FEW_INDICES:
@@ -122,7 +122,7 @@ def _embedding_backward(args: Sequence[Any]) -> int:
 
 
 def _copy_of_heads(tensor: torch.Tensor) -> int:
-    """A kernel wants the heads of a token side by side, and copies what is not so."""
+    """Bytes of a copy with the heads of a token side by side; 0 if they already are."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.numel() * tensor.dtype.itemsize
 
 
@@ -132,8 +132,8 @@ def _softmax_backward(args: Sequence[Any]) -> int:
 
 
 def _sum(args: Sequence[Any], gpu: Gpu) -> int:
-    """Partial sums of leading dimensions (the gradient of a bias), each by several blocks: for each
-    block and output, as much as a block has columns, and a counter for each block."""
+    """Partial sums of leading dimensions (the gradient of a bias), each by several blocks: the
+    columns of a block for each block and output, and a counter for each block."""
     x = args[0]
     dims = args[1] if len(args) > 1 and args[1] else range(x.dim())
     reduced = {dim % max(x.dim(), 1) for dim in ([dims] if isinstance(dims, int) else dims)}
@@ -164,7 +164,7 @@ def _sum(args: Sequence[Any], gpu: Gpu) -> int:
 
 
 def _power_of_two(size: int) -> int:
-    """The largest that is no larger."""
+    """The largest power of two that is no larger than `size`."""
     return 1 << (size.bit_length() - 1)
 
 

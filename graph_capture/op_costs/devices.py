@@ -1,15 +1,15 @@
 """Estimated seconds of an op on a device, by a table.
 
 The model of the world: the roofline of Williams, Waterman and Patterson, "Roofline: an insightful
-visual performance model for multicore architectures" (CACM 2009): an op takes as long as its
+visual performance model for multicore architectures" (CACM 2009).  The duration of an op is its
 arithmetic at the device's peak rate or its memory traffic at the device's bandwidth, whichever is
-longer, plus a constant for starting it and, on a CPU, the time that its generator takes for the
-random numbers drawn.  The figures are the manufacturers' (dense, without sparsity), scaled by what
-large kernels reach in practice; they are the same on every machine, so that equal models give equal
-plans.  A GPU's compute capability, memory and number of multiprocessors stand in its row, too.
+longer, plus a constant for the launch and, on a CPU, the time to generate its random numbers.  The
+figures are the manufacturers' (dense, without sparsity), scaled by the efficiency of large kernels
+in practice; they are the same on every machine, so that equal models give equal plans.  A GPU's row
+also has its compute capability, memory and number of multiprocessors.
 
-A GPU that is not in the table, or neither here nor named, counts as an A100, and `assumption` says
-so in words for the user.  A new GPU is a row of the table.
+A GPU that is not in the table, or neither here nor named, counts as an A100, and `assumption` tells
+the user so.  A new GPU is a row of the table.
 
 Blind spots: caches, small matrices that leave units idle, overlap of ops.
 """
@@ -30,17 +30,17 @@ class DeviceModel:
 
     name: str
     flops_per_second: Mapping[torch.dtype, float]
-    """Peak by dtype of the operands; a dtype that is missing runs at the rate of float32."""
+    """Peak by dtype of the operands; a missing dtype runs at the rate of float32."""
     bytes_per_second: float
     launch_seconds: float
-    """From the start of one op to the start of the next, if neither did anything."""
+    """Time from the start of one op to the start of the next, if neither does anything."""
     arithmetic_efficiency: float = 0.6
-    """Part of the peak that large matrix products reach."""
+    """Share of the peak that large matrix products reach."""
     bandwidth_efficiency: float = 0.8
     draw_seconds: float = 0.0
-    """For one random number by torch's generator; 0 where the memory traffic takes longer."""
+    """Time for one random number by torch's generator; 0 where the memory traffic is slower."""
     gpu: Gpu | None = None
-    """The row that it was made of; `None` for a CPU."""
+    """The row of the table; `None` for a CPU."""
 
     @property
     def host_bytes_per_second(self) -> float:
@@ -69,29 +69,27 @@ class DeviceModel:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The figures of a GPU: a row of the table, or one that the user gives as `gpu=`.
-
-    Rates are the manufacturer's, dense and without sparsity, in TFLOP/s."""
+    """The figures of a GPU: a row of the table, or one that the user gives as `gpu=`."""
 
     name: str
     compute_capability: tuple[int, int]
     """As `torch.cuda.get_device_capability` gives it: it decides which kernels there are."""
     memory_bytes: int
-    """All of it, as the driver states it; a process gets some hundred MB less."""
+    """Total memory as the driver states it; a process gets some hundred MB less."""
     float32_tflops: float
-    """Without TF32, as in torch."""
+    """Rate of float32 without TF32, as in torch."""
     half_tflops: float
-    """Of float16, and of bfloat16 where `bfloat16_tflops` does not say otherwise."""
+    """Rate of float16, and of bfloat16 unless `bfloat16_tflops` is given."""
     bandwidth_gb: float
     """GB/s."""
     bfloat16_tflops: float | None = None
     float64_tflops: float | None = None
-    """`None`: a 32nd of that of float32."""
+    """`None`: a 32nd of the rate of float32."""
     host_link_gb: float | None = None
-    """GB/s each way between it and the host; `None`: sixteen lanes of PCIe, of generation 5 from
+    """GB/s each way between GPU and host; `None`: sixteen lanes of PCIe, of generation 5 from
     compute capability 9.0 on, 4 from 8.0, 3 before."""
     multiprocessors: int = 132
-    """How many it has: kernels that sum over blocks take memory by it."""
+    """Number of multiprocessors, which determines the workspace of kernels that sum over blocks."""
 
     def __post_init__(self) -> None:
         capability = self.compute_capability
@@ -108,7 +106,7 @@ class Gpu:
 
     @property
     def threads_of_multiprocessor(self) -> int:
-        """The most that one runs at a time."""
+        """Maximum of threads that a multiprocessor runs at a time."""
         capability = self.compute_capability
         if capability == (7, 5):
             return 1024
@@ -158,7 +156,7 @@ _GPUS = {gpu.name: gpu for gpu in (
     Gpu("RTX A6000", (8, 6), 49140 << 20, 38.7, 154.8, 768, multiprocessors=84),
     Gpu("P100", (6, 0), 16280 << 20, 9.3, 18.7, 732, 9.3, 4.7, multiprocessors=56),
 )}
-"""Where a product comes with more and with less memory, the most."""
+"""The variant with the most memory, where a product has several."""
 
 _CPU = DeviceModel(
     name="CPU",
@@ -174,12 +172,11 @@ _ASSUMED_GPU = "A100"
 
 def device_model(device: torch.device | str, name: str | None = None, *,
                  gpu: str | Gpu | None = None) -> DeviceModel:
-    """The model of `device`, by its product name where it is a GPU.
+    """The model of `device`, by its product name if it is a GPU.
 
-    `name`: as `torch.cuda.get_device_name` gives it; asked for if the device is here.  A GPU that
-    is not known, or not here, counts as an A100.  `gpu`: the one that the user names instead, or
-    whose figures he gives; raises `ValueError` where the table has none such, and where the device
-    is no GPU.
+    `name`: as `torch.cuda.get_device_name` gives it; read from the device if that is here.  A GPU
+    that is unknown or not here counts as an A100.  `gpu`: the name or the figures of the GPU to use
+    instead; raises `ValueError` if the table lacks it, and if the device is no GPU.
     """
     device = torch.device(device)
     if gpu is not None:
@@ -193,10 +190,10 @@ def device_model(device: torch.device | str, name: str | None = None, *,
 
 
 def known_gpu(gpu: str | Gpu) -> Gpu:
-    """The row of the table that a name means: its own, or a product's with that in it; figures as
-    they are.
+    """The row of the table for a name: the row's own, or a product name that contains it; figures
+    are returned unchanged.
 
-    Raises `TypeError` or `ValueError` where there is none.
+    Raises `TypeError` or `ValueError` if there is none.
     """
     if isinstance(gpu, Gpu):
         return gpu
@@ -212,13 +209,13 @@ def known_gpu(gpu: str | Gpu) -> Gpu:
 
 def compute_capability(device: torch.device, gpu: str | Gpu | None = None
                        ) -> tuple[int, int] | None:
-    """Of the GPU that `device_model` takes; `None` for a CPU."""
+    """Compute capability of the GPU that `device_model` uses; `None` for a CPU."""
     found = device_model(device, gpu=gpu).gpu
     return None if found is None else found.compute_capability
 
 
 def assumption(device: torch.device, gpu: str | Gpu | None = None) -> str | None:
-    """In words, what `device_model` takes for granted of a GPU; `None` where it knows it."""
+    """Message about the GPU that `device_model` assumes; `None` if it knows the GPU."""
     name = product_name(device)
     if gpu is not None or device.type == "cpu" or _in_table(name):
         return None
@@ -228,7 +225,7 @@ def assumption(device: torch.device, gpu: str | Gpu | None = None) -> str | None
 
 
 def product_name(device: torch.device) -> str:
-    """As the driver gives it; empty where the device is not here, or no GPU of CUDA."""
+    """Name of the device from its driver; empty if it is not here, or no GPU of CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ""
     return torch.cuda.get_device_name(device)

@@ -1,6 +1,6 @@
-"""Throw-away tensors that an op is run on to be measured.
+"""Dummy inputs on which an op is run to be measured.
 
-The model of the world: what a kernel takes and how long it runs depends on the layouts of its
+The model of the world: the workspace and the duration of a kernel depend on the layouts of its
 tensors, not on their values, as long as these are ordinary numbers and valid indices.
 """
 
@@ -17,7 +17,7 @@ from planner._graph_capture.torch_compat import OpOverload, pytree, schema_of
 
 
 class Materializer:
-    """Throw-away tensors in place of the fake ones; the same tensor for the same one."""
+    """Dummy inputs in place of fake tensors; the same tensor for the same one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,7 +26,7 @@ class Materializer:
         self._random = torch.Generator(device=device).manual_seed(0)
 
     def renew(self) -> None:
-        """Put back the numbers, where they may have been overwritten."""
+        """Restore the numbers, which may have been overwritten."""
         for rows, pattern in self._numbers:
             rows.copy_(pattern)
 
@@ -48,7 +48,7 @@ class Materializer:
 
     def _sparse(self, known: torch.Tensor) -> torch.Tensor:
         values, indices = strided_tensors(known)
-        with warnings.catch_warnings():  # torch 2.11 has one for whoever says that he wants none
+        with warnings.catch_warnings():  # torch 2.11 warns even if the checks are disabled
             warnings.filterwarnings("ignore", "Sparse invariant checks")
             made = torch.sparse_coo_tensor(indices.to(self._device, copy=True),
                                            self._real(values), known.shape, check_invariants=False)
@@ -67,8 +67,8 @@ class Materializer:
 
 
 def seeds_on_host(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Memory efficient attention reads its random state in host memory, whatever fake tensors say
-    of it; what is not there ends the process."""
+    """The arguments with random state in host memory: memory efficient attention reads it there,
+    whatever fake tensors say, and a wrong address ends the process."""
     if "_efficient_attention_backward" not in schema_of(op).name:
         return args
     return tuple(value.cpu() if isinstance(value, torch.Tensor) and each.name.startswith("philox")

@@ -2,16 +2,18 @@
 
 The model of the world: a multiply-add is two FLOPs, a causal mask saves none, moving data costs
 bytes and no FLOPs, and any other op costs a small number of FLOPs per element that it reads or
-writes.  Where `torch.utils.flop_counter` has a formula, it is that one, but for
+writes.  The formulas of `torch.utils.flop_counter` are used where there are any, except for
+
 - `convolution_backward`: it forgets the groups in the gradient of the weight;
 - `cudnn_convolution`, `_slow_conv2d_forward`: it reads their arguments as those of `convolution`;
 - attention: some releases of it refuse fewer heads of keys than of queries.
-It has none for the CPU's attention kernels, for recurrent layers, for products with a vector, nor
-for anything else.  To count an op otherwise, change its row in `_FORMULAS`, which comes first, or
-in `_PER_ELEMENT`.
 
-Blind spots: algorithms with fewer operations (Winograd, sparsity), ops of others than torch: these
-count as pointwise, but for bitsandbytes' products and those with a formula of their own
+It has none for the CPU's attention kernels, recurrent layers, products with a vector, or anything
+else.  To count an op otherwise, change its row in `_FORMULAS`, which comes first, or in
+`_PER_ELEMENT`.
+
+Blind spots: algorithms with fewer operations (Winograd, sparsity); ops of others than torch count
+as pointwise, except bitsandbytes' products and those with a formula of their own
 (`torch.utils.flop_counter.register_flop_formula`).
 """
 
@@ -38,7 +40,7 @@ def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return int(formula(OpCall(args, kwargs, inputs, outputs)))
     registered = flop_registry.get(target.overloadpacket)
     if registered is not None:
-        # An overload that is told the dtype of its result: the formulas have no such parameter.
+        # An overload with the dtype of its result, a parameter that the formulas lack.
         known = [arg for arg in args if not isinstance(arg, torch.dtype)]
         return int(registered(*known, **kwargs, out_val=out))
     if name.removesuffix("_") in _MOVERS or name.startswith("new_"):
@@ -80,7 +82,7 @@ Formula = Callable[[OpCall], float]
 
 
 def _matrix_product(call: OpCall) -> int:
-    """`[b] m k @ [b] k n`: the two matrices are the last operands of every such op."""
+    """FLOPs of `[b] m k @ [b] k n`: the two matrices are the last operands of every such op."""
     left, right = call.inputs[-2:]
     columns = right.shape[-1] if right.dim() > 1 else 1
     return 2 * left.numel() * columns
@@ -88,8 +90,8 @@ def _matrix_product(call: OpCall) -> int:
 
 def _convolution_once(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor,
                       transposed: bool = False) -> int:
-    """Each element of the weight is used once per position: of the output, or, transposed, of the
-    input."""
+    """FLOPs with each element of the weight used once per position: of the output, or, transposed,
+    of the input."""
     spatial = weight.dim() - 2
     positions = (x if transposed else out).shape[-spatial:]
     batch = x.shape[0] if x.dim() == weight.dim() else 1
@@ -105,13 +107,13 @@ def _convolution_backward(call: OpCall) -> int:
 
 
 def _attention(call: OpCall) -> int:
-    """Scores and their product with the values."""
+    """FLOPs of the scores and of their product with the values."""
     query, key, value = call.args[:3]
     return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(call: OpCall) -> int:
-    """The scores again, then gradients: of scores and values, of query and key."""
+    """FLOPs of the scores again, then of gradients: of scores and values, of query and key."""
     _, query, key, value = call.args[:4]
     return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
@@ -122,7 +124,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _recurrent(call: OpCall) -> int:
-    """Every weight matrix meets every position of the sequence once."""
+    """FLOPs with every weight matrix used once for every position of the sequence."""
     weights = [t for t in call.inputs if t.dim() == 2 and t.dtype.is_floating_point]
     return 2 * sum(w.numel() for w in weights) * prod(call.inputs[0].shape[:-1])
 
@@ -167,7 +169,7 @@ _FORMULAS: dict[str, Formula] = {
                     lambda call: prod(call.args[2]) * call.inputs[0].numel()),
     **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
                      "embedding_dense_backward", "nll_loss_backward", "nll_loss2d_backward"),
-                    # Each element that is added up, not those of the table that it goes to.
+                    # Each summand, not the elements of the table that receives it.
                     lambda call: call.inputs[0].numel()),
     **dict.fromkeys(("scatter_add", "index_add", "index_put", "_index_put_impl", "index_put_",
                      "_unsafe_index_put"), lambda call: call.inputs[-1].numel()),

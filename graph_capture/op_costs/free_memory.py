@@ -1,4 +1,4 @@
-"""How much memory of a device is free right now, for deciding what may safely be run."""
+"""The free memory of a device right now, to decide which ops may safely be run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on `device` without pushing anything else out; 0 if unknown."""
+    """Bytes that can be allocated on `device` without evicting anything; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "cpu":
@@ -19,8 +19,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _available_bytes() -> int | None:
-    """Available memory as Linux reports it; elsewhere a cautious figure, since asking differs by
-    system."""
+    """Available memory as Linux reports it; elsewhere a cautious constant."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -31,7 +30,7 @@ def _available_bytes() -> int | None:
 
 
 def _left_in_control_group_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Memory that the container's limit leaves; `None` where there is no limit."""
+    """Memory that the container's limit leaves; `None` if there is no limit."""
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())

@@ -1,8 +1,8 @@
-"""How much the probe of single ops may take where a training loop has begun.
+"""The memory that the probe of single ops may use once a training loop has begun.
 
-The model of the world: what is held now and the dummy inputs of one op, together, are to stay
-within the budget of the step.  A share of the plain step's peak is reckoned without the workspace
-of its ops, which nobody knows yet, so it is no more than what will be meant.
+The model of the world: the current memory and the dummy inputs of one op together must stay within
+the budget of the step.  A budget that is a share of the plain step's peak is computed without the
+workspace of its ops, which is still unknown, so it is never too large.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class ProbeHeadroom:
     limit: int | Fraction
     """Bytes, or a share of the plain step's peak."""
     held_bytes: Callable[[], int]
-    """Bytes allocated on the device at the moment."""
+    """Bytes currently allocated on the device."""
     resident_bytes: int
-    """Of that, what is held before a step begins: parameters, buffers and inputs."""
+    """Bytes that stay allocated before a step begins: parameters, buffers and inputs."""
 
     def left(self, plain_peak: Callable[[], int]) -> Callable[[], int]:
-        """A function that says how many bytes are left; `plain_peak`: that of the plain step, above
-        what is resident, asked for where it is needed."""
+        """A function that returns the bytes left; `plain_peak`: the peak of the plain step above
+        the resident memory, called only if needed."""
         limit = self.limit if isinstance(self.limit, int) else math.floor(
             self.limit * (self.resident_bytes + plain_peak()))
         return lambda: max(0, limit - self.held_bytes())

@@ -1,10 +1,10 @@
-"""Ops measured in a process of their own, which they may end.
+"""Ops measured in a child process, which they may crash.
 
-The model of the world: a kernel that checks its operands raises where made-up ones do not suit it.
-One that does not - the backward of a fused recurrent layer reads a reserve that its forward laid
-out - may read what is not there, and take the process along, or wait for what never comes.  Such
-ops, and those of other libraries, are run in a child, which is started when the first of them
-comes, and again after one that has ended it; a child that does not answer is ended.
+The model of the world: a kernel that checks its operands raises an error for unsuitable dummy
+inputs.  A kernel that does not may read invalid memory and crash the process, or wait forever: the
+backward of a fused recurrent layer reads a reserve that its forward laid out.  Such ops, and those
+of other libraries, run in a child process, which is started for the first of them, and again after
+a crash; a child that does not answer is ended.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from planner._graph_capture.torch_compat import OpOverload, aten_name, pytree
 
 _CHILD = "planner._graph_capture.op_costs.probe_child"
 _LONGEST_ANSWER_SECONDS = 60.0
-"""Of the clock: a child that takes longer hangs.  Ops are run that are estimated to take two, some
-times over."""
+"""Wall-clock limit after which a child counts as hung.  Ops run several times, and are estimated to
+take at most two seconds."""
 _OPAQUE = frozenset({"mkldnn_rnn_layer_backward"})
-"""Ops that are not run at all: with a reserve that their own forward has not laid out they crash or
-hang, one as often as the other."""
+"""Ops that are never run: without a reserve from their own forward they crash or hang."""
 _TRUSTED = frozenset({
     "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax_backward_data",
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_safe_softmax",
@@ -48,14 +47,14 @@ _TRUSTED = frozenset({
     "normal_", "roll", "smooth_l1_loss", "smooth_l1_loss_backward", "stack", "tril", "triu",
     "uniform_", "upsample_bilinear2d_backward", "upsample_nearest2d",
     "upsample_nearest2d_backward"})
-"""Ops without a tag that says so which check their operands; zero is an index for all of them."""
+"""Ops that check their operands without a tag that says so; zero is a valid index for all of
+them."""
 _TRUSTED_TAGS = frozenset({torch.Tag.core, torch.Tag.pointwise, torch.Tag.reduction})
 _TRUSTED_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd")
 
 
 def is_trusted(target: OpOverload) -> bool:
-    """Return whether an op checks its operands, and may be run in this process with made-up ones.
-    """
+    """True if an op checks its operands, and may run in this process on dummy inputs."""
     name = aten_name(target)
     return target.namespace in ("aten", "prims") and (
             not _TRUSTED_TAGS.isdisjoint(target.tags) or name in _TRUSTED
@@ -63,7 +62,7 @@ def is_trusted(target: OpOverload) -> bool:
 
 
 def isolated_probe(device: torch.device) -> IsolatedProbe:
-    """The child of this process for a device, under the settings of torch as they are now."""
+    """The child process for a device, under the current settings of torch."""
     return _of_process(device, torch.get_num_threads(), torch.backends.mkldnn.enabled,
                        torch.are_deterministic_algorithms_enabled())
 
@@ -83,7 +82,7 @@ class Layout:
     layout: torch.layout = torch.strided
 
     def stride(self) -> tuple[int, ...]:
-        """As a tensor has it."""
+        """The strides, as for a tensor."""
         return self.strides
 
 
@@ -97,8 +96,8 @@ class IsolatedProbe:
 
     def measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                 quantity: str) -> float | None:
-        """A quantity of the op, by the name of the probe's measurement; `None` if it fails, or ends
-        the child, or holds it up."""
+        """A quantity of the op, by the name of the probe's measurement; `None` if the op fails,
+        crashes or hangs."""
         if aten_name(target) in _OPAQUE:
             return None
         layouts: dict[int, Layout] = {}
@@ -143,5 +142,5 @@ class IsolatedProbe:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):  # of a pipe whose reader is gone
+    with contextlib.suppress(OSError):  # the reader of the pipe is gone
         child.communicate()

@@ -1,20 +1,21 @@
-"""Measures the workspace of a single op's kernel, and its time.
+"""Measures the workspace of a single op's kernel, and its duration.
 
-The model of the world: both depend on the op, the shapes, strides and dtypes of its tensors, its
-other arguments, the device, the torch version and the number of threads, and on nothing else.  So
-it is measured by running the op alone on dummy inputs, once per such signature, and kept.
-Ops whose kernels are known to need nothing are not run; those that may not bear made-up operands
-run in a process of their own (`graph_capture.op_costs.isolated`); on a CPU also those whose tensors
-would exceed what the caller's budget leaves in this process.
+The model of the world: both depend only on the op, the shapes, strides and dtypes of its tensors,
+its other arguments, the device, the torch version and the number of threads.  So the op is run
+alone on dummy inputs, once per such signature, and the result is kept.  Ops whose kernels are known
+to allocate nothing are not run.  Ops that may not tolerate dummy inputs run in a child process
+(`graph_capture.op_costs.isolated`); on a CPU also those whose tensors would exceed what the
+caller's budget leaves in this process.
 
-Where an op cannot be run (no such device here, too large for the memory that is free or, on a GPU,
-for what the budget leaves, an error, an op that no package of its namespace's name registers) a
-margin stands in, and the op's name is added to `assumed`: a convolution counts its operands and
-results once more, a matrix product copies of its operands where the kernel may want them
-rearranged; on CUDA attention, embeddings, sums and products what their code asks for
-(`cuda_workspace`); any other op nothing.
+Some ops cannot be run: the device is absent, the op is too large for the free memory or, on a GPU,
+for what the budget leaves, it fails, or no package named like its namespace registers it.  Then a
+margin is used, and the op's name is added to `assumed`: for a convolution the bytes of its operands
+and results once more, for a matrix product copies of operands that the kernel may want rearranged;
+on CUDA, for attention, embeddings, sums and products, the requests of their code
+(`cuda_workspace`); for any other op nothing.
 
-Blind spots: what a library takes from the operating system; workspace that depends on the values.
+Blind spots: memory that a library allocates from the operating system; workspace that depends on
+the values.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ from planner._graph_capture.torch_compat import (
 )
 
 _SAFE_FRACTION = 0.25
-"""An op is run only if its tensors take at most this part of the memory that is free."""
+"""An op is run only if its tensors use at most this share of the free memory."""
 _LONGEST_RUN_SECONDS = 2.0
-"""An op is run only if it is estimated to take no longer than this."""
+"""An op is run only if its estimated duration is no longer than this."""
 
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "_convolution",
                            "mkldnn_convolution", "cudnn_convolution"})
@@ -75,9 +76,9 @@ _FREE = frozenset({
 _FREE_IF_CONTIGUOUS = frozenset({
     "_softmax", "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward",
     "nll_loss_backward", "embedding"})
-"""Such kernels, but for copies of operands that are not contiguous."""
+"""Kernels that allocate only copies of operands that are not contiguous."""
 _FREE_ON_CPU = frozenset({"_softmax_backward_data"})
-"""The same, on a CPU."""
+"""More such kernels on a CPU."""
 
 
 class OpProbe:
@@ -86,17 +87,17 @@ class OpProbe:
     def __init__(self, device: torch.device | str, *, probe: bool = True,
                  directory: Path | None = None, headroom: Callable[[], int] | None = None,
                  gpu: str | Gpu | None = None) -> None:
-        """`probe=False` measures nothing; `directory` holds the cache on disk, by default
-        `cache.cache_directory()`; `headroom`: how many bytes dummy inputs may take in this
-        process now, `None`: all that may be used of the memory that is free; `gpu`: whose margins
-        to take, as for `device_model`."""
+        """`probe=False` measures nothing; `directory` contains the cache on disk, by default
+        `cache.cache_directory()`; `headroom`: bytes that dummy inputs may currently use in this
+        process, `None`: limited only by the free memory; `gpu`: whose margins to use, as for
+        `device_model`."""
         self._headroom = headroom
         self.device = torch.device(device)
         self._gpu = device_model(self.device, gpu=gpu).gpu
         self.assumed: set[str] = set()
-        """Names of the ops for which a margin was taken."""
+        """Names of the ops for which a margin was used."""
         self.untimed: set[str] = set()
-        """Names of the ops whose duration was asked for and could not be measured."""
+        """Names of the ops whose duration was requested and could not be measured."""
         self._enabled = probe and _at_hand(self.device)
         self._cache = OpCache(_environment(self.device) if self._enabled else "",
                               (directory or cache_directory()) if self._enabled else None)
@@ -105,7 +106,7 @@ class OpProbe:
                         kwargs: Mapping[str, Any], out: Any) -> int:
         """Peak of `target(*args, **kwargs)` beyond `out`, its result; tensors may be fake.
 
-        An in-place variant counts as what its kernel allocates beside the tensor that it writes.
+        For an in-place variant, allocations in addition to the tensor that it writes count.
         """
         inputs, outputs = strided_tensors((args, kwargs)), strided_tensors(out)
         if not (_allocates(inputs, outputs) or schema_of(target).is_mutable):
@@ -125,7 +126,7 @@ class OpProbe:
 
     def seconds(self, target: OpOverload, args: tuple[Any, ...],
                 kwargs: Mapping[str, Any], out: Any) -> float | None:
-        """Median duration of one run; `None` where the op cannot be run here."""
+        """Median duration of one run; `None` if the op cannot be run here."""
         key = f"seconds:{signature(target, args, kwargs)}"
         known = self._cache.get(key)
         if known is not None:
@@ -140,14 +141,14 @@ class OpProbe:
 
     def known_seconds(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                       ) -> float | None:
-        """Return the time that `seconds_of_function` found for a function of this text and such
+        """The duration that `seconds_of_function` found for a function of this text and such
         arguments."""
         return self._cache.get(_kernel_key(text, args, kwargs))
 
     def seconds_of_function(self, text: str, function: Callable[[], Callable[..., Any]],
                             args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-        """Median duration of one run of `function()`, which may write to its arguments; `text` is
-        what the cache knows it by.  `None` where it cannot be run here.  Tensors may be fake."""
+        """Median duration of one run of `function()`, which may write to its arguments; `None` if
+        it cannot be run here.  `text`: its key in the cache.  Tensors may be fake."""
         known = self.known_seconds(text, args, kwargs)
         if known is not None or not self._enabled:
             return known
@@ -168,7 +169,7 @@ class OpProbe:
             return None
         tensors = [*inputs, *outputs]
         fits = self._fits_here(tensors, self._margin(target, inputs, outputs))
-        # A profiler that runs here is what would measure the op's memory on a CPU.
+        # The measurement on a CPU needs the profiler for itself.
         is_busy = quantity == "workspace" and self.device.type == "cpu" and profiler_is_running()
         if fits and not is_busy and (
                 is_trusted(target) or any(map(is_sparse, pytree.tree_leaves((args, kwargs))))):
@@ -186,8 +187,8 @@ class OpProbe:
     def _run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
                    kwargs: Mapping[str, Any], tensors: list[torch.Tensor], quantity: str
                    ) -> float | None:
-        """A quantity of a run of `function()` on dummy inputs; `None` if that fails, or takes
-        too much memory: that of `tensors`."""
+        """A quantity of a run of `function()` on dummy inputs; `None` if that fails, or `tensors`
+        are too large."""
         if not self._has_headroom(tensors):
             return None
         measurement = {"workspace": self._workspace, "seconds": self._duration}[quantity]
@@ -199,7 +200,7 @@ class OpProbe:
                 if isinstance(call, OpOverload):
                     real_args = seeds_on_host(call, real_args)
                 return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
-            except Exception:  # an op may refuse made-up values in any way that it likes
+            except Exception:  # an op may refuse dummy inputs with any error
                 return None
 
     def _has_headroom(self, tensors: list[torch.Tensor]) -> bool:
@@ -207,7 +208,7 @@ class OpProbe:
                 <= _SAFE_FRACTION * free_bytes(self.device))
 
     def _fits_here(self, tensors: list[torch.Tensor], margin_bytes: int = 0) -> bool:
-        """Return whether such tensors, and a margin, are within what the caller's budget leaves."""
+        """True if such tensors, and a margin, fit into what the caller's budget leaves."""
         return self._headroom is None or (
             sum(map(_extent_bytes, tensors)) + margin_bytes <= self._headroom())
 
@@ -231,7 +232,7 @@ class OpProbe:
         durations: list[float] = []
         run()
         while len(durations) < 3 or (sum(durations) < 0.05 and len(durations) < 50):
-            # What is scaled in place again and again becomes denormal, which CPUs are slow at.
+            # Repeated in-place scaling makes numbers denormal, which CPUs are slow at.
             renew()
             wait()
             start, start_of_cpu = time.perf_counter(), time.process_time()
@@ -264,7 +265,7 @@ def _kernel_key(text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Hash of all that a run of the op depends on, but for values; equal in every process."""
+    """Hash of everything that a run of the op depends on, except values; equal in every process."""
     leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     seen: dict[int, int] = {}
     words = [str(target), str(structure)]
@@ -286,7 +287,7 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def _allocates(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Return whether the op makes a storage; one that only makes views runs no kernel."""
+    """True if the op makes a storage; one that only makes views runs no kernel."""
     of_inputs = {storage_key(tensor) for tensor in inputs}
     return any(storage_key(tensor) not in of_inputs for tensor in outputs)
 
@@ -298,22 +299,21 @@ def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[to
         return True
     dtypes = {tensor.dtype for tensor in inputs}
     if device.type == "cpu" and name in _MATRIX_PRODUCTS:
-        # BLAS takes these as they are, and they are too slow to be run for nothing.
+        # BLAS uses these directly, and they are too slow to be run for nothing.
         return (dtypes <= {torch.float32, torch.float64}
                 and _rearranged_bytes(target, inputs) == 0)
     if not all(tensor.is_contiguous() for tensor in inputs):
         return False
     if torch.Tag.pointwise in target.tags:
-        # On the CPU, operands of another dtype than the common one are converted in full first,
-        # and a number in the place of a tensor becomes one.
+        # On the CPU, operands of another dtype than the common one are converted in full first, and
+        # a number in the place of a tensor becomes one.
         return device.type == "cuda" or (len(dtypes) <= 1 and not has_number_operand(target, args))
     known = name in _FREE_IF_CONTIGUOUS or (device.type == "cpu" and name in _FREE_ON_CPU)
     return known and sum(dtype.is_floating_point for dtype in dtypes) <= 1
 
 
 def has_number_operand(target: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether a number stands where the op has an operand (not a mere setting such as
-    `alpha`)."""
+    """True if a number replaces an operand of the op (not a mere setting such as `alpha`)."""
     return any(isinstance(value, (bool, int, float, complex)) and argument.name in ("self", "other")
                for argument, value in zip(schema_of(target).arguments, args, strict=False))
 
@@ -344,7 +344,7 @@ def _environment(device: torch.device) -> str:
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """The global random state of the CPU and of `device` is afterwards as it was."""
+    """Restores the global random state of the CPU and of `device` afterwards."""
     of_cpu = torch.get_rng_state()
     of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:

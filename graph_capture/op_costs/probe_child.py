@@ -1,4 +1,4 @@
-"""The child process of `graph_capture.op_costs.isolated`: measures what it is told to."""
+"""The child process of `graph_capture.op_costs.isolated`, which measures the ops sent to it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from planner._graph_capture.op_costs.probe import OpProbe
 
 
 def answer_questions() -> None:
-    """Until there are no more."""
+    """Measure the ops on standard input until its end."""
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints does not answer
+    os.dup2(2, 1)  # prints of a library must not mix with answers
     device, threads, mkldnn, deterministic = pickle.load(questions)
     torch.set_num_threads(threads)
     torch.backends.mkldnn.enabled = mkldnn
@@ -30,7 +30,7 @@ def answer_questions() -> None:
             return
         if (namespace := name.split(".")[0]) not in ("aten", "prims"):
             with contextlib.suppress(ImportError):
-                importlib.import_module(namespace)  # which registers the op
+                importlib.import_module(namespace)  # registers the op
         target: Any = torch.ops
         for part in name.split("."):
             target = getattr(target, part)

@@ -1,9 +1,8 @@
-"""Which optimizers make the step of a training loop: one or several, given as instances, or one by
-its class or name.
+"""The optimizers of a training loop: one or several instances, or one class or name.
 
 Two classes of torch update only some parameters: Muon matrices, SparseAdam those whose gradients
-are sparse.  By class or name, each comes with the optimizer that torch's documentation or common
-use puts beside it for the others.
+are sparse.  Given by class or name, each is combined with the usual optimizer for the other
+parameters (according to torch's documentation or common use).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _OF_LIBRARIES: dict[str, tuple[str, str]] = {
     "adamw_schedulefree": ("schedulefree", "AdamWScheduleFree"),
     "sgd_schedulefree": ("schedulefree", "SGDScheduleFree"),
 }
-"""Module and class of further optimizers, by the name that they are given by."""
+"""Module and class of further optimizers, by their name."""
 
 
 def _class_named(name: str) -> type[Optimizer]:
@@ -57,14 +56,14 @@ def _class_named(name: str) -> type[Optimizer]:
 
 @dataclass(frozen=True, slots=True)
 class _Selective:
-    """An optimizer that does not take every parameter."""
+    """An optimizer that accepts only some parameters."""
 
     takes: Callable[[torch.Tensor, bool], bool]
-    """Of a parameter, and whether its gradient is sparse."""
+    """True for accepted parameters; arguments: a parameter, and True if its gradient is sparse."""
     others: type[Any]
-    """For the parameters that it does not take."""
+    """The optimizer for all other parameters."""
     wanted: str
-    """Its arguments, in words."""
+    """Description of the accepted parameters."""
 
 
 _SELECTIVE: dict[str, _Selective] = {
@@ -77,9 +76,9 @@ _SELECTIVE: dict[str, _Selective] = {
 
 
 def optimizer_name(optimizer: object) -> str:
-    """Names of the classes of what is given as the optimizer.
+    """Names of the classes of the given optimizer or optimizers.
 
-    Raises `ValueError` for an unknown name and `TypeError` for what is no optimizer.
+    Raises `ValueError` for an unknown name and `TypeError` for an object that is no optimizer.
     """
     if isinstance(optimizer, str):
         return _class_named(optimizer).__name__
@@ -99,7 +98,7 @@ def optimizer_name(optimizer: object) -> str:
 
 
 def instances(optimizer: object) -> tuple[Optimizer, ...] | None:
-    """The optimizers that were given as such; `None` for a class or a name."""
+    """The given instances; `None` for a class or a name."""
     if isinstance(optimizer, Optimizer):
         return (optimizer,)
     if isinstance(optimizer, str | type) or not isinstance(optimizer, Sequence):
@@ -111,8 +110,8 @@ def make_optimizers(optimizer: object, trainable: Sequence[torch.Tensor],
                     sparse: Collection[int]) -> list[Optimizer]:
     """Optimizers of a class, or of its name, on these parameters, with default settings.
 
-    `sparse`: identities of the parameters whose gradients are sparse.  Raises `ValueError` where
-    the class takes none of them, or refuses them.
+    `sparse`: identities of the parameters whose gradients are sparse.  Raises `ValueError` if the
+    class accepts none of them, or refuses them.
     """
     kind: Any = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
     assert isinstance(kind, type)

@@ -2,19 +2,18 @@
 
 The model of the world: the state depends on the shapes and dtypes of the trainable parameters and
 on the optimizer's settings.  So the optimizer's own `step()` runs on storage-less tensors, which
-works for any optimizer written in torch; the first step makes the state, the second is like all
-that follow.  Before it, gradients are unscaled and clipped as the user does.
+works for any optimizer written in torch; the first step makes the state, and all later steps are
+like the second.  Before each step, gradients are unscaled and clipped as the user does.
 
-An optimizer given as an instance may update copies of its own in place of the model's parameters
-(fp32 master weights): then the user is taken to copy the model's gradients to them before each
-step.
+An optimizer instance may update copies of its own in place of the model's parameters (fp32 master
+weights): then the user is assumed to copy the model's gradients to them before each step.
 
-A step that takes a closure, as that of L-BFGS, evaluates the model when it likes; the trace says
-where.  Its steps are those of `graph_capture.optimizer.trajectory`: the first, and the first of
-those before which the state is as large as it gets, which stands for all later ones.
+A step with a closure, as that of L-BFGS, evaluates the model at any time; the trace records where.
+Two of its steps by `graph_capture.optimizer.trajectory` are traced: the first, and the first one
+with the full state, which represents all later ones.
 
-Blind spots: kernels of others than torch, and what their state is made of; an optimizer that does
-something else every so many steps.
+Blind spots: kernels of others than torch, and their state; an optimizer that does something else
+every so many steps.
 """
 
 from __future__ import annotations
@@ -54,54 +53,54 @@ class OptimizerSettings:
     """Settings of the training loop around `optimizer.step()`."""
 
     grad_clip: float | None = None
-    """Largest norm of all gradients, by `torch.nn.utils.clip_grad_norm_`."""
+    """Maximum norm of all gradients, by `torch.nn.utils.clip_grad_norm_`."""
     grad_scaler: bool = False
     """True if a `torch.amp.GradScaler` unscales the gradients and makes the step."""
     set_to_none: bool = True
     """As in `optimizer.zero_grad`; it matters here for gradients of the optimizer's own copies."""
     implementation: Literal["for-loop", "fused"] | None = None
-    """Of the step, in place of what the optimizer is set to."""
+    """Implementation of the step, in place of the optimizer's setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTrace:
-    """An optimizer from when it is made to the end of its second step."""
+    """An optimizer from its creation to the end of its second step."""
 
     name: str
     trace: MemoryTrace
     first_begins: int
-    """Number of events when the optimizer, with the state that it has, is there."""
+    """Number of events when the optimizer, with its initial state, exists."""
     second_begins: int
     """Number of events when the first step is over and its gradients are reset."""
     steady_begins: int
-    """Number of events when the last step begins, which all later ones are like."""
+    """Number of events when the last step begins, which represents all later ones."""
     parameters: frozenset[str]
     """Names of the model's parameters whose gradients are reset with the optimizer's."""
     own_copies: int = 0
-    """How many tensors it updates that are no parameters of the model."""
+    """Number of tensors it updates that are no parameters of the model."""
     evaluations: tuple[int, ...] = ()
     """Numbers of events when the step evaluates the model, in all steps."""
 
     def evaluations_from(self, start: int, stop: int | None = None) -> tuple[int, ...]:
-        """Those of `evaluations` that lie between two numbers of events."""
+        """The `evaluations` between two numbers of events."""
         return tuple(event for event in self.evaluations
                      if start <= event and (stop is None or event < stop))
 
     @property
     def state_bytes(self) -> int:
-        """Held from the first step on; where the step evaluates the model, while it does so."""
+        """Bytes alive from the first step on; if the step evaluates the model, while it does so."""
         levels = self.trace.levels()
         return max((levels[event] for event in self.evaluations),
                    default=levels[self.second_begins])
 
     @property
     def step_peak_bytes(self) -> int:
-        """The most that a step takes beyond that."""
+        """Maximum of bytes that a step uses in addition to the state."""
         return max(self.trace.levels()[self.first_begins:]) - self.state_bytes
 
     @property
     def memory(self) -> OptimizerMemory:
-        """Both, by the optimizer's name."""
+        """State and step peak under the optimizer's name."""
         return OptimizerMemory(self.name, self.state_bytes, self.step_peak_bytes)
 
     def in_backward(self) -> OptimizerTrace:
@@ -113,7 +112,7 @@ class OptimizerTrace:
                               self.parameters, self.own_copies)
 
     def without_memory(self) -> OptimizerTrace:
-        """The same optimizer where its state and its steps are on another device."""
+        """The same optimizer with its state and its steps on another device."""
         return OptimizerTrace(self.name, MemoryTrace((), ()), 0, 0, 0, self.parameters)
 
 
@@ -137,21 +136,21 @@ def trace_optimizer_steps(
     workspace: Workspace = lambda *call: 0,
 ) -> OptimizerTrace:
     """Two steps of `optimizer` on the trainable parameters of the fake copy's model: the first, and
-    one like all later ones.
+    one that represents all later ones.
 
-    An instance, or each of several, keeps its groups, settings and state; it belongs to the model
-    that the fake copy was made from and is not touched.  (Where the step takes a closure, the state
-    is left out.)  A class, or its name in lower case (`"adamw"`), has its default settings.
-    `with_gradient`: names of the parameters that have a gradient; by default all that are
-    trainable.  `sparse`: gradients in coordinate form, by parameter.  `workspace`: what single ops
-    take beyond their results; by default nothing.
+    An instance, or each of several, keeps its groups, settings and state; it belongs to the
+    original model and is not touched. (If the step uses a closure, the state is left out.) A class,
+    or its name in lower case (`"adamw"`), has its default settings.  `with_gradient`: names of the
+    parameters that have a gradient; by default all trainable ones.  `sparse`: gradients in
+    coordinate form, by parameter.  `workspace`: bytes that single ops use beyond their results; by
+    default none.
 
-    Raises `ValueError` for an unknown name, `TypeError` for something else, and `CaptureError` for
-    an optimizer that cannot run without the values of the gradients.
+    Raises `ValueError` for an unknown name, `TypeError` for an object that is no optimizer, and
+    `CaptureError` for an optimizer that cannot run without the values of the gradients.
     """
     name = optimizer_name(optimizer)
     try:
-        # A step that compiles parts of itself runs them as they are written: no less memory.
+        # Parts of a step that would be compiled run as written: they use no less memory.
         with (optimizers_as_on(fake_copy.device), torch.compiler.set_stance("force_eager"),
               warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # the optimizer's own steps warn, too
@@ -170,18 +169,18 @@ class _Steps:
                  with_gradient: Collection[str] | None, sparse: Mapping[str, torch.Tensor],
                  settings: OptimizerSettings, workspace: Workspace) -> None:
         self.settings = settings
-        # Some look at the norm of an update.
+        # Some optimizers read the norm of an update.
         self.storage_less = storage_less = storage_less_copy(fake_copy, unknown_is_zero=True)
         self.names = {id(tensor): name for name, tensor in [*storage_less.parameters.items()][::-1]}
         self.trainable = [p for p in storage_less.model.parameters() if p.requires_grad]
         self.tracker = MemoryTracker(
             _without_multi_tensor_ops(workspace), device=fake_copy.device,
             trace_device=storage_less.trace_device, resident=storage_less.fake_of.values())
-        with storage_less.mode:  # out of the tracker's sight: the loss is not the optimizer's
+        with storage_less.mode:  # hidden from the tracker: the loss is not the optimizer's
             self.loss = torch.empty(())
         self.evaluations: list[int] = []
         self.begins: list[int] = []
-        self.held: set[int] = set()  # what is there between steps
+        self.held: set[int] = set()  # storages alive between steps
         if not self.trainable:
             return
         given = instances(optimizer)
@@ -209,7 +208,7 @@ class _Steps:
                     parameter.grad = torch.empty_like(parameter)
 
     def trace(self) -> OptimizerTrace:
-        """From when the optimizers are there to the end of the last step."""
+        """The trace from the creation of the optimizers to the end of the last step."""
         if not self.trainable:
             return OptimizerTrace("none", MemoryTrace((), ()), 0, 0, 0, frozenset())
         tracker, storage_less = self.tracker, self.storage_less
@@ -248,13 +247,13 @@ class _Steps:
         return OptimizerTrace(
             optimizer_name(self.steppers), tracker.trace(category_of, labels), self.begins[0],
             self.begins[1], self.begins[-2],
-            # Who updates copies resets the gradients of the model by the model's own `zero_grad`.
+            # Users of such copies reset the model's gradients by the model's own `zero_grad`.
             frozenset(self.names.values() if self.own_copies
                       else (self.names[id(parameter)] for parameter in self.parameters)),
             len(self.own_copies), tuple(self.evaluations))
 
     def _turns(self, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
-        """As many turns as steps are to be traced; before each, its trajectory is known."""
+        """One turn per step to trace; before each, its trajectory is known."""
         if not any(map(needs_closure, self.steppers)):
             yield from (None, None)
             return
@@ -268,7 +267,7 @@ class _Steps:
         assert isinstance(self.storage_less.mode, StorageLessMode)
         for number, answers in enumerate(trajectory.first_and_fullest()):
             if number:
-                stepper.state.clear()  # before the other one is there
+                stepper.state.clear()  # before the other one exists
                 with self.storage_less.mode, self.tracker:
                     stepper.state = trajectory.state_on(self.parameters)
                 self._mark()
@@ -276,7 +275,7 @@ class _Steps:
             yield
 
     def _mark(self) -> None:
-        """Between two steps."""
+        """Record the boundary between two steps."""
         self.held |= self.tracker.live_numbers()
         self.begins.append(self.tracker.event_count)
 
@@ -298,7 +297,7 @@ class _Steps:
             scaler.update()
 
     def _evaluate(self) -> torch.Tensor:
-        """The closure: the model's part is traced elsewhere, and the gradients are there."""
+        """The closure: the model's part is traced elsewhere, and the gradients exist."""
         self.evaluations.append(self.tracker.event_count)
         self._clip()
         return self.loss
@@ -313,8 +312,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _without_multi_tensor_ops(workspace: Workspace) -> Workspace:
-    """Ops on lists of tensors take nothing beyond their results; they are too large to be run for
-    a measurement."""
+    """`workspace`, but 0 for ops on lists of tensors: they allocate only their results, and are too
+    large to be run for a measurement."""
     def bytes_of(func: Any, *call: Any) -> int:
         name = aten_name(func)
         return 0 if name.startswith(("_foreach_", "_fused_", "_amp_")) else workspace(func, *call)
@@ -324,8 +323,8 @@ def _without_multi_tensor_ops(workspace: Workspace) -> Workspace:
 
 def _choose_implementation(group: dict[str, Any], device: torch.device,
                            wanted: str | None) -> None:
-    """The requested implementation, else torch's own choice on a GPU; the trace is on the CPU,
-    where it would choose the loop over single tensors."""
+    """Set the requested implementation, or torch's own choice on a GPU: the trace is on the CPU,
+    where torch would choose the loop over single tensors."""
     if wanted is not None:
         if "foreach" not in group or (wanted == "fused" and "fused" not in group):
             raise ValueError(f"the optimizer has no variant {wanted}")

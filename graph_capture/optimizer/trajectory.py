@@ -1,12 +1,12 @@
-"""The trajectory of an optimizer that evaluates the model within its step, as L-BFGS does.
+"""The trajectory of an optimizer that evaluates the model within its step, such as L-BFGS.
 
-Such a step takes a closure (`optimizer.step(closure)`) and decides by values how often to call it
+Such a step uses a closure (`optimizer.step(closure)`) and decides by values how often to call it
 and what to remember.  The model of the world: the trajectory is that of the same optimizer, with
 the same settings, on a convex quadratic so badly conditioned that it does not converge: no
-iteration ends early, every line search succeeds, the history fills.  That is a small real run; what
-its code was told of values, a step on tensors without values is told again.
+iteration ends early, every line search succeeds, the history fills.  That is a small real run; the
+values that its code asked for answer the same requests of a step on tensors without values.
 
-Blind spots: a real run may stop a step early, and takes less then.
+Blind spots: a real run may stop a step early, and uses less memory then.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from planner._graph_capture.fake_copies.storage_less import VALUE_OPS, Answer
 from planner._graph_capture.torch_compat import TorchDispatchMode, no_active_modes, pytree
 
 _VARIABLES = 512
-"""Of the quadratic, at least; L-BFGS without rounding would need as many iterations."""
+"""Minimum of variables of the quadratic; L-BFGS without rounding would need as many iterations."""
 _CONDITION = 1e8
 _SCALE = 1e6
-"""Of the quadratic's values: none of them looks small to a stopping rule."""
+"""Scale of the quadratic's values: none of them looks small to a stopping rule."""
 
 
 _MOST_EVALUATIONS = 2000
-"""Of the function, until the state has stopped to grow."""
+"""Limit of evaluations of the function until the state has stopped growing."""
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether `step` cannot be called without a closure."""
+    """True if `step` cannot be called without a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class OptimizerTrajectory:
-    """The small real run; mutable, since it goes on."""
+    """The small real run; mutable, since it advances."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """`optimizer`: whose groups and settings count; it is not touched."""
+        """`optimizer`: provides groups and settings; it is not touched."""
         groups = optimizer.param_groups
         count = sum(len(group["params"]) for group in groups)
         each = -(-_VARIABLES // max(count, 1))
@@ -66,14 +66,14 @@ class OptimizerTrajectory:
             self._curvature = _SCALE * torch.logspace(
                 0, -torch.log10(torch.tensor(_CONDITION)), total, dtype=torch.float64)[order]
         self.evaluations = 0
-        """How often the function was evaluated so far."""
+        """Number of evaluations of the function so far."""
 
     def first_and_fullest(self) -> Iterator[list[Answer]]:
-        """For the first step, and for the first of those before which the state is as large as it
-        gets: the values that the optimizer's code asks for, in order.
+        """The values that the optimizer's code asks for, in order: in the first step, and in the
+        first one that starts with the full state.
 
-        Before the second, `state_on` gives the state that it starts from.  Raises `ValueError`
-        where the state grows without end.
+        Before the second, `state_on` gives the state that it starts from.  Raises `ValueError` if
+        the state grows without end.
         """
         yield self.step()
         while True:
@@ -91,7 +91,7 @@ class OptimizerTrajectory:
         """The state before the last step, for these parameters in place of the small ones; values
         are not set.
 
-        Tensors of all elements in a row, of one element, and of a parameter's shape are known;
+        Supports tensors of all elements in a row, of one element, and of a parameter's shape;
         raises `ValueError` for others.
         """
         elements = sum(p.numel() for p in self._parameters)
@@ -124,7 +124,7 @@ class OptimizerTrajectory:
         return sum(storages.values())
 
     def step(self) -> list[Answer]:
-        """One step; the values that the optimizer's code asked for, in order."""
+        """Run one step; returns the values that the optimizer's code asked for, in order."""
         answers = _Answers()
         with no_active_modes(), answers:
             self._optimizer.step(self._evaluate)
@@ -142,7 +142,7 @@ class OptimizerTrajectory:
 
 
 class _Answers(TorchDispatchMode):
-    """Notes the values of tensors that code asks for."""
+    """Records the values of tensors that code asks for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""The memory of the training step as plain PyTorch runs it: what the user has today.
+"""The memory of the training step as plain PyTorch runs it, as the user has it today.
 
-The figures of one traced forward, loss and backward (`graph_capture.plain_step.micro_batch`) from
-gradients that are `None`, as after `zero_grad()`.
+The figures are those of one traced forward, loss and backward
+(`graph_capture.plain_step.micro_batch`) that starts with gradients of `None`, as after
+`zero_grad()`.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ class EagerStep:
     by_category: Mapping[BufferKind, int]
     """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
     forward_peak_bytes: int
-    """The most before the backward begins, the loss included."""
+    """Maximum before the backward begins, the loss included."""
     end_bytes: int
-    """What is left when the step ends and its output is released: the gradients."""
+    """Memory left when the step ends and its output is released: the gradients."""
     with_gradient: frozenset[str]
     """Names of the parameters that get a gradient."""
     loss: LossFootprint
     storage_less: bool
-    """Whether the code ran on storage-less tensors, which it takes for ordinary ones; else on fake
-    ones, which some libraries treat in another way."""
+    """True if the code ran on storage-less tensors, which look ordinary to it; false for fake
+    tensors, which some libraries treat differently."""
     memory_timeline: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """The most bytes from each op's run to the next one."""
+    """Maximum of bytes from each op's run to the next one."""
     backward_begins: int = field(default=0, compare=False)
     """Number of runs before the backward."""
     blocks: MicroBatch | None = field(default=None, compare=False, repr=False)
-    """All that it makes and releases, in order."""
+    """All blocks that it allocates and frees, in order."""
 
 
 def trace_eager_step(fake_copy: FakeCopy, loss_fn: LossFn | None = None, *, workspace: Workspace,
                      with_gradient: Collection[str] = (), holds_output: bool = True,
                      wrapper: Wrapper | None = None) -> EagerStep:
-    """Trace forward, loss and backward of the fake copy; it has no gradients before and after, but
-    for the parameters named in `with_gradient`, whose gradients are resident.  `wrapper`: what data
-    parallelism does meanwhile.
+    """Trace forward, loss and backward of the fake copy.  It has no gradients before and after,
+    except those of the parameters in `with_gradient`, which are resident.  `wrapper`: data
+    parallelism during the step.
 
-    Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
+    Raises `CaptureError` if there is nothing to differentiate; an error of the model propagates.
     """
     footprint: list[LossFootprint] = []
 

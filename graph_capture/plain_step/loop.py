@@ -1,4 +1,4 @@
-"""The parts of a training loop as plain PyTorch runs it, each traced once, when it is asked for.
+"""The parts of a training loop as plain PyTorch runs it, each traced once, on demand.
 
 Nothing of the model is executed or changed; see `graph_capture.fake_copies.fake`.
 """
@@ -35,7 +35,7 @@ from planner._graph_capture.torch_compat import quiet_fake_tensors
 
 
 class PlainLoop:
-    """Model, batch and loss of a loop, and what each of its parts takes."""
+    """Model, batch and loss of a loop, and the memory of each of its parts."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...] = (),
                  kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFn | None = None,
@@ -51,7 +51,7 @@ class PlainLoop:
         that hooks of the parameters step, freeing the gradients; `None`: it steps at the end.  The
         other arguments are those of `make_fake_copy` and `OpProbe`.
 
-        Raises `CaptureError` where the model has no fake copy.
+        Raises `CaptureError` if no fake copy of the model can be made.
         """
         self.fake_copy = replace(make_fake_copy(model, args, kwargs, device=device,
                                                 extra=() if loss_fn is None else (loss_fn,),
@@ -59,7 +59,7 @@ class PlainLoop:
                                                     device_planned_for(model, device), gpu)),
                                  autocast=autocast)
         self.gpu = gpu
-        """The GPU that was named; `None`: none was."""
+        """The named GPU, if any."""
         self._layout = None if make_layout is None else make_layout(self.fake_copy)
         self._loss_fn = None if loss_fn is None else self.fake_copy.extra[0]
         self._probe = OpProbe(self.fake_copy.device, probe=probe, gpu=gpu)
@@ -71,7 +71,7 @@ class PlainLoop:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about the traces made so far."""
+        """Notes for the user about the traces made so far."""
         notes = []
         if any(not step.storage_less for step in self._micro_batches.values()):
             notes.append("the model's code does not run on plain tensors without values; it was "
@@ -96,9 +96,10 @@ class PlainLoop:
 
     @quiet_fake_tensors()
     def micro_batch(self, with_gradient: frozenset[str] = frozenset()) -> MicroBatch:
-        """Forward, loss and backward where the parameters of these names have a gradient before.
+        """Trace forward, loss and backward, with earlier gradients for the parameters of these
+        names.
 
-        Raises `CaptureError` where the step cannot be traced.
+        Raises `CaptureError` if the step cannot be traced.
         """
         growing = with_gradient and self.micro_batch().sparse_gradients.keys() & with_gradient
         if growing:
@@ -117,7 +118,7 @@ class PlainLoop:
 
     @quiet_fake_tensors()
     def inference(self) -> MemoryTrace:
-        """The forward in `eval()` mode without gradients, to where its output is there."""
+        """The forward in `eval()` mode without gradients, until its output is computed."""
         with _explained("the forward without gradients"):
             return run_without_data(self.fake_copy, None, self._trace_inference)
 
@@ -157,7 +158,7 @@ class PlainLoop:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In `eval()` mode; afterwards each module is in its own again."""
+    """Inside, the model is in `eval()` mode; afterwards each module is in its own again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

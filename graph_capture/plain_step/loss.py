@@ -1,9 +1,9 @@
-"""What a training step differentiates, and what the user's loss holds outside the model.
+"""The objective of a training step, and the memory of a loss computed outside the model.
 
-The rule, the same wherever a step is traced, captured or measured: `loss_fn(output)` where one is
+The rule is the same wherever a step is traced, captured or measured: `loss_fn(output)` if one is
 given; else `output.loss` or `output["loss"]`; else the output itself if it is a scalar; else each
-differentiable tensor of the output gets a cotangent of its own size, which counts as memory and is
-held by the caller to the end of the backward.
+differentiable tensor of the output gets a cotangent of its own size, which counts as memory and
+which the caller keeps alive to the end of the backward.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from planner._graph_capture.torch_compat import storage_key
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What `torch.autograd.backward` is called on."""
+    """The arguments of `torch.autograd.backward`."""
 
     roots: tuple[torch.Tensor, ...]
     seeds: tuple[torch.Tensor | None, ...]
-    """The cotangent of each root; `None` stands for the 1 that autograd makes for a scalar."""
+    """The cotangent of each root; `None`: the 1 that autograd makes for a scalar."""
 
     def backward(self) -> None:
         """Accumulate the gradients."""
@@ -37,17 +37,17 @@ class Objective:
 
 
 class Until(StrEnum):
-    """How long a tensor of the output is there, if the caller lets the output go; the later comes
-    last."""
+    """Lifetime of a tensor of an output that the caller releases, from the shortest to the
+    longest."""
 
     LOSS = "loss"
-    """Until the loss is made of it."""
+    """Until the loss is computed from it."""
     LOSS_BACKWARD = "loss backward"
     """Until the backward of the loss, which needs it."""
     MODEL_BACKWARD = "model backward"
     """Until the backward of the model, if that needs it; otherwise to the end of the step."""
     END = "end"
-    """To the end of the step: it is the loss, or is held all the same."""
+    """To the end of the step: it is the loss, or is kept anyway."""
 
 
 LossFn = Callable[[Any], torch.Tensor | Objective]
@@ -55,14 +55,14 @@ LossFn = Callable[[Any], torch.Tensor | Objective]
 
 @dataclass(frozen=True, slots=True)
 class OpenLoss:
-    """The loss of a caller of whom it is not known whether he differentiates the `loss` of the
-    output, or one of his own that he makes of what is beside it."""
+    """An unknown loss: the caller differentiates either the `loss` of the output or a loss computed
+    from its other tensors."""
 
     largest_bytes: int
-    """What is larger, such as logits, is taken to be there to be looked at."""
+    """Larger tensors, such as logits, are assumed to be only for inspection."""
 
     def __call__(self, output: Any) -> Objective:
-        """All of it that he may differentiate."""
+        """All tensors of the output that the caller may differentiate."""
         goal = objective(output, None)
         if len(goal.roots) > 1 or goal.seeds != (None,):
             return goal
@@ -77,34 +77,35 @@ class OpenLoss:
 
 @dataclass(frozen=True, slots=True)
 class OutputGradient:
-    """Whether the loss reaches a tensor of the output."""
+    """The gradient of a tensor of the output."""
 
     flows: bool
     size_bytes: int
-    """Of the cotangent; 0 if none flows."""
+    """Size of the cotangent; 0 if none flows."""
     until: Until = Until.END
 
 
 @dataclass(frozen=True, slots=True)
 class LossFootprint:
-    """Memory of the loss outside the model, above what is held when the model returns."""
+    """Memory of the loss outside the model, above the memory when the model returns."""
 
     retained_bytes: int
-    """Held from its forward to its backward: saved tensors, the loss itself."""
+    """Alive from its forward to its backward: saved tensors, the loss itself."""
     forward_peak_bytes: int
-    """The most during its forward; at least `retained_bytes`."""
+    """Maximum during its forward; at least `retained_bytes`."""
     backward_peak_bytes: int
-    """The most during its backward, what is retained and the cotangents included."""
+    """Maximum during its backward, with the retained memory and the cotangents."""
     outputs: tuple[OutputGradient, ...]
     """For each tensor of the output, in the order of `output_tensors`."""
     is_missing: bool = False
-    """No loss was given or found: each differentiable output got a cotangent of its own size."""
+    """True if no loss was given or found: each differentiable output got a cotangent of its own
+    size."""
 
 
 def objective(output: Any, loss_fn: LossFn | None) -> Objective:
     """The roots and cotangents of the step's backward; see the module's rule.
 
-    Raises `CaptureError` where nothing can be differentiated, or a given loss is no scalar.
+    Raises `CaptureError` if nothing can be differentiated, or a given loss is no scalar.
     """
     if loss_fn is not None:
         loss = loss_fn(output)
@@ -133,7 +134,7 @@ def trace_loss(loss_fn: LossFn | None, output: Any, fake_copy: FakeCopy,
                workspace: Workspace) -> LossFootprint:
     """The footprint of the loss of `output`, an output of the fake copy's model under its mode.
 
-    The tensors of the output count as independent, whatever the model made of what, and the
+    The tensors of the output count as independent, whatever their origin in the model, and the
     model's own graph is not touched.
     """
     with fake_copy.mode:
@@ -180,7 +181,7 @@ def trace_loss(loss_fn: LossFn | None, output: Any, fake_copy: FakeCopy,
 
 
 def _described(output: Any) -> str:
-    """The kind of an output, for an error."""
+    """Description of an output's kind, for an error."""
     count = len(output_tensors(output))
     return f"{type(output).__name__} with {count} tensors" if count else type(output).__name__
 

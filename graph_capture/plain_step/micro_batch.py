@@ -1,16 +1,16 @@
-"""One forward, loss and backward as plain PyTorch runs it: every block that it takes, in order.
+"""One forward, loss and backward as plain PyTorch runs it: every block that it allocates, in order.
 
 The model of the world: the code runs on tensors without memory under the real autograd, and
-storages live as long as somebody refers to them.  The caller is taken to be
-`output = model(...); loss = loss_fn(output); loss.backward()` and holds the output and the loss to
-the end of the backward and beyond; the result says which blocks those are.  Under autocast,
-forward and loss run inside and the backward outside, as torch's documentation has it: the casts of
-the weights are cached until then.
+storages live as long as there are references to them.  The caller is assumed to run `output =
+model(...); loss = loss_fn(output); loss.backward()` and to keep the output and the loss beyond the
+end of the backward; the result lists their blocks.  Under autocast, forward and loss run inside and
+the backward outside, as torch's documentation recommends: the casts of the weights are cached until
+then.
 
 Gradients that a parameter has before the step are added to in place.
 
-Blind spots: those of `memory.tracker`; memory held by reference cycles goes when the garbage
-collector runs, at some other time than in the real step.
+Blind spots: those of `memory.tracker`; memory in reference cycles is freed when the garbage
+collector runs, at another time than in the real step.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def trace_micro_batch(
     look: Callable[[FakeCopy, Any, LossFn | None], None] | None = None,
     wrapper: Wrapper | None = None,
 ) -> MicroBatch:
-    """Trace forward, loss and backward of the fake copy, whose tensors are as before afterwards.
+    """Trace forward, loss and backward of the fake copy, whose tensors are restored afterwards.
 
-    `with_gradient`: names of the parameters that have a gradient before.  `scaled`: the loss is
-    scaled by a `GradScaler`.  `holds_output`: the caller holds the output to the end of the
-    backward, not only until the loss is made.  `look` sees the fake copy that runs, the output of
-    its model and its loss before the loss is made.  `wrapper`: what data parallelism does
-    meanwhile.
+    `with_gradient`: names of the parameters that already have a gradient.  `scaled`: the loss is
+    scaled by a `GradScaler`.  `holds_output`: the caller keeps the output alive to the end of the
+    backward, not only until the loss is computed.  `look` receives the running fake copy, the
+    output of its model and its loss before the loss is computed.  `wrapper`: data parallelism
+    during the step.
 
-    Raises `CaptureError` where there is nothing to differentiate; an error of the model passes.
+    Raises `CaptureError` if there is nothing to differentiate; an error of the model propagates.
     """
     return run_without_data(fake_copy, loss_fn, lambda running, loss, storage_less: _trace(
         running, loss, workspace, with_gradient, scaled, holds_output, look,
@@ -60,13 +60,13 @@ def trace_micro_batch(
 
 def run_without_data(fake_copy: FakeCopy, loss_fn: LossFn | None,
                      run: Callable[[FakeCopy, LossFn | None, bool], _Made]) -> _Made:
-    """`run(fake_copy, loss, True)` on a storage-less copy of the fake copy, which looks like the
-    real one, where that works; else `run(fake_copy, loss, False)` on the fake one."""
+    """`run(fake_copy, loss, True)` on a storage-less copy of the fake copy, which looks real to the
+    code, if that works; otherwise `run(fake_copy, loss, False)` on the fake one."""
     if fake_copy.trace_device.type == "cpu":
         try:
             copy = storage_less_copy(fake_copy, extra=(loss_fn,))
             return run(copy, copy.extra[-1], True)
-        except Exception:  # whatever a storage-less tensor cannot do, a fake one may
+        except Exception:  # a fake tensor may work instead
             pass
     try:
         return run(fake_copy, loss_fn, False)
@@ -113,7 +113,7 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
                     goal = objective(output, loss_fn)
                 if scaled:
                     goal = _scaled(goal, fake_copy, tracker)
-            # What leaving a user's outermost autocast does: casts of parameters are not kept.
+            # As when a user's outermost autocast ends: casts of parameters are not kept.
             torch.clear_autocast_cache()
             if not holds_output:
                 output = None
@@ -166,10 +166,10 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
 
 
 def _scaled(goal: Objective, fake_copy: FakeCopy, tracker: MemoryTracker) -> Objective:
-    """The same with its roots multiplied by the scale of a `GradScaler`."""
+    """The objective with its roots multiplied by the scale of a `GradScaler`."""
     scaler = torch.amp.GradScaler(fake_copy.trace_device.type)
     with fake_copy.mode:
-        scaler.scale(torch.ones((), device=fake_copy.trace_device))  # makes its state, out of sight
+        scaler.scale(torch.ones((), device=fake_copy.trace_device))  # makes its state, untracked
         with tracker:
             return Objective(tuple(scaler.scale(root) for root in goal.roots), goal.seeds)
 

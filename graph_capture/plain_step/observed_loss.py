@@ -1,19 +1,20 @@
-"""The loss of a real step, seen from the outside: what it takes while it is the caller's code.
+"""The loss of a real step, observed from outside: the memory that it uses in the caller's code.
 
-The model of the world: a model returns its output, the caller makes a loss of it and calls
-`backward()`, and the first that the model hears of it again are the gradients of its output.  What
-was allocated in between, on the model's device and on the thread that called it, is the loss's;
-what of that is still alive when the gradients arrive, and is none of them, the caller holds.
+The model of the world: a model returns its output, the caller computes a loss and calls
+`backward()`, and the model next sees the gradients of its output.  Memory allocated in between, on
+the model's device and on the calling thread, is the loss's.  Of this memory, the caller keeps
+everything that is still alive when the gradients arrive, except the gradients.
 
-`LossWatch` follows one such stretch of a real step, as the memory tracker follows a traced one;
-`ReplayedLoss` takes in a traced step what was seen.  Values are not changed: the very ops run.
+`LossWatch` tracks one such stretch of a real step, as the memory tracker does for a traced one;
+`ReplayedLoss` uses the observed memory in a traced step.  Values are not changed: the original ops
+run.
 
-What kernels take for themselves is not to be seen while they run; the ops are noted, without their
-data, to be measured when nothing of the step is there (`UnmeasuredLoss`).
+The workspace of kernels is invisible while they run; so the ops are recorded, without their data,
+and measured when no memory of the step is alive (`UnmeasuredLoss`).
 
-Blind spots: a product over all elements, whose gradient autograd computes otherwise when watched;
-losses on another thread; where the caller is in a dispatch mode of its own, or the output is of a
-subclass of tensors, nothing is followed.
+Blind spots: a product over all elements, whose gradient autograd computes differently when watched;
+losses on another thread; nothing is tracked if the caller is in a dispatch mode of its own, or the
+output is of a subclass of tensors.
 """
 
 from __future__ import annotations
@@ -41,32 +42,32 @@ from planner._graph_capture.torch_compat import (
 
 @dataclass(frozen=True, slots=True)
 class ObservedLoss:
-    """What a loss outside of the model took in one step, above what of the model's output the
-    caller holds; what it lets go counts as long as it is there."""
+    """Memory of a loss outside the model in one step, above the part of the model's output that the
+    caller keeps; released tensors count while they are alive."""
 
     peak_bytes: int
-    """The most from when the model returns to when the gradients of its output are there; these,
-    and what is held, included."""
+    """Maximum from the model's return to the arrival of the gradients of its output, with these and
+    the kept memory."""
     held_bytes: int
-    """Still held then: the loss, and what else the caller keeps."""
+    """Memory still alive then: the loss, and anything else that the caller keeps."""
     outputs: tuple[OutputGradient, ...]
-    """For each tensor of the output; what is still there when the gradients are lives to the end.
-    """
+    """For each tensor of the output; one that is still alive when the gradients arrive lives to the
+    end."""
     forward_peak_bytes: int | None = None
-    """The most before its backward begins; `None`: as much as afterwards."""
+    """Maximum before its backward begins; `None`: the same as afterwards."""
 
     @property
     def gradient_bytes(self) -> int:
-        """The gradients of the output."""
+        """Bytes of the gradients of the output."""
         return sum(gradient.size_bytes for gradient in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class NotedOp:
-    """An op that ran, of tensors without data."""
+    """An op that ran, with tensors without data."""
 
     above_bytes: int
-    """What the loss had when it ran, its results included."""
+    """Memory of the loss when the op ran, its results included."""
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -75,7 +76,7 @@ class NotedOp:
 
 @dataclass(frozen=True, slots=True)
 class UnmeasuredLoss:
-    """A loss that was seen, but for what its kernels take for themselves."""
+    """An observed loss without the workspace of its kernels."""
 
     seen: ObservedLoss
     ops: tuple[NotedOp, ...]
@@ -88,19 +89,19 @@ class UnmeasuredLoss:
 
 
 class LossWatch(MemoryTracker):
-    """Follows a real step from the model's output to the gradients that arrive there.
+    """Tracks a real step from the model's output to the arrival of its gradients.
 
     It is a dispatch mode that its owner enters with `begin` and leaves with `end`, at any moment
-    after the backward: autograd's engine gives its threads the modes of the caller, and takes no
-    notice of a mode that is left in a backward.
+    after the backward: autograd's engine gives its threads the modes of the caller, and does not
+    notice a mode that is left during a backward.
     """
 
     def __init__(self, output: Any, done: Callable[[UnmeasuredLoss], None]) -> None:
-        """`done` is called with what was seen, in the backward."""
+        """`done` is called with the result, in the backward."""
         tensors = output_tensors(output)
         self._nodes = list(dict.fromkeys(
             tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None))
-        # A hook must not refer to its node: nobody would break the circle.
+        # A hook must not refer to its node: nobody would break the cycle.
         self._places = [None if tensor.grad_fn is None else
                         (self._nodes.index(tensor.grad_fn), tensor.output_nr)
                         for tensor in tensors]
@@ -120,16 +121,16 @@ class LossWatch(MemoryTracker):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Dynamo runs its compiled code under such a mode, and gives up under any other."""
+        """True: Dynamo runs compiled code only under such modes."""
         return True
 
     @property
     def is_possible(self) -> bool:
-        """Whether what the model returned can be watched, where nothing else is."""
+        """True if the model's output can be watched."""
         return bool(self._nodes) and self._is_plain
 
     def begin(self) -> bool:
-        """Watch from here on; whether that is possible here and now."""
+        """Start watching; true if that is possible here and now."""
         if not self.is_possible or not all(map(_has_seen, active_modes())):
             return False
         nodes, self._nodes = self._nodes, []
@@ -170,11 +171,11 @@ class LossWatch(MemoryTracker):
                 until = _life(tensor() is not None, number is None or number in there)
                 if place is None:
                     return OutputGradient(False, 0, until)
-                # Those of other nodes arrive later, and are taken to.
+                # Gradients of other nodes arrive later, and are assumed to.
                 found = gradients[place[1]] if place[0] == node else None
                 if place[0] == node and found is None:
                     return OutputGradient(False, 0, until)
-                # What the backward began with, the caller holds to its end.
+                # The caller keeps the start values of the backward to its end.
                 size = 0 if found is None or self._is_seed(found) else allocated_bytes(
                     found.untyped_storage().nbytes(), device)
                 return OutputGradient(True, size, until)
@@ -198,7 +199,7 @@ class LossWatch(MemoryTracker):
         return arrived
 
     def _is_seed(self, gradient: torch.Tensor) -> bool:
-        """Whether it is a view of the ones that the backward began with."""
+        """True if it is a view of the ones with which the backward began."""
         number = self.number_of(gradient)
         return number is not None and self._makers[number][0] == "aten.ones_like"
 
@@ -212,7 +213,7 @@ class LossWatch(MemoryTracker):
 
 
 def end_watches() -> None:
-    """End every watch that can be left now: what comes is none of a loss."""
+    """End every watch that can be left now: later code belongs to no loss."""
     for mode in reversed(active_modes()):
         if isinstance(mode, LossWatch):
             mode.end()
@@ -221,7 +222,7 @@ def end_watches() -> None:
 
 
 def _without_data(tree: Any) -> Any:
-    """The same with tensors on the meta device, the same one for the same."""
+    """The tree with tensors on the meta device; the same tensor for the same one."""
     made: dict[int, torch.Tensor] = {}
 
     def bare(leaf: Any) -> Any:
@@ -241,14 +242,14 @@ def _has_seen(mode: object) -> bool:
 
 
 def _life(is_held: bool, is_there: bool) -> Until:
-    """How long a tensor lives; `is_held`: when gradients arrive it is still there for Python,
+    """Lifetime of a tensor; `is_held`: it is still alive in Python when gradients arrive,
     `is_there`: its storage is."""
     return Until.END if is_held else Until.MODEL_BACKWARD if is_there else Until.LOSS
 
 
 def watch_output(output: Any, begun: Callable[[tuple[Until, ...]], None]) -> None:
-    """Call `begun` when the backward reaches the model's output, with how long each tensor of it
-    lives; perhaps several times, of which the first counts."""
+    """Call `begun` with the lifetime of each output tensor when the backward reaches the model's
+    output; of several calls the first counts."""
     tensors = output_tensors(output)
     references = [(weakref.ref(tensor), weakref.ref(tensor.untyped_storage()))
                   for tensor in tensors]
@@ -264,22 +265,22 @@ def watch_output(output: Any, begun: Callable[[tuple[Until, ...]], None]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ReplayedLoss:
-    """A loss of a traced step that takes what was seen of a real one."""
+    """A loss of a traced step that uses the memory observed in a real one."""
 
     seen: ObservedLoss
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """The loss; its value says nothing."""
+        """The loss; its value is meaningless."""
         tensors = output_tensors(output)
         seen = self.seen
-        # What is let go is still there while the loss is made.
+        # Released tensors are still alive while the loss is computed.
         there_bytes = sum({storage_key(tensor): tensor.untyped_storage().nbytes()
                            for tensor, gradient in zip(tensors, seen.outputs, strict=True)
                            if gradient.until is not Until.END}.values())
         reached = [tensor for tensor, gradient in zip(tensors, seen.outputs, strict=True)
                    if gradient.flows]
         sizes = [gradient.size_bytes for gradient in seen.outputs if gradient.flows]
-        # What is held counts throughout the step.
+        # Kept memory counts throughout the step.
         peak_bytes = max(seen.peak_bytes - seen.held_bytes, seen.gradient_bytes)
         forward_bytes = peak_bytes if seen.forward_peak_bytes is None else (
             seen.forward_peak_bytes - seen.held_bytes)
@@ -295,10 +296,10 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, peak_bytes: int, forward_peak_bytes: int, there_bytes: int,
                 sizes: list[int], *outputs: torch.Tensor) -> torch.Tensor:
-        """A scalar, and the memory that goes with it."""
+        """A scalar, and its memory."""
         ctx.peak_bytes, ctx.sizes = peak_bytes, sizes
         ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in outputs]
-        # Made of tensors without data, these have none.
+        # Made from tensors without data, these have none.
         loss = outputs[0].new_empty((), dtype=torch.float32)
         outputs[0].new_empty(max(0, forward_peak_bytes - there_bytes - _SCALAR_BYTES),
                              dtype=torch.uint8)
@@ -306,7 +307,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *seeds: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the outputs, each of the size that was seen."""
+        """The gradients of the outputs, each of the observed size."""
         gradients: list[torch.Tensor] = []
         for (shape, strides, dtype), size in zip(ctx.layouts, ctx.sizes, strict=True):
             is_whole = size >= shape.numel() * dtype.itemsize

@@ -1,7 +1,6 @@
-"""What is held before a step, storage by storage: parameters, buffers and inputs.
+"""The storages that are alive before a step: parameters, buffers and inputs.
 
-Blind spot: what one rank holds of a model in shards or buckets is known by its sum, and counts as
-one block.
+Blind spot: of a rank's shards or buckets only the sum is known, and counts as one block.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from planner._graph_capture.training_graph import ResidentMemory
 
 def resident_blocks(fake_copy: FakeCopy, resident: ResidentMemory, *, is_sharded: bool = False
                     ) -> tuple[Block, ...]:
-    """A block for each storage of the fake copy's parameters, buffers and inputs; what `resident`
-    has beyond them is a block of its own.  `is_sharded`: a rank holds the parameters in another
-    way."""
+    """A block for each storage of the fake copy's parameters, buffers and inputs; other memory in
+    `resident` is a block of its own.  `is_sharded`: the parameters are sharded or bucketed on this
+    rank."""
     seen: set[int] = set()
     blocks = _blocks(fake_copy, Category.PARAMETERS, fake_copy.parameters.items(), seen)
     if is_sharded:

@@ -1,10 +1,10 @@
-"""Lowered regions, the loss between them, and costs -> one `TrainingGraph`.
+"""Assembles lowered regions, the loss between them, and costs into one `TrainingGraph`.
 
-Besides the captured ops a step has pseudo-ops, at which memory appears or must still be there,
-although nothing of the model computes: mutated inputs are updated after a forward, autograd makes
-the cotangent of the loss, a gradient in another layout than its parameter is copied, code between
-two regions hands over tensors.  They have no cost (and no digest: they are nothing that a plan can
-recompute).
+In addition to the captured ops a step has pseudo-ops, at which memory appears or must still be
+alive although nothing of the model computes: mutated inputs are updated after a forward, autograd
+makes the cotangent of the loss, a gradient in another layout than its parameter is copied, code
+between two regions passes tensors on.  They have no cost and no digest, since a plan cannot
+recompute them.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from planner._graph_capture.training_graph import (
 )
 
 SCALAR_BYTES = 4
-"""Size of a loss, and of the cotangent that its backward starts from."""
+"""Size of a loss, and of the cotangent with which its backward starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossMemory:
-    """What the user's loss holds outside the model."""
+    """Memory of a loss computed outside the model."""
 
     retained_bytes: int = 0
     """Saved from its forward to its backward."""
     forward_workspace_bytes: int = 0
-    """Beyond that, while it runs."""
+    """Additional memory while its forward runs."""
     backward_workspace_bytes: int = 0
-    """While its backward runs, beyond the cotangents that it makes."""
+    """Additional memory while its backward runs, without the cotangents that it makes."""
     cotangents_held: bool = False
-    """Autograd's caller holds the cotangents to the end: they start the backward."""
+    """True if autograd's caller keeps the cotangents to the end: they start the backward."""
     cotangent_bytes: tuple[int, ...] = ()
-    """Of each tensor of the output, as they flow in; that of a sum is one number, expanded, of
-    which torch makes a whole tensor for the region's backward."""
+    """Size of the cotangent of each tensor of the output.  That of a sum is one expanded number,
+    from which torch makes a whole tensor for the region's backward."""
 
     @classmethod
     def of(cls, footprint: LossFootprint) -> LossMemory:
-        """That of a loss outside of the model."""
+        """The memory of a loss with this footprint."""
         cotangents = sum(gradient.size_bytes for gradient in footprint.outputs)
         retained = footprint.retained_bytes
         return cls(retained, footprint.forward_peak_bytes - retained,
@@ -99,9 +99,9 @@ class _Assembly:
         self.index: dict[tuple[int, int], int] = {}  # (region, storage) -> buffer
         self.foreign: dict[int, int] = {}  # storage of uncaptured code -> buffer
         self.handed_over: list[tuple[int, int]] = []
-        # gradients that uncaptured code reads, and the region whose own it waits for
+        # gradients that uncaptured code reads, and the region whose gradient it waits for
         self.leaving: dict[int, list[tuple[int, int]]] = {}
-        # gap -> (region, storage) of gradients of parameters that go there
+        # gap -> (region, storage) of gradients of parameters that are freed there
         self.gap = 0  # the next gap between regions
         self.done = len(uses)  # the last region whose backward has run
         self.input_gradients: dict[tuple[int, int], list[int]] = {}
@@ -152,7 +152,7 @@ class _Assembly:
         reads: tuple[int, ...] = ()
         made = []
         if loss.retained_bytes or loss.forward_workspace_bytes:
-            # The caller holds the loss, and autograd's caller the 1 that the backward starts from.
+            # The caller keeps the loss, and autograd's caller the 1 with which the backward starts.
             value = min(SCALAR_BYTES, loss.retained_bytes)
             kept = self._buffer(loss.retained_bytes - value, BufferKind.ACTIVATION)
             scalar = self._buffer(value, BufferKind.ACTIVATION, kept_to_end=True)
@@ -173,14 +173,15 @@ class _Assembly:
                         max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
 
     def _gaps(self, last: int, phase: Phase, next_backward: int | None = None) -> None:
-        """The gaps up to `last`; before the backward of region `next_backward` uncaptured code sums
-        that region's cotangents."""
+        """Add the gaps up to `last`; before the backward of region `next_backward` uncaptured code
+        sums that region's cotangents."""
         while self.gap <= last:
             self._gap(self.gap, phase, next_backward if self.gap == last else None)
             self.gap += 1
 
     def _gap(self, gap: int, phase: Phase, next_backward: int | None) -> None:
-        """What uncaptured code makes, and reads for the last time, between two regions."""
+        """Add the buffers that uncaptured code makes, and reads for the last time, between two
+        regions."""
         code = self.uncaptured
         assert code is not None
         last_read = [self.foreign[index] for index, storage in enumerate(code.storages)
@@ -211,7 +212,7 @@ class _Assembly:
                             tuple(made), code.workspace_bytes[gap])
 
     def _foreign_cotangent(self, number: int, position: int) -> int | None:
-        """The storage of uncaptured code that is a cotangent of a region."""
+        """The uncaptured buffer that is a cotangent of a region."""
         return None if self.uncaptured is None else (
             self.uncaptured.cotangents.get((number, position)))
 
@@ -222,7 +223,7 @@ class _Assembly:
             for use in self.uses[number + 1:] for link in use.linked_inputs.values())
 
     def _output_of_cotangent(self, number: int, position: int) -> int | None:
-        """The storage of the differentiable output that a cotangent belongs to."""
+        """The storage of the differentiable output of a cotangent."""
         lowered = self.uses[number].lowered
         source = lowered.joint.differentiable_outputs[position]
         return None if source is None else lowered.storage_of.get(source)
@@ -267,7 +268,7 @@ class _Assembly:
                             tuple(gradients), (), self.early[name])
 
     def _is_copied(self, number: int, position: int, storage: int) -> bool:
-        """Whether the region's backward gets a copy of its own of an expanded cotangent."""
+        """True if the region's backward gets its own copy of an expanded cotangent."""
         output = self._output_of_cotangent(number, position)
         tensors, _ = self.uses[number].returned.get(-1 if output is None else output, ([], []))
         size = self.uses[number].lowered.storages[storage].size_bytes
@@ -275,14 +276,15 @@ class _Assembly:
             self.loss.cotangent_bytes[tensor] < size for tensor in tensors)
 
     def _hold_to_last_op(self, buffers: set[int]) -> None:
-        """Keep these buffers, which are not to be reused, until the last op so far has run."""
+        """Keep these buffers until the last op so far has run, and prevent their reuse."""
         last = self.ops[-1]
         self.ops[-1] = replace(
             last, inputs=tuple(dict.fromkeys((*last.inputs, *sorted(buffers)))),
             inplace=tuple(buffer for buffer in last.inplace if buffer not in buffers))
 
     def _receive_gradient(self, number: int, position: int, storage: int) -> None:
-        """The gradient of an output that only later regions read: theirs, summed by autograd."""
+        """Add the gradient of an output that only later regions read: theirs, summed by
+        autograd."""
         output = self._output_of_cotangent(number, position)
         found = self.input_gradients.get((number, output if output is not None else -1), [])
         if len(found) == 1:
@@ -331,8 +333,8 @@ class _Assembly:
             self.buffers[buffer], kind=kind, kept_to_end=True, label=name)
 
     def _last_with_gradient(self, foreign: int) -> int:
-        """The region that is the last, in the backward, to make a gradient of this storage: until
-        then autograd holds those of the others, to sum them."""
+        """The last region, in the backward, that makes a gradient of this storage: until then
+        autograd keeps those of the others, to sum them."""
         assert self.uncaptured is not None
         return min(number for (number, primal), storage in self.uncaptured.inputs.items()
                    if storage == foreign
@@ -384,7 +386,7 @@ class _Assembly:
         self, size_bytes: int, kind: BufferKind, *, producer: int | None = None,
         kept_to_end: bool = False, label: str = "",
     ) -> int:
-        """A new buffer; without a producer it belongs to the op that comes next."""
+        """Add a buffer; without a producer it belongs to the next op."""
         self.buffers.append(Buffer(
             size_bytes, len(self.ops) if producer is None else producer, kind, kept_to_end, label))
         return len(self.buffers) - 1
@@ -401,7 +403,7 @@ class _Assembly:
 
 
 def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether autograd keeps this gradient as it is (dimensions of size 1 do not count)."""
+    """True if autograd keeps this gradient as it is (dimensions of size 1 do not count)."""
     return gradient.shape == parameter.shape and all(
         mine == theirs or size == 1 for mine, theirs, size in
         zip(gradient.stride(), parameter.stride(), parameter.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Which ops the user wants kept, by patterns of module and op names."""
+"""The ops that the user wants kept, by patterns of module and op names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 
 class Keeper:
-    """The patterns, and which of them have named anything so far."""
+    """The patterns, and those that have matched anything so far."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = tuple(patterns)
         self._used: set[str] = set()
 
     def __call__(self, module: str, target: str) -> bool:
-        """Whether an op of this module is to be kept."""
+        """True if an op of this module is to be kept."""
         hit = False
         for pattern in self._patterns:
             if _is_inside(module, pattern) or target == pattern or target.startswith(f"{pattern}."):
@@ -23,7 +23,7 @@ class Keeper:
         return hit
 
     def check_all_used(self) -> None:
-        """Raise `ValueError` for a pattern that named nothing."""
+        """Raise `ValueError` for a pattern that matched nothing."""
         for pattern in self._patterns:
             if pattern not in self._used:
                 raise ValueError(
@@ -33,7 +33,7 @@ class Keeper:
 
 
 def _is_inside(module: str, pattern: str) -> bool:
-    """Whether a module, or one that it is in, matches."""
+    """True if a module, or one that contains it, matches."""
     parts = module.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:length]), pattern)
                for length in range(1, len(parts) + 1))

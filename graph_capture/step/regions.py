@@ -1,5 +1,5 @@
-"""What one recorded step made of each captured region: its ops, and how its inputs and outputs hang
-together with the model, the batch and the other regions."""
+"""The captured regions of one recorded step: their ops, and the links of their inputs and outputs
+with the model, the batch and the other regions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner._graph_capture.torch_compat import storage_key
 
 @dataclass(frozen=True)
 class RegionUse:
-    """A lowered region and how its inputs and outputs hang together with the rest of the step."""
+    """A lowered region and the links of its inputs and outputs with the rest of the step."""
 
     lowered: LoweredRegion
     cotangents: tuple[bool, ...]
@@ -30,22 +30,21 @@ class RegionUse:
     linked_inputs: Mapping[int, tuple[int, int]]
     """Index of a primal -> (region, storage of that region) that it is."""
     returned: Mapping[int, tuple[list[int], list[int]]]
-    """Storages of its outputs that the model returns -> which tensors of the model's output lie in
-    it, and which outputs of the region."""
+    """Storages of its outputs that the model returns -> the tensors of the model's output in it,
+    and the outputs of the region."""
     released: Mapping[int, int]
-    """Storage of an output -> the last gap in which uncaptured code holds it."""
+    """Storage of an output -> the last gap in which uncaptured code keeps it alive."""
     block: str = ""
-    """The submodule that it is the graph of; empty for the whole model."""
+    """The submodule of the graph; empty for the whole model."""
     repeated: bool = False
-    """Runs several times in one step, by one compiled chunk of code: nothing in it is replayed."""
+    """True if its compiled code runs several times in one step: nothing in it is replayed."""
 
 
 def region_uses(fake_copy: FakeCopy, recording: Recording, output: object, variant: JointVariant, *,
                 elides_output: bool = False) -> list[RegionUse]:
-    """The regions of a recorded step of the fake copy in one variant; `output`: what the model
-    returned.
+    """The regions of a recorded step of the fake copy in one variant; `output`: the model's output.
 
-    `elides_output`: nobody reads what the model returns but for the loss.
+    `elides_output`: only the loss reads the model's output.
     """
     recording.check_any()
     trainable = {id(tensor): name for name, tensor in fake_copy.model.named_parameters()}
@@ -95,13 +94,13 @@ def region_uses(fake_copy: FakeCopy, recording: Recording, output: object, varia
 
 
 def count_runs(recording: Recording) -> Counter[tuple[int, str]]:
-    """How often each captured chunk of code runs in the step."""
+    """Number of runs of each captured region in the step, by its code."""
     return Counter((id(call.region), call.module) for call in recording.calls)
 
 
 def _cotangents(call: RegionCall, earlier_runs: int) -> tuple[bool, ...]:
-    """Into which outputs a gradient flows in the backward of a call; backwards run in the reverse
-    order of the forwards."""
+    """The outputs into which a gradient flows in the backward of a call; backwards run in the
+    reverse order of the forwards."""
     of_runs = call.region.cotangents
     backward = len(of_runs) - 1 - earlier_runs
     return (of_runs[backward] if 0 <= backward < len(of_runs)

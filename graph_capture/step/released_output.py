@@ -1,11 +1,11 @@
-"""A step whose caller lets the model's output go before the backward.
+"""A step whose caller releases the model's output before the backward.
 
-The model of the world: a step is assembled as if the output were held to its end.  A caller that
-keeps the loss alone (`loss = model(**batch).loss`) holds the rest of the output only until the loss
-is made; what the loss's own backward needs is there until then.  Where the model's backward needs
-a part of the output, it saves that, or makes it again, as it does with any activation.
+The model of the world: a step is assembled as if the output lived to its end.  A caller that keeps
+the loss alone (`loss = model(**batch).loss`) keeps the rest of the output only until the loss is
+computed; tensors that the loss's own backward needs live until then.  Where the model's backward
+needs a part of the output, it saves or recomputes that like any activation.
 
-Blind spot: within the loss, the output is taken to be there from beginning to end.
+Blind spot: within the loss, the output is assumed to be alive from beginning to end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from planner._graph_capture.training_graph import (
 )
 
 OUTPUT_RELEASED = "loss/output released#0"
-"""Name of the pseudo-op before which the output is there, and after which it is not."""
+"""Name of the pseudo-op after which the output is no longer alive."""
 
 
 def with_output_released(graph: TrainingGraph, lives: Sequence[Until]) -> TrainingGraph:
-    """The step in which the output goes; `lives`: how long each tensor of it is there."""
+    """The step in which the output is released; `lives`: lifetime of each tensor of it."""
     read = {buffer for op in graph.ops if op.phase is Phase.BACKWARD for buffer in op.inputs}
     until = {each: max((lives[tensor] for tensor in each.tensors), key=[*Until].index)
              for each in graph.outputs if graph.buffers[each.buffer].kept_to_end}
@@ -42,7 +42,7 @@ def with_output_released(graph: TrainingGraph, lives: Sequence[Until]) -> Traini
     ops = [*graph.ops[:start], TrainingOp(
         name=OUTPUT_RELEASED, target="output released", module="", source="", phase=Phase.LOSS,
         region=-1, inputs=going, outputs=(), pinned="no op of the model"), *graph.ops[start:]]
-    # The last before the model's own backward is where that of the loss ends.
+    # The backward of the loss ends at the last op before the model's own backward.
     last = min(region.backward.start for region in graph.regions)
     needed = [each.buffer for each in released if until[each] is Until.LOSS_BACKWARD]
     ops[last] = replace(ops[last], inputs=tuple(dict.fromkeys((*ops[last].inputs, *needed))))

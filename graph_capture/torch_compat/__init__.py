@@ -1,6 +1,6 @@
-"""The one door to private torch APIs; `requirements` lists them.
+"""The only access to private torch APIs; `requirements` lists them.
 
-What is imported here is not covered by torch's compatibility promise.  Each entry says what it is
+Names imported here are not covered by torch's compatibility promise.  Each entry says what it is
 for; nothing else in the product touches a private name of torch.
 """
 

@@ -44,18 +44,18 @@ eliminate_common_subexpressions = fx_graph_cse
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """An op's arguments and results, and what it writes into."""
+    """An op's arguments, results and mutations."""
     return op._schema
 
 
 def aten_name(op: OpOverload) -> str:
-    """An op's name without overload, and without the namespace where that is aten."""
+    """An op's name without overload, and without the namespace if that is aten."""
     return schema_of(op).name.removeprefix("aten::")
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`function`, which takes its arguments in a list that it empties, so marked that AOTAutograd
-    hands it the only reference to them."""
+    """`function`, whose argument is a list that it empties, marked so that AOTAutograd passes it
+    the only reference to the elements."""
 
     def call(args: list[Any]) -> Any:
         return function(args)
@@ -79,8 +79,8 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
 
 
 AUTOGRAD_HOLDS_COTANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
-"""True if what flows into a compiled backward stays allocated until that ends (torch before 2.13),
-or only until its last use."""
+"""True if the cotangents of a compiled backward stay allocated until that ends (torch before 2.13),
+not only until their last use."""
 
 
 @contextlib.contextmanager
@@ -90,15 +90,15 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - Calls of `logging` methods are skipped instead of breaking the graph.
     - An error of the backend reaches the user instead of a silent fall-back to eager.
     - AOTAutograd's cache is not used (it would bypass the partitioner), and donated buffers, which
-      forbid `retain_graph=True`, only where asked for: as the user set them.
+      forbid `retain_graph=True`, only on request: as the user set them.
     - One code object may be compiled for many models and plans.
     - Under DistributedDataParallel the graph is not cut at the buckets.
     - `nn.RNN`, `nn.GRU` and `nn.LSTM` are captured, op by op, instead of breaking the graph.
     - Hooks that modules get or lose later are seen; torch would go on without them.
-    - Where the graph breaks in a loop, the chunks in between are captured, those of each turn by
-      themselves; torch would run all of the code as it is written.
-    - Code in which there was nothing to capture when it first ran is looked at again when it runs
-      another way; torch would pass it by for ever.
+    - Where the graph breaks in a loop, the regions in between are captured, separately for each
+      turn; torch would run all of the code as it is written.
+    - Code in which there was nothing to capture when it first ran is examined again when it runs
+      another way; torch would skip it for ever.
     """
     loggers = {method for name in _LOG_METHODS
                if callable(method := getattr(logging.Logger, name, None))}
@@ -119,7 +119,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             donated_buffer=donated_buffers and functorch_config.donated_buffer,
         ),
         mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _ends_at_break),
-        # Dynamo can break inside of an iteration over a tuple, and not over the values of a dict.
+        # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict.
         mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),
         mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
         _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot log a set of functions
@@ -135,10 +135,10 @@ _may_loop = InstructionTranslatorBase.maybe_has_backedge
 
 
 def _ends_at_break(translator: Any) -> bool:
-    """True where a graph break in a loop leaves all of the code as it is written.
+    """True if a graph break in a loop makes all of the code run as it is written.
 
-    Without gradients there is nothing to plan, and compiled chunks would use more memory than the
-    code as it is written: in the loop of a custom `autograd.Function`, for one.
+    Without gradients there is nothing to plan, and compiled code would use more memory than the
+    original: in the loop of a custom `autograd.Function`, for one.
     """
     return not torch.is_grad_enabled() and bool(_may_loop(translator))
 
@@ -152,15 +152,15 @@ _LOG_METHODS = frozenset({
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback where an op refuses fake tensors or the model asks for a
-    tensor's value: the error that follows says the same, and reaches the user as one line."""
+    """Keep torch from logging a traceback if an op refuses fake tensors or the model asks for a
+    tensor's value: the error that follows says the same in one line."""
     with _quiet("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor"):
         yield
 
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Inside, these loggers say what is critical only."""
+    """Inside, these loggers report only critical messages."""
     levels = {name: logging.getLogger(name).level for name in names}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -179,7 +179,7 @@ def wrapping_data_parallel() -> nn.Module | None:
 
 def sharded_module(model: nn.Module) -> str | None:
     """The first of a model's modules to which `fully_shard` was applied, if any."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes a while to import
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import
     return None if fsdp is None else next(
         (name or type(model).__name__ for name, module in model.named_modules()
          if isinstance(module, fsdp.FSDPModule)), None)
@@ -216,11 +216,10 @@ def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | N
 
 
 def _compile_again() -> None:
-    """Let torch compile code again that it has given up on for good, whoever ran it: because it was
-    compiled as often as the settings allow, or because a graph broke in a loop of it.  That of
-    `nn.Sequential` is such a loop, and one for every model.
-    """
-    for reference in list(input_codes.seen):  # all that torch ever looked at
+    """Let torch compile code again on which it has given up, whoever ran it: because it was
+    compiled as often as the settings allow, or because a graph broke in a loop of it.  The code of
+    `nn.Sequential` is such a loop, shared by all models."""
+    for reference in list(input_codes.seen):  # all code that torch ever examined
         if (code := reference()) is not None:
             set_code_exec_strategy(
                 code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
@@ -239,8 +238,8 @@ def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weakly(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A weak function that torch calls in place of `call`: torch keeps what was compiled for code
-    of the user's, where a graph breaks in it, after the model has gone."""
+    """A function that torch calls in place of `call`, with a weak reference to it: torch keeps
+    compiled code of user functions with graph breaks after the model is freed."""
     reference = weakref.ref(call)
 
     def run(*args: Any) -> Any:
@@ -259,8 +258,8 @@ _SIZE_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices",
 
 @contextlib.contextmanager
 def sizes_as_they_are(tree: object) -> Iterator[None]:
-    """Inside, what `torch._dynamo.mark_dynamic` and its like have noted on these tensors is not
-    there: a plan's code is compiled for the sizes that come."""
+    """Inside, the marks of `torch._dynamo.mark_dynamic` and similar functions on these tensors are
+    removed: a plan's code is compiled for the actual sizes."""
     removed = [(leaf, mark, getattr(leaf, mark)) for leaf in pytree.tree_leaves(tree)
                if isinstance(leaf, torch.Tensor)
                for mark in _SIZE_MARKS if hasattr(leaf, mark)]
@@ -274,8 +273,7 @@ def sizes_as_they_are(tree: object) -> Iterator[None]:
 
 
 def copied_module(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A module of its own with a copy of the graph, whose attributes are the owner's; nodes keep
-    their names."""
+    """A new module with a copy of the graph and the owner's attributes; nodes keep their names."""
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -294,8 +292,8 @@ def split_joint_graph(
 
 
 class BoxedCodeGen(CodeGen):
-    """Generated code that takes its arguments in one list and empties it, so that each argument is
-    freed after its last use (torch has its own only from 2.12 on)."""
+    """Generated code whose argument is one list, which it empties, so that each argument is freed
+    after its last use (torch has its own only from 2.12 on)."""
 
     def gen_fn_def(
         self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False
@@ -312,8 +310,8 @@ class BoxedCodeGen(CodeGen):
 def cotangent_sources(
     cotangents: Sequence[fx.Node], output: fx.Node, returned: Sequence[object]
 ) -> list[object]:
-    """For each cotangent, the returned value whose gradient it is; `None` where torch does not say
-    or it is the gradient of an updated input."""
+    """For each cotangent, the returned value whose gradient it is; `None` if torch does not say or
+    it is the gradient of an updated input."""
     descriptions = list(output.meta.get("desc", ()))
     found: list[object] = []
     for node in cotangents:
@@ -331,8 +329,8 @@ def pass_absent_gradients(outputs: object) -> None:
 
 
 def before_double_backward(outputs: object, call: Callable[[], object]) -> None:
-    """Call `call` where a backward is about to differentiate gradients that came of the compiled
-    region behind `outputs`, which torch refuses."""
+    """Call `call` when a backward is about to differentiate gradients from the compiled region
+    behind `outputs`, which torch refuses."""
 
     def begun(_: object, node: Any) -> None:
         if torch.is_grad_enabled():  # create_graph=True
@@ -351,7 +349,7 @@ def _region_nodes(outputs: object) -> Iterator[Any]:
     """The autograd node of the compiled region behind each of its outputs."""
     for output in pytree.tree_leaves(outputs):
         node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
-        for _ in range(4):  # An output that is a view stands a few autograd nodes further.
+        for _ in range(4):  # An output that is a view is a few autograd nodes further.
             if node is None:
                 break
             if type(node).__name__ == "CompiledFunctionBackward":
@@ -361,8 +359,8 @@ def _region_nodes(outputs: object) -> Iterator[Any]:
 
 
 def uncompiled_operations(outputs: object, inputs: object, *, behind_regions: bool) -> int:
-    """How many operations autograd has recorded between a model's inputs and its outputs that are
-    in no compiled region; `behind_regions`: also those that a region reads the results of."""
+    """Number of operations outside compiled regions that autograd has recorded between a model's
+    inputs and its outputs; `behind_regions`: also those whose results a region reads."""
     seen = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
     waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs)
                if isinstance(leaf, torch.Tensor)]

@@ -1,16 +1,16 @@
-"""Inductor's layouts: which results of a graph it lays out for convolutions, in `channels_last`.
+"""Inductor's choice of results that get the layout `channels_last` for convolutions.
 
-Imported only where a step is planned for or run by Inductor, as `inductor`.
+Imported only if a step is planned for or run by Inductor, as `inductor`.
 
-Inductor prefers that layout for all that a convolution is computed from and for all that is
-computed from one.  Of that, two kinds are better left as they are:
+Inductor prefers that layout for all operands of convolutions and for all values computed from their
+results.  Two kinds of these are better left as they are:
 
-- Inputs of the graph, weights and images: it would return a copy of each, to be held beside it from
-  the forward to the backward.
-- What becomes an operand of a convolution only after its elements were dealt to other dimensions.
-  Where a model computes with channels in the last dimension and permutes them for its convolutions
-  (ConvNeXt, Swin), `channels_last` is the order of another dimension there, and each such result is
-  copied before the next product of matrices, by 0.8 MB of 17 in a ConvNeXt.
+- Inputs of the graph, weights and images: Inductor would return a copy of each, which stays alive
+  with the original from the forward to the backward.
+- Values that reach a convolution only after their elements move to other dimensions.  Where a model
+  computes with channels in the last dimension and permutes them for its convolutions (ConvNeXt,
+  Swin), `channels_last` is the order of another dimension there, and each such result is copied
+  before the next matrix product: 0.8 MB of 17 in a ConvNeXt.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _OTHER_DIMENSIONS = frozenset({
 
 @contextlib.contextmanager
 def layouts_of_their_own() -> Iterator[None]:
-    """Inside, no input of a graph prefers `channels_last`, nor does what is only related to a
-    convolution through other dimensions."""
+    """Inside, `channels_last` is used neither for inputs of a graph nor for values related to a
+    convolution only through other dimensions."""
     find = GraphLowering.find_nodes_prefer_channels_last
 
     def find_some(graph: GraphLowering) -> Any:

@@ -1,9 +1,9 @@
-"""Other kernels for ops of torch, for as long as a block of code runs in this thread.
+"""Other kernels for ops of torch while a block of code runs in this thread.
 
-The model of the world: torch's dispatcher finds the kernel of an op by the key that is in charge.
-A function registered there stands before what torch would run, for whoever calls the op: Python,
-torch's own C++, Dynamo, AOTAutograd.  The registration is one of the whole process, and so is
-there only while a thread wants it; in other threads the function hands on to what is beneath.
+The model of the world: torch's dispatcher finds the kernel of an op by the active dispatch key.  A
+function registered there replaces torch's kernel for every caller of the op: Python, torch's own
+C++, Dynamo, AOTAutograd.  The registration applies to the whole process, so it exists only while a
+thread needs it; in other threads the function calls the original kernel.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch._ops import OpOverload
 
 
 class Place(NamedTuple):
-    """Where a kernel stands."""
+    """An op and the dispatch key of a kernel."""
 
     op: OpOverload
     key: str
-    """`AutogradCPU`: in place of how torch composes the op of others; `AutocastCPU`: where autocast
-    is on, before it; `CPU`: so that there is a kernel, and autograd has the op's own backward."""
+    """`AutogradCPU`: replaces torch's composition of the op; `AutocastCPU`: runs before it while
+    autocast is on; `CPU`: adds a kernel, so that autograd uses the op's own backward."""
 
 
 _LOCK = threading.Lock()
@@ -42,10 +42,10 @@ _of_thread = threading.local()
 
 @contextmanager
 def kernels_replaced(kernels: Mapping[Place, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, and in this thread, these functions are the kernels of ops, with arguments and
-    results as the op's.
+    """Inside, and in this thread, these functions are the kernels of ops, with the op's arguments
+    and results.
 
-    For autocast a kernel is left out where torch has one of its own for the CPU.
+    For autocast a kernel is left out if torch has one of its own for the CPU.
     """
     places = [place for place in kernels if not (
         place.key == "AutocastCPU" and place not in _registered and has_kernel(*place))]
@@ -62,7 +62,7 @@ def kernels_replaced(kernels: Mapping[Place, Callable[..., Any]]) -> Iterator[No
     before = getattr(_of_thread, "kernels", {})
     _of_thread.kernels = {**before, **{place: kernels[place] for place in places}}
     try:
-        # What decomposes recurrent layers asks for the CPU's library; C++ does not ask here.
+        # The decomposition of recurrent layers asks for the CPU's library; C++ does not ask here.
         with mock.patch.object(torch._C, "_get_mkldnn_enabled", new=lambda: False):
             yield
     finally:
@@ -76,7 +76,7 @@ def kernels_replaced(kernels: Mapping[Place, Callable[..., Any]]) -> Iterator[No
 
 
 def has_kernel(op: OpOverload, key: str) -> bool:
-    """Return whether an op has a kernel at a dispatch key."""
+    """True if an op has a kernel at a dispatch key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
@@ -93,19 +93,18 @@ def _run(place: Place, *args: Any, **kwargs: Any) -> Any:
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """Return AOTAutograd's own decomposition of an op, where it differs from torch's composition.
-    """
+    """AOTAutograd's own decomposition of an op, if it differs from torch's composition."""
     found: Callable[..., Any] | None = op.py_kernels.get(torch._C.DispatchKey.Autograd)
     return found
 
 
 def as_composed(op: OpOverload) -> Callable[..., Any]:
-    """How torch composes an op of others."""
+    """torch's composition of an op from others."""
     return functools.partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def beneath_autocast() -> Any:
-    """Inside, autocast does not change what ops are called with."""
+    """Inside, autocast does not change the arguments of ops."""
     return torch._C._ExcludeDispatchKeyGuard(
         torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
@@ -117,7 +116,7 @@ class AttentionSwitches:
     enabled: frozenset[str]
     """Kernels that are switched on: `flash`, `efficient`, `cudnn`, `math`."""
     order: tuple[str, ...] | None
-    """Which are tried first; `None`: the caller says nothing of it."""
+    """Kernels in the order in which they are tried; `None`: the caller has not set one."""
 
 
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
@@ -127,14 +126,14 @@ _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 def kernel_chosen_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                            mask: torch.Tensor | None, dropout: float, is_causal: bool,
                            grouped: bool) -> str:
-    """Return the kernel of `scaled_dot_product_attention` on the device of its operands, which is
+    """The kernel of `scaled_dot_product_attention` on the device of its operands, which must be
     present."""
     return _BACKENDS[torch._fused_sdp_choice(query, key, value, mask, dropout, is_causal,
                                              enable_gqa=grouped)]
 
 
 def attention_switches() -> AttentionSwitches:
-    """Of the context and the thread that run."""
+    """The settings of the running context and thread."""
     enabled = {"flash": torch._C._get_flash_sdp_enabled,
                "efficient": torch._C._get_mem_efficient_sdp_enabled,
                "cudnn": torch._C._get_cudnn_sdp_enabled, "math": torch._C._get_math_sdp_enabled}

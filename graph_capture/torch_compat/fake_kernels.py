@@ -1,7 +1,7 @@
-"""Ops whose fake kernels say less than the real ones do, put right when this is imported.
+"""Corrects fake kernels of torch that are incomplete, when this module is imported.
 
-A fake kernel tells the shapes of an op's results.  Torch's own refuses the grouped matrix product
-in all dtypes but bfloat16, and gives the fused LSTM of CPUs a reserve of no bytes.
+A fake kernel computes the shapes of an op's results.  Torch's own refuses the grouped matrix
+product in all dtypes but bfloat16, and gives the fused LSTM of CPUs a reserve of no bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _grouped_product(mode: Any, func: Any, mat_a: torch.Tensor, mat_b: torch.Ten
                      offs: torch.Tensor | None = None, bias: torch.Tensor | None = None,
                      out_dtype: torch.dtype | None = None) -> Any:
     if mat_a.dtype is torch.bfloat16 or mat_a.dtype is not mat_b.dtype or bias is not None:
-        return NotImplemented  # torch's own knows, or refuses
+        return NotImplemented  # torch supports it, or refuses
     with mode:
         return _create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
 
@@ -49,9 +49,11 @@ _FEW_STEPS = 5
 @functools.lru_cache(maxsize=1024)
 def _reserve_bytes(steps: int, step: tuple[int, ...], dtype: torch.dtype,
                    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], *settings: Any) -> int:
-    """Bytes that the library keeps for the backward of `steps` time steps; only it knows them, so
-    it is run for a few, and each further one is taken to need as much as those (it rounds to pages
-    of memory, so that the sum is off by little)."""
+    """Bytes that the library keeps for the backward of `steps` time steps.
+
+    Only the library knows them, so it is run for a few steps, and each further one is assumed to
+    need as much (it rounds to pages of memory, so the sum is slightly off).
+    """
     if steps > _FEW_STEPS:
         few, one = (_reserve_bytes(count, step, dtype, shapes, *settings)
                     for count in (_FEW_STEPS, 1))

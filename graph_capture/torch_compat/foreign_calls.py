@@ -1,4 +1,4 @@
-"""Private names of torch that tell what a function is being called under."""
+"""Private names of torch that detect the context of a call."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def is_under_transform() -> bool:
 
 
 def is_forward_mode() -> bool:
-    """True where forward-mode differentiation is on (`torch.autograd.forward_ad.dual_level`)."""
+    """True if forward-mode differentiation is on (`torch.autograd.forward_ad.dual_level`)."""
     return forward_ad._current_level >= 0
 
 
 def has_global_hooks() -> bool:
-    """True where hooks are registered for all modules, which Dynamo leaves out."""
+    """True if hooks are registered for all modules, which Dynamo ignores."""
     return bool(_has_any_global_hook())
 
 
@@ -41,7 +41,7 @@ def is_traced() -> bool:
 
 @contextmanager
 def undisturbed_autograd() -> Iterator[None]:
-    """Inside, no hooks of the caller's pack what autograd saves, and anomaly mode is off: for steps
-    that are traced without data while the caller's is under way."""
+    """Inside, autograd saves tensors without hooks of the caller's, and anomaly mode is off: for
+    steps that are traced without data during the caller's step."""
     with no_saved_tensors_hooks(), torch.autograd.set_detect_anomaly(False):
         yield

@@ -1,6 +1,6 @@
 """Private names of Inductor: its compilation pipeline, its partitioner's hook, its generated code.
 
-Imported only where a step is planned for or run by Inductor: loading it takes seconds.
+Imported only if a step is planned for or run by Inductor: loading it takes seconds.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from planner._graph_capture.torch_compat.convolution_layouts import layouts_of_t
 from planner._graph_capture.torch_compat.kernel_sketch import sketched_kernels
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
-"""`compile(graph, example_inputs, is_backward)` gives a callable that takes a list of arguments."""
+"""`compile(graph, example_inputs, is_backward)` gives a callable whose argument is a list."""
 FinishGraph = Callable[[list[Any], Any, bool], Any]
-"""`finish(inputs, compiled, is_backward)` gives what runs in the place of `compiled`, which takes a
-list of arguments; `inputs` are fake, as the partitioner left them."""
+"""`finish(inputs, compiled, is_backward)` gives the callable, of a list of arguments, that runs in
+place of `compiled`; `inputs` are fake, as the partitioner left them."""
 
 
 class JointPartitioner(CustomPartitionerFn):
     """`torch._inductor.config.custom_partitioner_fn` for one function.
 
-    Inductor hashes `uuid()` into the keys of its caches, and pickles its configuration, this object
-    included; what is pickled is the `uuid` alone.
+    Inductor hashes `uuid()` into the keys of its caches, and pickles its configuration with this
+    object; only the `uuid` is pickled.
     """
 
     def __init__(self, partition: PartitionFunction | None, uuid: str) -> None:
@@ -68,10 +68,10 @@ def inductor_backend(
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend: Inductor with another partitioner.
 
-    `compile_graph` stands in for the compilation of the forward and backward graphs, whose result
-    is otherwise cached by Inductor; `finish` is shown what was compiled, and may wrap it;
-    `settings` are entries of `torch._inductor.config`.  `own_layouts`: only the operands and
-    results of convolutions are laid out for them (`convolution_layouts`).
+    `compile_graph` replaces the compilation of the forward and backward graphs, whose result
+    Inductor caches otherwise.  `finish` receives the compiled code, and may wrap it.  `settings`
+    are entries of `torch._inductor.config`.  `own_layouts`: only the operands and results of
+    convolutions are laid out for them (`convolution_layouts`).
     """
     patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
 
@@ -98,9 +98,10 @@ def inductor_backend(
 
 
 def declare_fallback(op: OpOverload) -> None:
-    """Tell Inductor of an op that it is to call as it is, with operands in the order of strides of
-    the graph, unless the op is tagged to take any.  By itself it learns when it meets one that its
-    operands are to be in memory, and generates other code for what comes before than ever after."""
+    """Tell Inductor in advance to call an op as it is, with operands in the graph's order of
+    strides unless the op is tagged to accept any.  Otherwise Inductor learns only when it meets the
+    op that its operands must be in memory, and the first graph's code differs from all later
+    ones."""
     from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
 
     if op not in lowerings:
@@ -118,10 +119,10 @@ class _Chosen(BaseException):
 
 def chosen_by_default(joint: fx.GraphModule, num_forward_outputs: int
                       ) -> tuple[fx.Graph, list[fx.Node]]:
-    """The nodes that torch's own partitioner would save, some of which the backward may not read,
-    and their graph, in which nodes have the names that they have in `joint`; that is used up.
+    """The nodes that torch's own partitioner would save, and their graph; the backward may not read
+    all of them.  Nodes keep their names in `joint`, which is used up.
 
-    What it makes of them, forward and backward, takes longer than the choice and is not made.
+    The partitioner stops before it splits the graph, which takes longer than the choice.
     """
     from torch._functorch import partitioners
 
@@ -140,12 +141,12 @@ def chosen_by_default(joint: fx.GraphModule, num_forward_outputs: int
 
 
 def store_result(node: fx.Node) -> None:
-    """Ask Inductor to give the result of a node a buffer, in the layout of its trace."""
+    """Make Inductor give the result of a node a buffer, in the layout of its trace."""
     node.meta[_STORED] = True
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Return whether that was asked for the node."""
+    """True if `store_result` was called for the node."""
     return _STORED in node.meta
 
 
@@ -153,7 +154,7 @@ _STORED = "inductor_realize_to_strides"
 
 
 def lays_out_for_convolutions(module: fx.GraphModule) -> bool:
-    """Return whether Inductor would give the operands of a training graph's convolutions the layout
+    """True if Inductor would give the operands of a training graph's convolutions the layout
     `channels_last`."""
     from torch._inductor.graph import GraphLowering
 
@@ -161,7 +162,7 @@ def lays_out_for_convolutions(module: fx.GraphModule) -> bool:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """Return the requirement of Inductor for `device` that is missing; empty if none is."""
+    """The requirement of Inductor for `device` that is missing; empty if none is."""
     if device.type != "cpu":
         return ""
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -175,20 +176,20 @@ def missing_compiler(device: torch.device) -> str:
 
 
 def stub_of(compiled: Any) -> Callable[[list[Any]], Any]:
-    """The generated code of what Inductor compiled, with kernels that do nothing; it is to run on
-    fake tensors, in a list that it empties."""
+    """The generated code of a graph that Inductor compiled, with kernels that do nothing; it must
+    run on fake tensors, in a list that it empties."""
     return _load_stub(compiled.source_code, "generated code", compiled.constants or {}).call
 
 
 @contextlib.contextmanager
 def stub_code(on_kernel: Callable[[KernelCall], None] | None = None,
               around: Callable[[], AbstractContextManager[object]] | None = None) -> Iterator[None]:
-    """Inside, Inductor generates its code as ever, but compiles no kernel: what it returns
-    allocates, frees and calls as the real code does, and its own kernels do nothing.
+    """Inside, Inductor generates its code as usual, but compiles no kernel: the result allocates,
+    frees and calls like the real code, and its own kernels do nothing.
 
-    The code runs on fake tensors; calls of torch's own ops go to them.  `on_kernel` is told the
-    calls of Inductor's kernels, which are then generated as for a real run; without it, kernels are
-    only sketched.  Each run of the code takes place inside of what `around` makes.
+    The code runs on fake tensors, also torch's own ops.  `on_kernel` receives the calls of
+    Inductor's kernels, which are then generated as for a real run; without it, kernels are only
+    sketched.  `around` makes a context for each run of the code.
     """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
@@ -196,7 +197,7 @@ def stub_code(on_kernel: Callable[[KernelCall], None] | None = None,
     def compile_to_module(graph: GraphLowering) -> Any:
         code, _ = graph.codegen()
         text = code if isinstance(code, str) else code.value
-        # The compiled graph wants a file of its source; the module is not registered under it.
+        # The compiled graph needs a file of its source; the module is not registered under it.
         graph.cache_key, graph.cache_path = PyCodeCache.write(text)
         graph.cache_linemap = []
         module: Any = _load_stub(text, graph.cache_path, dict(graph.constants), on_kernel)
@@ -235,11 +236,11 @@ class Kernel:
 
     @property
     def text(self) -> str:
-        """All that its code depends on."""
+        """Text of everything that its code depends on."""
         return repr((self.maker, self.source, sorted(self.options.items())))
 
     def build(self) -> Callable[[], Any]:
-        """Start to compile it; what is returned waits for the result."""
+        """Start its compilation; the result is a function that waits for the kernel."""
         from torch._inductor.async_compile import AsyncCompile
 
         built = getattr(AsyncCompile(), self.maker)(*self.source, **self.options)
@@ -259,24 +260,24 @@ class KernelCall:
 
     kernel: Kernel
     method: str
-    """How the generated code calls it: `__call__`, or `run` (Triton)."""
+    """The method that the generated code calls: `__call__`, or `run` (Triton)."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
 class _NoKernel:
-    """In place of a compiled kernel: does nothing but to tell of its calls."""
+    """Replaces a compiled kernel: only reports its calls."""
 
     def __init__(self, kernel: Kernel | None = None,
                  on_call: Callable[[KernelCall], None] | None = None) -> None:
         self._kernel, self._on_call = kernel, on_call
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        """As kernels for CPUs are called."""
+        """Report a call, as of kernels for CPUs."""
         self._tell("__call__", args, kwargs)
 
     def run(self, *args: object, **kwargs: object) -> None:
-        """As Triton kernels are called."""
+        """Report a call, as of Triton kernels."""
         self._tell("run", args, kwargs)
 
     def _tell(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -289,7 +290,7 @@ _KERNEL_MAKERS = ("triton", "cpp", "cpp_pybinding", "cuda", "cutlass", "halide",
 
 
 _CHECKS_OF_MEMORY = ("assert_size_stride", "assert_alignment")
-"""Checks of tensors that generated code calls, and that do not work on fake ones."""
+"""Checks of tensors in generated code that do not work on fake ones."""
 
 
 def _load_stub(text: str, path: str, constants: Mapping[str, Any],
@@ -297,7 +298,7 @@ def _load_stub(text: str, path: str, constants: Mapping[str, Any],
     from torch._inductor.async_compile import AsyncCompile
 
     def stub(maker: str) -> Callable[..., _NoKernel]:
-        # A method in its class's place, but of no instance: it is looked up on one.
+        # It replaces a method of the class, and is looked up on an instance.
         return lambda _, *source, **options: _NoKernel(Kernel(maker, source, options), on_kernel)
 
     module = types.ModuleType("generated_code")
@@ -309,7 +310,7 @@ def _load_stub(text: str, path: str, constants: Mapping[str, Any],
         exec(compile(text, path, "exec"), module.__dict__)
     module.__dict__.update(constants)
     for name in list(module.__dict__):
-        # These bypass the dispatcher, and with it fake tensors.
+        # These bypass the dispatcher, and so fake tensors.
         if name.startswith("empty_strided_"):
             module.__dict__[name] = _allocator(name.removeprefix("empty_strided_"))
     module.__dict__["reinterpret_tensor"] = _reinterpret

@@ -1,4 +1,4 @@
-"""Which inputs the placeholders, updates and gradients of a joint graph stand for."""
+"""The inputs behind the placeholders, updates and gradients of a joint graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _described_inputs(output: fx.Node, kind: type, attribute: str) -> dict[int, 
         SubclassGetAttrAOTOutput,
     )
 
-    # A tensor subclass is a placeholder for each tensor in it.
+    # A tensor subclass has a placeholder for each tensor in it.
     place_of = {description: place for place, description in enumerate(
         node.meta.get("desc") for node in output.graph.find_nodes(op="placeholder"))}
     found: dict[int, int] = {}
@@ -56,25 +56,25 @@ def _described_inputs(output: fx.Node, kind: type, attribute: str) -> dict[int, 
 
 
 class PrimalSource(NamedTuple):
-    """Where an input of a joint graph comes from."""
+    """The origin of an input of a joint graph."""
 
     position: int
-    """Among the inputs given to the backend."""
+    """Position among the inputs given to the backend."""
     attributes: tuple[str, ...] = ()
-    """From a tensor subclass given there, inwards to the tensor that it is."""
+    """Attributes from a tensor subclass at that position inwards to the tensor."""
 
     def of(self, inputs: Sequence[Any]) -> Any:
-        """The input, where these are given to the backend."""
+        """The input, among the inputs given to the backend."""
         return functools.reduce(getattr, self.attributes, inputs[self.position])
 
     def name(self, names: Sequence[str | None]) -> str | None:
-        """Its name, where those given to the backend have these."""
+        """Its name, by the names of the inputs given to the backend."""
         known = names[self.position]
         return None if known is None else ".".join((known, *self.attributes))
 
 
 def primal_sources(primals: Sequence[fx.Node]) -> list[PrimalSource]:
-    """For each input of a joint graph, where it comes from."""
+    """The origin of each input of a joint graph."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 
     sources = []

@@ -1,8 +1,8 @@
-"""Private names of AOTAutograd and Inductor that lie before the partitioner.
+"""Private names of AOTAutograd and Inductor for the passes before the partitioner.
 
-A step that is planned is compiled for one schedule after the other, and everything up to the
-partitioner is the same each time: the traces of the forward and of the joint graph, and Inductor's
-passes over that graph.
+A planned step is compiled for one schedule after the other, and everything before the partitioner
+is the same each time: the traces of the forward and of the joint graph, and Inductor's passes over
+that graph.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from planner._graph_capture.torch_compat.compilation import copied_module
 class JointReplay:
     """The result of torch's passes over one Dynamo graph up to its partition.
 
-    `record()` around the first compilation of the graph keeps it, `replay()` around the later ones
-    puts it in the place of new traces and passes.
+    `record()` around the first compilation of the graph keeps it, `replay()` around later ones
+    replaces new traces and passes by it.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class JointReplay:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        """Inside, what is compiled is kept."""
+        """Inside, the results of compilation are kept."""
         trace, passes = aot.aot_stage1_graph_capture, inductor._recursive_joint_graph_passes
 
         def capture(state: Any, function: Any) -> Any:
@@ -55,7 +55,7 @@ class JointReplay:
             found = trace(state, function)
             if state.needs_autograd:
                 self._capture, self._fake_mode = found, detect_fake_mode(state.flat_args)
-                # What follows changes the metadata in place.
+                # Later passes change the metadata in place.
                 self._state = (state.flat_args, state.flat_args_descs,
                                copy.copy(state.fw_metadata))
             return found
@@ -71,7 +71,7 @@ class JointReplay:
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
-        """Inside, what was kept is used."""
+        """Inside, the kept results are used."""
 
         def metadata(*args: Any, **kwargs: Any) -> Callable[..., Any]:
             return lambda *inputs: copy.copy(self._metadata)

@@ -1,12 +1,13 @@
-"""Inductor's scheduler: what the kernels of a graph take, run one by one.
+"""Inductor's scheduler: the memory of a graph's kernels, run one by one.
 
-Imported only where a step is planned for or run by Inductor, as `inductor`.
+Imported only if a step is planned for or run by Inductor, as `inductor`.
 
-The model of the world: kernels run in the order given, each makes its results and lets go of what
-it reads last.  A result may take the place of something of its size that is read last for it: not
-for another result of the same kernel.  What only the kernel reads that makes it is never in memory.
+The model of the world: kernels run in the given order; each makes its results and then frees the
+buffers that it reads last.  A result may overwrite a buffer of its size that is read last for it,
+not for another result of the same kernel.  Values read only by the kernel that makes them are never
+in memory.
 
-Blind spots: what library calls take for themselves; results that cannot take the place of others.
+Blind spots: workspace of library calls; results that cannot overwrite others.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ _OF_CALLER = "primals"
 
 
 class Change(NamedTuple):
-    """Bytes that a kernel makes, and bytes that are let go of behind it, without those that change
-    hands."""
+    """Bytes that a kernel allocates, and bytes freed after it, without reused buffers."""
 
     made: int
     freed: int
@@ -58,7 +58,7 @@ class KernelMemory:
 
     @cached_property
     def _freed(self) -> dict[str, int]:
-        """Sizes of all that is let go of when it was read last."""
+        """Sizes of all buffers that are freed after their last read."""
         buffers = self._scheduler.name_to_buf
         return self._given | {name: size for name, size in self._made.items()
                               if buffers[name].can_free()}
@@ -69,7 +69,7 @@ class KernelMemory:
             nodes, self.last_used(nodes), strict=True)]
 
     def last_used(self, nodes: Sequence[Any]) -> list[frozenset[str]]:
-        """For each node, what no later one uses."""
+        """For each node, the buffers that no later one uses."""
         later: set[str] = set(V.graph.get_output_names())
         found = []
         for node in reversed(nodes):
@@ -78,7 +78,7 @@ class KernelMemory:
         return found[::-1]
 
     def levels(self, changes: Iterable[Change]) -> list[int]:
-        """Bytes alive while each node runs, by what they make and let go of one after the other."""
+        """Bytes alive while each node runs, with these changes one after the other."""
         return list(_levels(self.given_bytes, changes))
 
     def _used_by(self, node: Any) -> frozenset[str]:
@@ -89,7 +89,7 @@ class KernelMemory:
         is_kernel = not is_call(node)
         members = node.get_nodes() if is_kernel else [node]
         inside = last & node.get_buffer_names() if is_kernel else set()
-        left = last - inside  # and not used by the members that follow
+        left = last - inside  # and not used by later members
         total = Change(0, 0)
         for member in reversed(members):
             made = _sizes(self._made, member.get_buffer_names() - inside)
@@ -102,8 +102,7 @@ class KernelMemory:
 
 
 def is_call(node: Any) -> bool:
-    """Return whether a node of the scheduler is no kernel of generated code: a call of a library.
-    """
+    """True if a node of the scheduler is a call of a library, not a kernel of generated code."""
     return bool(node.is_extern() or node.is_template())
 
 
@@ -114,7 +113,7 @@ def _levels(alive: int, changes: Iterable[Change]) -> Iterator[int]:
 
 
 def _sizes(known: Mapping[str, int], names: Iterable[str]) -> Counter[int]:
-    """How many buffers there are of each size, of those that are known."""
+    """Number of known buffers of each size."""
     return Counter(known[name] for name in names if name in known)
 
 

@@ -1,6 +1,6 @@
-"""Inductor's scheduler: in which order the kernels of a plan run.
+"""Inductor's scheduler: the order of a plan's kernels.
 
-Imported only where a step is planned for or run by Inductor, as `inductor`.
+Imported only if a step is planned for or run by Inductor, as `inductor`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from planner._graph_capture.torch_compat.scheduler_pass import SchedulerPass
 
 
 class KernelOrder(SchedulerPass):
-    """Kernels of the backward keep to the plan.
+    """Keeps the kernels of the backward in the order of the plan.
 
-    What the backward recomputes depends on no gradient, so that Inductor may fuse it with the first
-    kernel of the backward, or run it then, and all recomputed values would be alive at once.  Here
-    it gets an ordering dependency on the last call of an external kernel that does depend on a
-    gradient and comes before it: kernels are not fused across those anyway.
+    Recomputations in the backward depend on no gradient, so Inductor may fuse them with the first
+    kernel of the backward, or run them then, and all recomputed values would be alive at once.
+    This pass adds an ordering dependency on the last external kernel before them that depends on a
+    gradient: kernels are not fused across those anyway.
 
-    Random kernels of either graph get one on the random kernel before them: which numbers a kernel
-    draws depends on how many were drawn before.
+    Random kernels of either graph get one on the previous random kernel, since the numbers that a
+    kernel draws depend on earlier draws.
 
     `strict`: every kernel gets one on the last external kernel before it, and external kernels on
-    all before them.  That takes less memory still, and more time: of two kernels that could be one,
-    each then reads its operands.
+    all before them.  This uses less memory still, and more time: two kernels that could be one each
+    read their operands.
     """
 
     setting = "_pre_fusion_custom_pass"
@@ -59,7 +59,7 @@ class KernelOrder(SchedulerPass):
 
         dependent = {name for name in V.graph.graph_input_names if "tangents" in name}
         barrier = ""
-        since: list[str] = []  # what was made behind it
+        since: list[str] = []  # buffers made after the barrier
         for node in nodes:
             made = node.get_buffer_names()
             depends = any(dep.name in dependent for dep in node.read_writes.reads)
@@ -76,7 +76,7 @@ class KernelOrder(SchedulerPass):
 
 
 def _keep_order(nodes: Sequence[Any]) -> None:
-    """Make scheduler nodes run in the order given."""
+    """Make scheduler nodes run in the given order."""
     for earlier, later in pairwise(nodes):
         _run_after(later, next(iter(earlier.get_buffer_names())))
 
@@ -84,12 +84,12 @@ def _keep_order(nodes: Sequence[Any]) -> None:
 def _run_after(node: Any, buffer: str) -> None:
     from torch._inductor.dependencies import WeakDep
 
-    # An op's name in the place of a mutated buffer: the dependency is for order alone.
+    # An op's name in place of a mutated buffer: the dependency is for order alone.
     node.add_fake_dep(WeakDep(buffer, node.get_name(), is_fake=True))
 
 
 def _is_random(node: Any) -> bool:
-    """Return whether a scheduler node draws from one of torch's generators."""
+    """True if a scheduler node draws from one of torch's generators."""
     op = getattr(node.node, "op_overload", None)
     return (node.is_extern() and isinstance(op, OpOverload)
             and torch.Tag.nondeterministic_seeded in op.tags)

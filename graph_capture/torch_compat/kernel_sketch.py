@@ -1,12 +1,12 @@
-"""Kernels for CPUs without their loops: what a kernel reads and writes, and nothing of how.
+"""Kernels for CPUs without their loops: only their reads and writes.
 
-Imported only where a step is planned for or run by Inductor, as `inductor`.
+Imported only if a step is planned for or run by Inductor, as `inductor`.
 
-The model of the world: which buffers a kernel takes, makes, makes in the place of others and keeps
-to itself follows from the names that its nodes load and store.  So these are told to the kernel,
-and the arithmetic between them, most of the time that generating code takes, is left out.
+The model of the world: the names that its nodes load and store determine which buffers a kernel
+reads, makes, overwrites and keeps local.  So only these are passed to the kernel, and the
+arithmetic between them, most of the time of code generation, is left out.
 
-Blind spots: nodes that search in buckets are generated as ever.
+Blind spots: nodes that search in buckets are generated as usual.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ADDED = "atomic_add"
 def sketched_kernels() -> Iterator[None]:
     """Inside, kernels for CPUs are sketched.
 
-    The scalar loops come first in any case, and with them is decided what a kernel allocates and
-    reuses.  Only where kernels share their outer loops does the vectorization matter.
+    The scalar loops come first in any case, and decide what a kernel allocates and reuses.  The
+    vectorization matters only where kernels share their outer loops.
     """
     from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode, TilingSelect
     from torch._inductor.scheduler import SchedulerNode
@@ -53,8 +53,8 @@ def sketched_kernels() -> Iterator[None]:
 
 
 def _told(node: Any) -> bool:
-    """Tell the kernel that is being generated what a node of it loads and stores; false where that
-    is not all."""
+    """Pass the loads and stores of a node to the kernel that is being generated; false if the node
+    does more."""
     from torch._inductor.loop_body import MemoryUsageType as Use
     from torch._inductor.virtualized import V
 

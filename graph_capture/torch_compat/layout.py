@@ -1,4 +1,4 @@
-"""How a tensor lies in its storage."""
+"""The layout of a tensor in its storage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from planner._graph_capture.torch_compat.symbols import same_sizes
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements lie side by side, in whatever order of dimensions."""
+    """True if the elements lie side by side, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

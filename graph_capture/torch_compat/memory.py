@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import (
 
 from planner._graph_capture.torch_compat.layout import is_dense
 
-# What a fake tensor answers to an op whose result has a shape that depends on values.
+# Errors of a fake tensor for an op whose result has a shape that depends on values.
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)
 
 # The function that a `TorchFunctionMode` sees when `Parameter.__deepcopy__` clones the data.
@@ -44,7 +44,8 @@ tensor_clone = torch._C.TensorBase.clone
 
 
 def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`meta`, a tensor on the meta device, posing as one on `device`; shares its storage object.
+    """A fake tensor on `device` that shares the storage object of `meta`, a tensor on the meta
+    device.
 
     `FakeTensorMode.from_tensor` keeps the device of the tensor that it copies, and so cannot place
     a model that is on `meta` or on another device.
@@ -53,16 +54,16 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
 
 
 def no_active_modes() -> AbstractContextManager[object]:
-    """Real ops run for real inside, whatever fake, proxy or tracing mode is active outside.
+    """Inside, real ops run, whatever fake, proxy or tracing mode is active outside.
 
-    A mode can be left only by whoever entered it, except through `_disable_current_modes`, which
-    torch uses for the same purpose.
+    A mode can be left only by its owner, except through `_disable_current_modes`, which torch uses
+    for the same purpose.
     """
     return _disable_current_modes()
 
 
 def active_modes() -> list[TorchDispatchMode]:
-    """The dispatch modes that are active, the outermost first: to be entered again inside of
+    """The active dispatch modes, the outermost first, to enter again inside of
     `no_active_modes`."""
     return _get_current_dispatch_mode_stack()
 
@@ -73,10 +74,10 @@ def no_subclass_functions() -> AbstractContextManager[object]:
 
 
 def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:
-    """A CPU storage over memory that somebody else owns.
+    """A CPU storage over memory of another owner.
 
-    `torch.frombuffer` does that for memory that exists; this one lets many storages, each of its
-    own identity, share one address.
+    `torch.frombuffer` does that for existing memory; this function lets many storages, each with
+    its own identity, share one address.
     """
     make: Any = torch._C._construct_storage_from_data_pointer
     storage: torch.UntypedStorage = make(address, torch.device("cpu"), size_bytes)
@@ -95,7 +96,7 @@ def hooks_of_whole_gradient(tensor: torch.Tensor) -> dict[int, Any]:
 
 @contextmanager
 def no_saved_tensors_hooks() -> Iterator[bool]:
-    """Inside, what autograd saves passes through no hook; gives whether there are any outside."""
+    """Inside, autograd saves tensors without hooks; yields true if there are any outside."""
     found = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         found.append(top)
@@ -115,8 +116,8 @@ def runs_in_backward() -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the tensor's storage: equal for views of one another, while it is alive.
 
-    `data_ptr` is 0 for every fake tensor and `UntypedStorage` objects are made anew on each access
-    in older versions, so the address of the C++ storage is what is left.
+    `data_ptr` is 0 for every fake tensor, and older versions make a new `UntypedStorage` object on
+    each access, so only the address of the C++ storage is left.
     """
     return tensor.untyped_storage()._cdata
 
@@ -133,15 +134,15 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 
 
 def runs_its_own_ops(types: Iterable[type]) -> bool:
-    """True where one of these types is a wrapper subclass, whose `__torch_dispatch__` is to run
-    before a mode looks at the ops on the tensors inside."""
+    """True if one of these types is a wrapper subclass, whose `__torch_dispatch__` must run before
+    a mode sees the ops on the tensors inside."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def next_node_number() -> int:
-    """The number that autograd gives to the next node of its graph which this thread makes.
+    """The number that autograd will give to the next graph node made by this thread.
 
-    Torch's own tracing uses it to tell which op of the forward a node belongs to.
+    Torch's own tracing uses it to find the forward op of a node.
     """
     return torch.autograd._get_sequence_nr()
 
@@ -154,10 +155,12 @@ def running_node_number() -> int | None:
 
 
 def bytes_made_before(op: object, args: tuple[Any, ...]) -> int:
-    """Bytes that a derivative on this thread allocates on a CPU, left alone, before this op of its,
-    and only behind it while a dispatch mode is active, or for tensors of a subclass: the gradient
-    of a maximum over all elements, before those that share it are counted
-    (`evenly_distribute_backward` in `torch/csrc/autograd/FunctionsManual.cpp`)."""
+    """Bytes that a derivative on this thread allocates before this op on a CPU, but after it under
+    a dispatch mode or for subclass tensors.
+
+    This is the gradient of a maximum over all elements, before those that share it are counted
+    (`evenly_distribute_backward` in `torch/csrc/autograd/FunctionsManual.cpp`).
+    """
     node: Any = torch._C._current_autograd_node()
     if (node is None or op is not torch.ops.aten.sum.default or args[0].dtype is not torch.bool
             or node.name() not in _EVENLY_DISTRIBUTED):
@@ -172,25 +175,25 @@ _EVENLY_DISTRIBUTED = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward
 
 def cpu_allocations(fn: Callable[[], object]) -> list[int]:
     """Bytes of each allocation (positive) and release (negative) of the CPU's allocator while `fn`
-    runs, in time order; on the calling thread and on those to which torch hands its thread state.
+    runs, in time order; on the calling thread and on those to which torch passes its thread state.
 
-    `torch.profiler.profile` records the same events, but spends 30 ms per session on tables that
-    nobody reads here, where this takes 1 ms; it gives access to them only through private names as
-    well (`kineto_results`).  The functions below are those that it is made of.
+    `torch.profiler.profile` records the same events, but spends 30 ms per session on unused tables,
+    where this takes 1 ms, and gives access to them only through private names (`kineto_results`).
+    It is built from the functions below.
     """
     return cpu_allocations_in_stages([fn])[0]
 
 
 def profiler_is_running() -> bool:
-    """Return whether a profiler of torch's is at work in this thread."""
+    """True if a torch profiler is running in this thread."""
     return bool(torch.autograd._profiler_enabled())
 
 
 def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[list[int]]:
     """`cpu_allocations` of functions that run one after the other, for each of them.
 
-    What one of them allocates and a later one releases is seen, as in a single run.  Where one of
-    them calls `begin_stage`, another begins.
+    Allocations of one stage that a later one releases are seen, as in a single run.  A call of
+    `begin_stage` begins another stage.
     """
     if profiler_is_running():
         raise RuntimeError("cannot measure allocations while a profiler is running; stop it first")
@@ -221,12 +224,11 @@ def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[li
 
 
 def _changes(block: Any, live: dict[int, int]) -> list[int]:
-    """Interpret an event of the allocator by the sizes of the blocks alive, by address.
+    """Interpret an event of the allocator by the sizes of the live blocks, by address.
 
     A block that was allocated within a recording and released after it stays in the profiler's own
-    table; the release of another one, allocated since at that address, then looks as if it were
-    that block's.  And one that a thread released which is not watched is gone at the latest when
-    its address is given out again.
+    table; the release of another block at the same address then looks like the release of that one.
+    A block that an unwatched thread released counts as freed when its address is reused.
     """
     if block.alloc_size > 0:
         gone = live.pop(block.ptr, 0)
@@ -246,15 +248,15 @@ _STAGE = "checkpoint-planner: next stage"
 
 
 def begin_stage() -> None:
-    """Mark, while allocations are recorded, that what follows is another stage."""
+    """Begin another stage while allocations are recorded."""
     with torch.autograd.profiler.record_function(_STAGE):
         pass
 
 
 @contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """Keep kineto from writing a line to stderr at each start and stop, unless the user set its
-    log level."""
+    """Keep kineto from writing a line to stderr at each start and stop, unless the user set its log
+    level."""
     variable = "KINETO_LOG_LEVEL"
     given = os.environ.get(variable)
     if given is None:
@@ -267,15 +269,14 @@ def _quiet_kineto() -> Iterator[None]:
 
 
 class GradientSums:
-    """Tells where autograd's engine, left alone, would sum two gradients in place.
+    """Detects where autograd's engine, without modes, would sum two gradients in place.
 
-    Where a tensor is used twice, the engine adds the second gradient to the first one if it alone
-    holds it and its storage; given a tensor of a subclass, as a fake one is, or while a dispatch
-    mode is active, it always makes a third (`torch/csrc/autograd/input_buffer.cpp` and
-    `isTensorSubclassLike`).  The counts of references, `Tensor._use_count` and
-    `torch._C._storage_Use_Count`, tell whether it alone holds them; what they are in that case
-    depends on the version, so they are read off a sum known to be such, of fake and of plain
-    tensors.
+    If a tensor is used twice, the engine adds the second gradient to the first one if it alone
+    refers to it and its storage.  For tensors of a subclass, such as fake ones, or under a dispatch
+    mode, it always makes a third (`torch/csrc/autograd/input_buffer.cpp` and
+    `isTensorSubclassLike`).  The reference counts, `Tensor._use_count` and
+    `torch._C._storage_Use_Count`, show if there is no other reference.  Their values in that case
+    depend on the version, so they are read from a known in-place sum, of fake and of plain tensors.
     """
 
     _alone: dict[type, tuple[int, int]] | None = None
@@ -290,8 +291,8 @@ class GradientSums:
                     torch.Tensor: _counts_of_a_gradient_held_by_the_engine_alone()}
 
     def in_place(self, args: tuple[Any, ...]) -> bool:
-        """Return whether `aten.add.Tensor(*args)`, seen by a dispatch mode during a backward, is
-        one."""
+        """True if `aten.add.Tensor(*args)`, seen by a dispatch mode during a backward, is such a
+        sum."""
         if len(args) != 2 or not all(isinstance(arg, torch.Tensor) for arg in args):
             return False
         held, added = args
@@ -302,7 +303,7 @@ class GradientSums:
 
 
 def use_counts(tensor: Any) -> tuple[int, int]:
-    """How many hold a tensor, and its storage."""
+    """Reference counts of a tensor and of its storage."""
     return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
 
 

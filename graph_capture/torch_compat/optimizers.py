@@ -1,4 +1,4 @@
-"""torch's optimizers on tensors that stand for a GPU's."""
+"""torch's optimizers on tensors that replace a GPU's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHECK = "_get_capturable_supported_devices"
 
 @contextlib.contextmanager
 def optimizers_as_on(device: torch.device) -> Iterator[None]:
-    """Within, optimizers set to `capturable` take any tensors for ones on `device`."""
+    """Inside, optimizers set to `capturable` accept any tensors as if on `device`."""
     supported = _get_capturable_supported_devices()
     with contextlib.ExitStack() as stack:
         if device.type in supported:

@@ -10,6 +10,6 @@ require(__name__)
 
 
 def default_store() -> dist.Store:
-    """That of the default process group, which must be there."""
+    """The store of the default process group, which must exist."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store

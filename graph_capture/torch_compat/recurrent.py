@@ -1,14 +1,14 @@
-"""Recurrent layers as AOTAutograd has to see them.
+"""Recurrent layers, prepared for AOTAutograd.
 
-torch (2.11 to 2.15) takes two things for granted when it decomposes `nn.RNN`, `nn.GRU` and
-`nn.LSTM` (`torch/_decomp/decompositions.py`), and says nothing.  It leaves out the dropout between
-layers (`_rnn_helper` sets it to zero whatever the layer): so a call of several layers is made into
-calls of single ones, with the dropout as an op of its own between them, on tensors whose first
-dimension is time, as the eager kernels of the CPU have it, which draw the same random numbers.  And
-an LSTM whose input needs no gradient is taken for inference, by oneDNN's kernel without what the
-backward needs, though its weights may be trained: those run time step by time step here.
+torch (2.11 to 2.15) makes two silent mistakes when it decomposes `nn.RNN`, `nn.GRU` and `nn.LSTM`
+(`torch/_decomp/decompositions.py`).  It omits the dropout between layers (`_rnn_helper` sets it to
+zero for every layer): so here a call of several layers becomes calls of single ones, with the
+dropout as an op of its own between them, on tensors whose first dimension is time, as in the CPU's
+eager kernels, which draw the same random numbers.  And it treats an LSTM whose input needs no
+gradient as inference, with oneDNN's kernel, which saves nothing for the backward, even if its
+weights are trained: those run time step by time step here.
 
-Blind spots: cuDNN draws the random numbers of its dropout itself, and others.
+Blind spots: cuDNN draws different random numbers for its dropout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _KEPT_META = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 @contextlib.contextmanager
 def recurrent_layers_trained(module: fx.GraphModule) -> Iterator[None]:
-    """Within, AOTAutograd keeps what a graph that Dynamo made says of recurrent layers."""
+    """Inside, AOTAutograd keeps the dropout and the training of recurrent layers in a Dynamo
+    graph."""
     _unstack_all(module)
     select = decompositions.select_one_layer_lstm_function
 
@@ -47,7 +48,7 @@ def recurrent_layers_trained(module: fx.GraphModule) -> Iterator[None]:
 
 
 def _step_by_step(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-    # Before torch 2.13 the last states keep a dimension that those of a layer do not have.
+    # Before torch 2.13 the last states keep a dimension that those of a layer lack.
     output, states = decompositions.one_layer_lstm(*args, **kwargs)
     return output, tuple(state.flatten(0, -2) for state in states)
 
@@ -56,7 +57,7 @@ def _unstack_all(module: fx.GraphModule) -> None:
     changed = False
     for target in (*_SINGLE_STATE, torch.lstm):
         for node in module.graph.find_nodes(op="call_function", target=target):
-            # The calls of packed sequences, which torch.compile does not trace, have the batch's
+            # Calls with packed sequences, which torch.compile does not trace, have the batch's
             # sizes in the second place and the states in the third.
             if len(node.args) == 9 and isinstance(node.args[2], list | tuple):
                 _, _, _, _, layers, dropout, train, _, _ = node.args
@@ -80,7 +81,7 @@ def _unstack(graph: fx.Graph, node: fx.Node) -> None:
         made.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
         return made
 
-    last: list[list[fx.Node]] = []  # of each layer, its last states
+    last: list[list[fx.Node]] = []  # last states by layer
     with graph.inserting_before(node):
         if batch_first:
             flow = call(torch.transpose, flow, 0, 1)

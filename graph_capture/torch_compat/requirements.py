@@ -1,9 +1,9 @@
-"""Which private names of torch this package stands on, and how it calls them.
+"""The private names of torch that this package needs, and the calls it makes of them.
 
-Each module of this folder calls `require` before it imports any of them: where torch has no such
-name, or one that cannot be called so, that gives one error that names it.  A torch that is not
-known is tried, not refused.  Blind spots: a name that is there and means something else, and
-attributes of objects that torch makes, are seen only by the tests.
+Each module of this folder calls `require` before it imports any of them: if torch lacks a name, or
+cannot be called that way, it raises one error that names it.  An unknown torch is tried, not
+refused.  Blind spots: only the tests detect a name with another meaning, and attributes of objects
+that torch makes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from planner._graph_capture.errors import UnsupportedTorch
 
 KNOWN_TO_WORK = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""The tests that were run with each are in docs/reference/torch_versions.md."""
+"""docs/reference/torch_versions.md lists the tests that were run with each."""
 
 
 def _of(owner: str, *names: str) -> tuple[str, ...]:
@@ -195,13 +195,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state(self)",
     ),
 }
-"""By module: names, with the call that is made of them where torch says what it takes: arguments
-by position, then those by keyword (`name=`)."""
+"""Names by module, with their call where torch has a signature: arguments by position, then those
+by keyword (`name=`)."""
 
 
 def require(module: str) -> None:
-    """Raise `UnsupportedTorch` unless this torch has what the module of this folder (`__name__`)
-    stands on; it is imported for that."""
+    """Raise `UnsupportedTorch` unless this torch has the names that the module of this folder
+    (`__name__`) needs; they are imported for that."""
     problems = [problem for requirement in REQUIRED[module.rpartition(".")[2]]
                 if (problem := _problem(requirement))]
     if problems:
@@ -221,7 +221,7 @@ def _problem(requirement: str) -> str:
         return f"{name} is missing ({error})"
     try:
         signature = inspect.signature(found) if called else None
-    except ValueError:  # A builtin, or made by C++, that does not tell.
+    except ValueError:  # a builtin, or made by C++, without a signature
         signature = None
     if signature is None:
         return ""

@@ -22,19 +22,19 @@ class ShardedModule:
     """A module to which `fully_shard` was applied."""
 
     name: str
-    """Qualified; empty for the model itself."""
+    """Qualified name; empty for the model itself."""
     group: dist.ProcessGroup
     """The ranks over which its parameters are sharded."""
     reshards: bool
-    """True if it lets its whole parameters go after its forward."""
+    """True if it frees its whole parameters after its forward."""
     param_dtype: torch.dtype | None
-    """Of the whole parameters, where that is another than that of the shards."""
+    """Dtype of the whole parameters, if it differs from that of the shards."""
     reduce_dtype: torch.dtype | None
-    """Of the gradients that are reduced, where that is another than theirs."""
+    """Dtype in which gradients are reduced, if it differs from theirs."""
     is_offloaded: bool
-    """True if the shards lie in the host's memory."""
+    """True if the shards are in the host's memory."""
     reduces: bool
-    """True if this step reduces its gradients; else they stay whole for a later one to do so
+    """True if this step reduces its gradients; otherwise they stay whole until a later one does
     (`set_requires_gradient_sync(False)`)."""
 
 
@@ -60,13 +60,12 @@ def class_before(module: nn.Module) -> type[nn.Module]:
     kind = type(module)
     if not isinstance(module, FSDPModule):
         return kind
-    # Its class is made of FSDPModule, perhaps of a kind of it, and the former class.
+    # The class is derived from FSDPModule, or a subclass of it, and the former class.
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
 
 
 def is_of_sharding(name: str, value: object) -> bool:
-    """Return whether an attribute of a module, or a hook (of no name), was put there by
-    `fully_shard`."""
+    """True if `fully_shard` added this attribute of a module, or this hook (without a name)."""
     if name.startswith(("__composable_api", "_is_fsdp_managed", "_fsdp_use_orig_params")):
         return True
     owner = getattr(value, "__self__", value)
@@ -75,5 +74,5 @@ def is_of_sharding(name: str, value: object) -> bool:
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter is there in shards."""
+    """True if a parameter is sharded."""
     return isinstance(tensor, DTensor)

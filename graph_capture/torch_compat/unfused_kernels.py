@@ -1,19 +1,19 @@
-"""Inductor's scheduler: which kernels that read the same become one.
+"""Inductor's scheduler: splits kernels that were fused because they read the same.
 
-Imported only where a step is planned for or run by Inductor, as `inductor`.
+Imported only if a step is planned for or run by Inductor, as `inductor`.
 
-Two kernels that read the same become one though neither reads what the other makes (horizontal
-fusion), which spares a pass over what both read.  But then all that both make is there at once,
-where what one makes might be done with before the other runs.  In the backward of attention with
-dropout, the probabilities that the gradient of the values is made of are so beside the gradient of
-the scores: 49 MB of the 485 that a plan for BERT is to take, and 4 MB of 143 for Llama's MLP.
+Inductor fuses two kernels that read the same although neither reads the other's result (horizontal
+fusion), which saves a pass over the shared operands.  But then the results of both are alive at
+once, where those of one might be freed before the other runs.  In the backward of attention with
+dropout, this keeps the probabilities for the gradient of the values alive together with the
+gradient of the scores: 49 MB of the 485 of a plan for BERT, and 4 MB of 143 for Llama's MLP.
 
-Such a kernel is taken apart where that lowers the most that the kernels of its graph take one by
-one (`kernel_memory`), and nowhere else.
+Such a kernel is split only where that lowers the peak of its graph's kernels, run one by one
+(`kernel_memory`).
 
-Blind spots: kernels are looked for where they hold most in the order of the graph.  Inductor may
-run them in another order that takes less, and where it does, that order decides whether the kernels
-found stay apart, but not which are looked for.
+Blind spots: candidates are searched at the peak in the order of the graph.  Inductor may run
+kernels in another order that uses less memory; then that order decides if the found kernels stay
+split, but not which are searched.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from planner._graph_capture.torch_compat.kernel_memory import KernelMemory
 from planner._graph_capture.torch_compat.scheduler_pass import SchedulerPass
 
 _TRIES = 8
-"""Kernels that are tried for one peak, at most: the nearest."""
+"""Maximum of kernels that are tried for one peak: the nearest."""
 _WORTH = 0.005
-"""Part of the peak by which it is to fall for anything to be taken apart."""
+"""Minimum share by which the peak must fall for a split."""
 
 _BY_NODE = ("node_to_stream", "node_to_mempool")
 """Further tables of the scheduler, by node; torch 2.11 has none."""
 
 
 class UnfusedKernels(SchedulerPass):
-    """Takes kernels apart where their graph holds most."""
+    """Splits fused kernels at the memory peak of their graph."""
 
     setting = "_post_fusion_custom_pass"
 
@@ -71,8 +71,8 @@ class UnfusedKernels(SchedulerPass):
 
 
 def _lowered(split: _Split) -> _Split | None:
-    """With one more kernel taken apart, so that less is held, or as much less often; `None` where
-    there is no such kernel."""
+    """The nodes with one more kernel split, so that the peak is lower or rarer; `None` if there is
+    no such kernel."""
     for node, parts in islice(_candidates(split), _TRIES):
         lower = split.with_unfused(node, parts)
         if (lower.peak_bytes, lower.peaks) < (split.peak_bytes, split.peaks):
@@ -81,8 +81,8 @@ def _lowered(split: _Split) -> _Split | None:
 
 
 def _candidates(split: _Split) -> Iterator[tuple[Any, list[Any]]]:
-    """Kernels that make something that is alive at the peak, or read it, each with a way to take
-    it apart; the nearest first."""
+    """Kernels that make or read a buffer alive at the peak, each with a way to split it; the
+    nearest first."""
     nodes, last_used = split.nodes, split.memory.last_used(split.nodes)
     at = split.levels.index(split.peak_bytes) if nodes else 0
     later = set[str]().union(*last_used[at:])
@@ -93,13 +93,13 @@ def _candidates(split: _Split) -> Iterator[tuple[Any, list[Any]]]:
 
 
 class _Split:
-    """The scheduler's nodes, some of them taken apart."""
+    """The scheduler's nodes, some of them split."""
 
     def __init__(self, scheduler: Any, memory: KernelMemory, nodes: Sequence[Any],
                  apart: frozenset[str] = frozenset()) -> None:
         self._scheduler, self.memory, self.nodes = scheduler, memory, list(nodes)
         self._unfused = apart
-        """Buffers of what was taken apart."""
+        """Buffers of the split nodes."""
 
     @cached_property
     def levels(self) -> list[int]:
@@ -108,16 +108,16 @@ class _Split:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most of these."""
+        """Maximum of the levels."""
         return max(self.levels, default=0)
 
     @cached_property
     def peaks(self) -> int:
-        """How often that is reached."""
+        """Number of nodes at the peak."""
         return self.levels.count(self.peak_bytes)
 
     def with_unfused(self, node: Any, parts: Sequence[Any]) -> _Split:
-        """With a node taken apart, in the order of the graph again."""
+        """The nodes with one more of them split, in the order of the graph again."""
         apart = self._unfused | node.get_buffer_names()
         nodes = [*(each for each in self.nodes if each is not node), *parts]
         for each in nodes:
@@ -127,8 +127,8 @@ class _Split:
         return _Split(self._scheduler, self.memory, nodes, apart)
 
     def peak_bytes_as_run(self) -> int:
-        """The most that the nodes take in the order in which they will run: Inductor tries others
-        than that of the graph."""
+        """Peak of the nodes in their order of execution: Inductor tries others than that of the
+        graph."""
         scheduler, nodes = self._scheduler, list(self.nodes)
         if inductor_config.reorder_for_peak_memory:
             nodes = reorder_for_peak_memory(
@@ -141,7 +141,7 @@ class _Split:
         return {member.get_name(): node for node in self.nodes for member in node.get_nodes()}
 
     def settled(self) -> list[Any]:
-        """The nodes, known to the scheduler."""
+        """The nodes, registered with the scheduler."""
         scheduler = self._scheduler
         scheduler.name_to_fused_node.update(self._of_members())
         for node in self.nodes:
@@ -154,16 +154,16 @@ class _Split:
 
 
 def _restore_order(node: Any, apart: frozenset[str]) -> None:
-    """Make a node wait again for what it has to come after, where fusion had left that out: for
-    another part of what it reads from."""
+    """Restore the ordering dependencies of a node that fusion had left out, on other parts of a
+    split node."""
     for dep in node.read_writes.reads:
         if isinstance(dep, WeakDep) and dep.name in apart:
             node.unmet_dependencies.add(dep)
 
 
 def _ways(node: Any) -> Iterator[list[Any]]:
-    """The ways to take a fused node apart: for each result that nothing in it reads, what that
-    alone is made of, and the rest."""
+    """The ways to split a fused node: for each result that nothing in it reads, the ops for that
+    alone, and the rest."""
     if type(node) not in (FusedSchedulerNode, OuterLoopFusedSchedulerNode) or (
             node.is_template() or node.has_aliasing_or_mutation()):
         return

@@ -1,9 +1,8 @@
-"""Budgets as people give them, turned into bytes.
+"""Parse budgets and resolve them to bytes.
 
-A budget is the peak of the whole training step on the device.  `GB` and `budget_gb` are decimal
-(1e9 bytes), `GiB` is 2**30: no reading of one as the other.  A percentage is of the plain step's
-peak, which is known only after capture, so parsing and resolving are two steps; a badly written
-budget fails before the model is looked at.
+A budget limits the peak of the whole training step on the device.  `GB` and `budget_gb` are decimal
+(1e9 bytes), `GiB` is 2**30.  A percentage is of the plain step's peak, which is known only after
+capture, so parsing and resolving are two steps; a malformed budget fails before capture.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Budget:
 
     size_bytes: int | None = None
     fraction: Fraction | None = None
-    """Of `baseline_peak_bytes`."""
+    """Fraction of `baseline_peak_bytes`."""
 
     def resolve(self, baseline_peak_bytes: int) -> int:
         """The limit in bytes, rounded down."""
@@ -41,10 +40,10 @@ class Budget:
 
 
 def parse_budget(budget_gb: float | None = None, budget: int | str | None = None) -> Budget | None:
-    """The budget that the two arguments of `planner.plan` state, `None` where there is no limit.
+    """The budget given by the two arguments of `planner.plan`; `None` for no limit.
 
-    Raises `ValueError` where both are given, where the text is no budget, and where the number is
-    not positive and finite; `TypeError` for other types.
+    Raises `ValueError` if both are given, if the text is not a budget, or if the number is not
+    positive and finite; `TypeError` for other types.
     """
     if budget_gb is not None and budget is not None:
         raise ValueError(f"give budget_gb or budget, not both: got budget_gb={budget_gb!r} and "
@@ -65,10 +64,10 @@ def parse_budget(budget_gb: float | None = None, budget: int | str | None = None
 
 
 def absolute_budget(budget_gb: float | None, budget: int | str | None, percentage: str) -> int:
-    """The budget in bytes, where there is no one step whose peak a percentage could be of;
-    `percentage` says why.
+    """The budget in bytes, for searches over several steps, which have no common plain peak.
 
-    Raises as `parse_budget`, and `ValueError` where there is none or it is a percentage.
+    `percentage`: words for the error that a percentage raises.  Raises like `parse_budget`, and
+    `ValueError` for a missing budget or a percentage.
     """
     limit = parse_budget(budget_gb, budget)
     if limit is None:
@@ -91,7 +90,7 @@ def _from_gigabytes(budget_gb: float) -> Budget:
 
 
 def _decimal(value: float) -> Fraction:
-    """The number as it is written: 0.1 is a tenth, not the binary double next to it."""
+    """The number as written in decimal: 0.1 is a tenth, not the binary double next to it."""
     return Fraction(repr(float(value))) if not isinstance(value, numbers.Rational) else (
         Fraction(value))
 
@@ -101,7 +100,7 @@ def _from_text(text: str) -> Budget:
     if match is None:
         raise ValueError(f"budget must be {_VARIANTS}, got {text!r}")
     number, unit = match.groups()
-    rough = float(number)  # looked at first: an exact 1e999999999 would take forever
+    rough = float(number)  # checked first: an exact 1e999999999 would take forever
     if not math.isfinite(rough) or rough <= 0:
         raise ValueError(f"budget must be finite and above 0, got {text!r}")
     value = Fraction(number)

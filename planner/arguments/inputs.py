@@ -1,6 +1,6 @@
-"""The inputs of one training step, as people give them: positional, by keyword, or a lone tensor.
+"""The inputs of one training step: positional, by keyword, or a single tensor.
 
-Blind spot: a value is not checked against the model's signature here; capture does that by calling
+Blind spot: values are not checked against the model's signature here; capture does so by calling
 the model on fake tensors.
 """
 
@@ -22,7 +22,7 @@ def split_inputs(model: nn.Module, inputs: object) -> tuple[tuple[Any, ...], dic
     """Positional and keyword arguments of `model` for one step.
 
     `None` stands for `model.example_input_array` (Lightning), else `model.dummy_inputs` (Hugging
-    Face).  Raises `TypeError` for inputs in another form and `ValueError` where there are none.
+    Face).  Raises `TypeError` for any other type and `ValueError` if there are no inputs.
     """
     import torch
 
@@ -45,8 +45,8 @@ def split_inputs(model: nn.Module, inputs: object) -> tuple[tuple[Any, ...], dic
 def join_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | dict[str, Any]:
-    """Arguments of a call as `split_inputs` takes them: the inverse, positional arguments named
-    where there are others given by keyword."""
+    """The inverse of `split_inputs`; mixed arguments become a mapping, positional ones by their
+    names."""
     if not kwargs:
         return args
     if not args:

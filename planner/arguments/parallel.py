@@ -1,4 +1,4 @@
-"""How a training run is spread over ranks, as `planner.plan` and its like take it.
+"""Data-parallel settings of `planner.plan` and related functions.
 
 `ddp` is `torch.nn.parallel.DistributedDataParallel`; `zero1` the same with
 `torch.distributed.optim.ZeroRedundancyOptimizer`; `fsdp2` is `torch.distributed.fsdp.fully_shard`.
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 _REPLICATED = ("ddp", "zero1")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Names of dtypes as settings have them, and as torch has them."""
+"""Short names of dtypes, and torch's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """How a training run is spread over ranks.
+    """Data parallelism of a training run over `ranks` ranks.
 
     Raises `ValueError` or `TypeError` for settings that do not belong together.
     """
@@ -32,30 +32,30 @@ class DataParallel:
     kind: Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
     ranks: int
     gradient_as_bucket_view: bool = False
-    """`ddp`, `zero1`: gradients are views of the buckets instead of copies beside them."""
+    """`ddp`, `zero1`: gradients are views of the buckets instead of separate copies."""
     bucket_cap_mb: float | None = None
-    """`ddp`, `zero1`: size of a bucket in MiB as DDP takes it; `None`: 1 for the first, then 25."""
+    """`ddp`, `zero1`: size of a bucket in MiB, as in DDP; `None`: 1 for the first, then 25."""
     units: tuple[str, ...] | None = None
-    """The others: names of the modules that are wrapped one by one before the whole model is; a
-    wildcard stands for one part of a name.  `None`: the elements of the outermost `ModuleList`s."""
+    """Other kinds: names of the modules that are wrapped one by one before the whole model; a
+    wildcard matches one part of a name.  `None`: the elements of the outermost `ModuleList`s."""
     reshard_after_forward: bool | None = None
     """`fsdp2`: as for `fully_shard`; `None`: all units but the root reshard."""
     param_dtype: str | None = None
-    """`fsdp2`: `"bf16"` or `"fp16"`, as `MixedPrecisionPolicy(param_dtype=…)` has it: of parameters
-    that are gathered, of what is computed with them, and of gradients that are reduced."""
+    """`fsdp2`: `"bf16"` or `"fp16"`, as in `MixedPrecisionPolicy(param_dtype=…)`: the dtype of
+    gathered parameters, of the computation, and of gradients before they are reduced."""
     reduce_dtype: str | None = None
-    """`fsdp2`: of gradients that are reduced, where it is another: `"fp32"`, `"bf16"`, `"fp16"`."""
+    """`fsdp2`: dtype of reduced gradients, if different: `"fp32"`, `"bf16"`, `"fp16"`."""
     offloads: bool = False
-    """`fsdp2`: shards, their gradients and the optimizer's state lie in the host's memory
+    """`fsdp2`: shards, their gradients and the optimizer's state are in host memory
     (`CPUOffloadPolicy`), which does not count."""
     requires_gradient_sync: bool = True
-    """Not `ddp`, `zero1`: whether each micro-batch of an accumulated step reduces its gradients;
-    `False`: the last one alone, as `set_requires_gradient_sync(False)` before the others has it
-    (accelerate, Trainer), so that a rank holds whole gradients until then."""
+    """Not `ddp`, `zero1`: each micro-batch of an accumulated step reduces its gradients.  If
+    `False`, only the last one does, as with `set_requires_gradient_sync(False)` before the others
+    (accelerate, Trainer), and a rank keeps whole gradients until then."""
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each rank holds the whole model."""
+        """True if each rank has the whole model."""
         return self.kind in _REPLICATED
 
     @staticmethod
@@ -104,7 +104,7 @@ class DataParallel:
 
 
 def check_parallel(parallel: object) -> DataParallel:
-    """What is given; raises `TypeError` for what is no `DataParallel`."""
+    """Return `parallel`; raises `TypeError` if it is not a `DataParallel`."""
     if not isinstance(parallel, DataParallel):
         raise TypeError("parallel must be a planner.DataParallel, such as "
                         f"DataParallel('ddp', ranks=8), got {type(parallel).__name__}")

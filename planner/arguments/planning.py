@@ -1,12 +1,12 @@
-"""The arguments by which a step is captured and planned: named, defaulted and checked here, once.
+"""Arguments of capture and planning: their names, defaults and checks.
 
-`planner.plan` explains them and spells them out; whatever else takes them says
-`**arguments: Unpack[PlanArguments]` and makes a `Planning` of them, as the command line does, and
-the options of the backend for `torch.compile`.  So a new argument is a field here (with its line in
-`PlanArguments`, for type checkers), a parameter of `plan`, and what it does.
+`planner.plan` documents them and lists them in its signature; other functions declare `**arguments:
+Unpack[PlanArguments]` and build a `Planning` from them, as do the command line and the options of
+the `torch.compile` backend.  To add an argument, add a field here, a line in `PlanArguments` (for
+type checkers) and a parameter of `plan`.
 
-Blind spots: what needs a look at the model (`keep`, `regions`, `optimizer`, `device`) is checked in
-capture.
+Blind spot: arguments that refer to the model (`keep`, `regions`, `optimizer`, `device`) are checked
+during capture.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COST_MODELS = ("roofline", "measured", "flops")
 """Ways to estimate the seconds of an op."""
 
 BUDGETS_OF = ("allocated", "reserved")
-"""What a budget may be a limit on."""
+"""Memory figures that a budget may limit."""
 
 CHOICES = ("chunk", "offload")
 """Choices beyond recomputation: run a part of the step in chunks, store results on the host."""
@@ -43,14 +43,14 @@ _RENAMED = {"output": 'hold_output=False in place of output="dropped"'}
 """Arguments of earlier versions, and what to write now."""
 
 CHUNKS_OF = ((16, 4), (4, 1), (8, 1), (16, 1), (64, 1))
-"""The numbers of chunks that are tried: of the widest part, and of the insides of layers.  The
-first are those that show whether there is anything to try."""
+"""Numbers of chunks to try: of the widest part, and of the insides of layers.  The first pair shows
+whether more pairs are worth trying."""
 
 _AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 
 
 class PlanArguments(TypedDict, total=False):
-    """The fields of `Planning` as keyword arguments; `planner.plan` says what they mean."""
+    """The fields of `Planning` as keyword arguments; see `planner.plan`."""
 
     loss_fn: Callable[[Any], torch.Tensor] | None
     optimizer: object
@@ -74,32 +74,32 @@ class PlanArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How the command line takes an argument."""
+    """Command-line option of an argument."""
 
     help: str
     kind: Any = str
-    """The type of what is written there; a list: it may be repeated."""
+    """Type of the option's value; a list type may be repeated."""
     name: str | None = None
-    """Such as `--keep`; `None`: that of the field."""
+    """Such as `--keep`; `None`: derived from the field's name."""
     metavar: str | None = None
     min: int | None = None
     positional: bool = False
     value: Any = None
-    """What the option, written alone, stands for; `None`: it takes a value."""
+    """Value of the option when it is written alone; `None`: the option requires a value."""
     read: Callable[[Any], Any] | None = None
-    """Makes the argument of what is written; `None`: it is that."""
+    """Converts the written value to the argument; `None`: no conversion."""
 
 
 def flag(help: str, **details: Any) -> dict[str, Flag]:
-    """Metadata of a field that the command line takes."""
+    """Field metadata that adds a command-line option."""
     return {"flag": Flag(help, **details)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """Checked arguments; `planner.plan` says what they mean.
+    """Checked arguments; see `planner.plan`.
 
-    Raises `TypeError` or `ValueError` where one is wrong in itself.
+    Raises `TypeError` or `ValueError` if one is invalid by itself.
     """
 
     loss_fn: Callable[[Any], torch.Tensor] | None = None
@@ -183,9 +183,9 @@ class Planning:
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Planning:
-        """From the keyword arguments of a function that `takes_planning`.
+        """Build from the keyword arguments of a function decorated with `takes_planning`.
 
-        Raises `TypeError` for one that it has not, as Python does, and names those that it has.
+        Raises `TypeError` for an unknown argument, as Python does, and lists the known ones.
         """
         known = [parameter.name for parameter in inspect.signature(function).parameters.values()
                  if parameter.kind is parameter.KEYWORD_ONLY]
@@ -199,7 +199,7 @@ class Planning:
         return cls(**arguments)
 
     def _check_offload(self) -> None:
-        """Raise `ValueError` where a plan cannot store results on the host yet."""
+        """Raise `ValueError` if the arguments exclude offload to the host."""
         why = {
             f"backend={self.backend!r}": self.backend != "eager",
             "parallel=": self.parallel is not None,
@@ -213,7 +213,8 @@ class Planning:
                                  "them out")
 
     def without_offload(self, function: str) -> Planning:
-        """The same; raises `ValueError` where `function` is asked to plan with offload."""
+        """Return `self`; raises `ValueError` if offload is allowed, which `function` does not
+        support."""
         if "offload" in self.allow:
             raise ValueError(f'allow="offload" is for planner.plan so far; {function} takes '
                              'allow="chunk"')
@@ -221,7 +222,8 @@ class Planning:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """In how many chunks the widest part of the step and the insides of layers may run."""
+        """Numbers of chunks to try: of the widest part of the step, and of the insides of
+        layers."""
         return CHUNKS_OF if "chunk" in self.allow else ()
 
     @property
@@ -235,14 +237,14 @@ class Planning:
         return dtype
 
     def arguments(self) -> PlanArguments:
-        """Keyword arguments of `planner.plan` and its like."""
+        """The fields as keyword arguments of `planner.plan` and related functions."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return cast(PlanArguments, chosen)
 
 
 def takes_planning(*, without: Collection[str] = (), **defaults: Any) -> Callable[[F], F]:
-    """Shows the fields of `Planning` in the signature of a function, but for some, in place of
-    `**arguments`; with other `defaults` where the function has its own."""
+    """Decorator that shows the fields of `Planning`, except `without`, in the function's signature
+    in place of `**arguments`; `defaults` override those of the fields."""
 
     def complete(function: F) -> F:
         signature = inspect.signature(function)
@@ -259,7 +261,8 @@ def takes_planning(*, without: Collection[str] = (), **defaults: Any) -> Callabl
 
 
 def check_count(name: str, value: Any, least: int = 1, *, of: str = "") -> int:
-    """A whole number of at least `least`; raises `TypeError` or `ValueError`."""
+    """Return `value` as an int; raises `TypeError` or `ValueError` if it is below `least` or not
+    whole."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number{of and f' of {of}'}, got {value!r}")
     count = int(value)

@@ -1,19 +1,19 @@
-"""The forward of a model that is trained within a budget: it plans what it meets.
+"""Forward override of a model that is trained within a budget: it plans the steps that it meets.
 
-The model of the world: a call with gradients is the forward of a training step.  Its call signature
-(`apply.call_signature`) tell which plans may serve it, the plan's own digests which one does; a
-step that none serves is captured as it is called, planned, and run under its plan, the first one
-too.  What is not known then - optimizer, earlier gradients, the caller's loss - is seen while steps
-run, and the plan is made again with it before the next step; see `planner.attached.known`.
+Model of the world: a call with gradients is the forward of a training step.  Its call signature
+(`apply.call_signature`) selects the plans that may serve it, and the plan's own digests decide.  A
+step that no plan serves is captured from its call, planned, and run under that plan, including the
+first step.  Unknown parts - optimizer, earlier gradients, the caller's loss - are observed while
+steps run, and the plan is remade before the next step; see `planner.attached.known`.
 
-The budget is that of the training step, which may have many calls.  What calls of this and of other
-planned models hold for their backward is counted as it is met (`planner.attached.outside`), and so
-is what the loop holds beside the models (`planner.attached.held`).
+The budget is that of the training step, which may contain many calls.  Memory that calls of this
+and other planned models keep for their backward is counted (`planner.attached.outside`), and so is
+memory that the loop keeps alive outside the models (`planner.attached.held`).
 
-A copy of the model has a forward of its own with the same settings, which plans for itself.
+A copy of the model gets its own forward override with the same settings, which plans separately.
 
-Blind spots: an optimizer that is none of torch's is counted as none, which the log says; what the
-loop holds only after its third step.
+Blind spots: an optimizer that is not torch's is counted as none, and the log says so; memory that
+the loop allocates only after its third step.
 """
 
 from __future__ import annotations
@@ -92,18 +92,18 @@ _HOOKS = (
 
 
 class PlanningForward(ObservingForward):
-    """Stands in for the forward of a model."""
+    """Forward override that plans the training steps of a model."""
 
     def __init__(self, module: nn.Module, inner: Forward | None, settings: Settings) -> None:
         super().__init__(module, inner, settings)
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing is known, nothing planned."""
+        """Reset: nothing known, nothing planned."""
         self._name = type(self.__self__).__name__
         given = self.settings.given
         self.graphs: list[PlannedGraph] = []
-        """In the order in which they were met."""
+        """In the order of their first call."""
         if given is not None:
             self.graphs.append(PlannedGraph())
             self.graphs[0].adopt(self.__self__, given)
@@ -126,7 +126,7 @@ class PlanningForward(ObservingForward):
         planning = self.settings.planning
         lost: dict[str, Any] = {name: None for name in ("loss_fn", "optimizer")
                                 if isinstance(value := getattr(planning, name), Optimizer)
-                                or not can_be_pickled(value)}  # a copied one steps nothing
+                                or not can_be_pickled(value)}  # a copied optimizer steps nothing
         for name in lost:
             warnings.warn(f"the {name} that planner.within was given cannot be pickled: the loaded "
                           "model plans without it", stacklevel=2)
@@ -141,14 +141,14 @@ class PlanningForward(ObservingForward):
         return new
 
     def change(self, settings: Settings) -> None:
-        """Begin anew with other settings."""
+        """Start over with other settings."""
         self._end_watch()
         self.settings = settings
         self._begin()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, in a training step under a plan."""
+        """Call the module's forward; in a training step, under a plan."""
         end_watches()
         self._end_watch()
         self._begin_call()
@@ -201,7 +201,8 @@ class PlanningForward(ObservingForward):
             if refusal:
                 continue
             self._bring_up_to_date(graph, call, present, args, kwargs)
-            # What does not fit may show when a part has run; then another is tried from the start.
+            # A mismatch may show only after a part has run; then the next graph starts from the
+            # beginning.
             is_trial = graph.has_control_flow or (
                 graph is not known and bool(graph.plan.spec.blocks)
             )
@@ -211,7 +212,7 @@ class PlanningForward(ObservingForward):
                 if graph.code.has_begun and not is_trial:
                     raise
                 refusal = str(self.explained(graph.plan.spec, error, call))
-            gc.collect()  # the error's frames hold what has run
+            gc.collect()  # the error's frames keep results alive
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
         if refusal and any(graph.planner is None for graph in self.graphs):
@@ -311,8 +312,8 @@ class PlanningForward(ObservingForward):
 
     def _bring_up_to_date(self, graph: PlannedGraph, call: Call, present: Present,
                           args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan a graph again where more is known than its plan counts."""
-        # What a checkpoint calls again must save what the first call did.
+        """Plan a graph again if more is known than its plan counts."""
+        # A checkpoint's recomputation must save the same tensors as the first call.
         planner = graph.planner
         if planner is None or running_node_number() is not None:
             return
@@ -343,7 +344,7 @@ class PlanningForward(ObservingForward):
             watch.conclude(f": {summarize(graph.plan)}")
 
     def _plan(self, graph: PlannedGraph, known: Known | None, present: Present) -> None:
-        """Make the plan of a graph; `known`: `None` where a part of the step is not known."""
+        """Make the plan of a graph; `known`: `None` if a part of the step is not known."""
         planner = graph.planner
         assert planner is not None
         graph.is_provisional = known is None
@@ -368,12 +369,12 @@ class PlanningForward(ObservingForward):
         graph.checked = self._learned
         for each in observers():
             if each is not self and isinstance(each, PlanningForward):
-                each._learned += 1  # what this model's calls hold
+                each._learned += 1  # its plan counts what this model's calls save
         self._say(graph, "; for the first step, while its optimizer or loss is not known"
                   if known is None else self._words(known))
 
     def _known(self, graph: PlannedGraph, present: Present) -> Known | None:
-        """What there is to know of a step; `None` as long as a part of it is not known."""
+        """The step as observed; `None` while a part of it is not known."""
         planner = graph.planner
         assert planner is not None
         if planner.loss_is_outside and graph.loss is None:
@@ -382,9 +383,9 @@ class PlanningForward(ObservingForward):
         if optimizers is None and self.settings.planning.optimizer is None:
             if present.has_gradients or not self._backward_seen:
                 return None
-            optimizers = ()  # gradients were made and are gone: what took them is none of torch's
+            optimizers = ()  # gradients are gone: the optimizer is not torch's
         lives = graph.lives
-        # An object may make more tensors when the loss asks it for them.
+        # A structured output may create more tensors when the loss reads its attributes.
         lets_go = (not planner.loss_is_outside and lives and {*lives} != {Until.END}
                    and len(lives) == planner.output_tensors)
         return Known(optimizers, graph.outside(self._held_bytes), graph.shared_loss,
@@ -392,19 +393,19 @@ class PlanningForward(ObservingForward):
                      graph.is_lean)
 
     def _assumed(self, graph: PlannedGraph) -> Known:
-        """What is known of a step, and assumed."""
+        """The step as observed, with assumptions for the unknown parts."""
         assert graph.planner is not None
         return Known(self._stepping, graph.outside(self._held_bytes),
                      self._expected_loss(graph.planner), defers_reduction=self._defers_reduction,
                      early=self._early)
 
     def _expected_output(self, planner: GraphPlanner) -> tuple[Until, ...] | None:
-        """What the caller did with the output of another graph like this one's."""
+        """Lifetimes of the output tensors of another graph with as many of them."""
         return next((graph.lives for graph in self.graphs if graph.lives is not None
                      and len(graph.lives) == planner.output_tensors), None)
 
     def _expected_loss(self, planner: GraphPlanner) -> ObservedLoss | None:
-        """The loss of another graph, scaled to the size of this one's output."""
+        """The observed loss of another graph, scaled to the size of this one's output."""
         seen = next((graph for graph in self.graphs if graph.loss is not None), None)
         if not planner.loss_is_outside or seen is None or seen.loss is None:
             return None
@@ -419,7 +420,7 @@ class PlanningForward(ObservingForward):
                        held_bytes=math.ceil(scale * seen.loss.held_bytes))
 
     def _observe(self, graph: PlannedGraph, present: Present, output: Any) -> None:
-        """See what comes after the forward, as long as it is not known."""
+        """Watch the loss and the backward as long as they are not known."""
         pending = PendingCall(graph)
         watch_output(output, partial(_note_backward, ref(self), graph, present, pending))
         planner = graph.planner
@@ -429,15 +430,15 @@ class PlanningForward(ObservingForward):
             watch = LossWatch(output, partial(_note_loss, ref(self), ref(graph)))
             if watch.begin():
                 self._watch = watch
-                finalize(self, watch.end)  # else a model that is gone would leave it behind
-            elif not watch.is_possible:  # Else that of another model is under way; next time.
+                finalize(self, watch.end)  # else it would outlive the model
+            elif not watch.is_possible:  # Else another model's watch is active; next time.
                 graph.loss = planner.assumed_loss
         for each in observers():
             if isinstance(each, PlanningForward):
                 each._follow(graph)
 
     def _follow(self, last: PlannedGraph) -> None:
-        """Note that another call came before the loss of calls that wait for it."""
+        """Mark graphs whose calls still wait for their loss as followed by another call."""
         for graph in self.graphs:
             if graph is not last and graph.loss is None and any(
                     call.graph() is graph for call in pending_calls()):
@@ -446,7 +447,7 @@ class PlanningForward(ObservingForward):
 
     @contextlib.contextmanager
     def _planning(self) -> Iterator[Watch]:
-        """Inside, the module has the forward that is planned."""
+        """Context in which the module has its original forward, for planning."""
         started = time.monotonic()
         restore = remembered_random_state(self.__self__)
         try:
@@ -456,7 +457,7 @@ class PlanningForward(ObservingForward):
                 yield watch
         finally:
             # Caught errors and the compiler's garbage refer to frames, which refer to the caller's
-            # frame, and so would hold its variables beyond the step.
+            # frame and would keep its variables alive beyond the step.
             gc.collect()
             restore()
             self._planning_seconds += time.monotonic() - started

@@ -1,11 +1,11 @@
-"""What a training loop holds on the model's device at some moment.
+"""Memory that a training loop keeps alive on the model's device at some moment.
 
-The model of the world: on a GPU the allocator counts all.  On a CPU the tensors that Python knows
-are looked through; what was there when `within` was called, and belongs to no model that it was
-called for, is taken to be of the process and not of the loop.
+Model of the world: on a GPU the allocator's counter includes everything.  On a CPU the tensors
+known to Python are enumerated; tensors that existed when `within` was called, and belong to no
+model that it was called for, are attributed to the process and not to the loop.
 
-Blind spots, on a CPU: what only autograd holds, as the saved tensors of another model, until the
-tensors are seen as those of a loss; memory that belongs to no tensor.
+Blind spots, on a CPU: tensors that only autograd references, such as those saved by another model,
+until they are observed as part of a loss; memory outside tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, gradients, and states of optimizers."""
+    """The tensors of parameters, buffers, gradients and optimizer states."""
     parameters = list(model.parameters())
     states = [value for each in optimizers for state in each.state.values()
               for value in state.values()]
@@ -43,8 +43,8 @@ def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterat
 
 
 def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
-    """Bytes of parameters, buffers, gradients and states of optimizers; on a GPU all that is
-    allocated."""
+    """Bytes of parameters, buffers, gradients and optimizer states; on a GPU all allocated
+    bytes."""
     device = device_of(model)
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -52,7 +52,7 @@ def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
 
 
 class LoopMemory:
-    """What the loop holds beside a model, from some moment on."""
+    """Memory that the loop keeps alive outside a model, counted from construction on."""
 
     def __init__(self) -> None:
         self._before = WeakIdKeyDictionary()
@@ -67,7 +67,7 @@ class LoopMemory:
         if device.type == "cuda":
             found_bytes = torch.cuda.memory_allocated(device) - _sum(parts, device)
         else:
-            gc.collect()  # garbage of compiling is none of the loop's
+            gc.collect()  # garbage of compilation does not belong to the loop
             counted = {*map(storage_key, parts)}
             # What a compiled call saves has passed through Python.
             found_bytes = _sum((tensor for tensor in (*others, *self.made())
@@ -80,7 +80,7 @@ class LoopMemory:
 
 
 def _alive() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows, and its gradient."""
+    """Every tensor known to Python, and its gradient."""
     for found in gc.get_objects():
         if type(found) in _PLAIN and found.layout is torch.strided:
             gradient = found.grad if found.is_leaf else None

@@ -1,17 +1,16 @@
-"""What is known of the step that a model takes part in, and plans made with it.
+"""Observed facts of a step, and plans made with them.
 
-The model of the world: a model sees its own calls.  What else the budget of a step must hold - the
-state of the optimizer, gradients from before, the caller's loss - it learns while the first step
-runs.  Until then a plan within the budget leaves as much room as there is for the common cases:
-AdamW with gradients of an earlier micro-batch, a loss like the cross-entropy of what the model
-returns.
+Model of the world: a model sees its own calls.  Other memory of the step - optimizer state, earlier
+gradients, the caller's loss - becomes known while the first step runs.  Until then a plan within
+the budget leaves as much headroom as possible for the common cases: AdamW with gradients of an
+earlier micro-batch, and a loss like the cross-entropy of the model's output.
 
-The graph is captured once and planned again as more is known; only a loss that leaves out a
-differentiable output, and one behind a step of several graphs, need another capture.  Code that
-asks for values of tensors is called once without gradients to learn them
+The graph is captured once and planned again as more becomes known.  Another capture is needed only
+for a loss that leaves out a differentiable output, and for a loss after a step of several graphs.
+Code that reads values of tensors is called once without gradients to obtain them
 (`graph_capture.fake_copies.data_dependent_values`).
 
-Blind spots: what the loss takes is that of the first step; a loss that grows later is not seen.
+Blind spot: the loss's memory is that of the first step; later growth is not observed.
 """
 
 from __future__ import annotations
@@ -76,13 +75,13 @@ from planner.units import format_bytes
 log = logging.getLogger("planner")
 
 _ASSUMED_OPTIMIZER = "adamw"
-"""Counted until an optimizer has stepped: none in common use holds more."""
+"""Counted until an optimizer has stepped: no common optimizer has more state."""
 _ASSUMED_LOSS = 6
-"""Peak of a loss that was not seen yet, in multiples of the model's output: for cross-entropy in
-16-bit floats (its logits in 32 bits, their log-softmax, the gradients of both)."""
+"""Peak of an unknown loss, in multiples of the model's output: for cross-entropy in 16-bit floats
+(its logits in 32 bits, their log-softmax, the gradients of both)."""
 _TRIES = 3
-"""How often a loss that was not seen is taken to be smaller, before the rest of the step is what
-does not fit."""
+"""Number of times that an unknown loss is assumed to be smaller before giving up on its
+headroom."""
 _NOT_FOLLOWED = (
     "and planner.within, which can give values and sizes on a CPU, cannot give these. Either "
     "decide by shapes and arguments, or with torch.where; for a packed sequence, give the layer "
@@ -91,11 +90,11 @@ _NOT_FOLLOWED = (
 _MOST_PREPARED = 3
 """How many prepared steps are kept: each that is made again traces the plain step."""
 _TRIALS = 6
-"""How many schedules are looked at until calls that hold memory at once fit beside one another."""
+"""Number of plans tried until calls that keep memory at the same time fit together."""
 _CLOSE = 0.005
-"""Part of the budget within which they may be fitted better."""
+"""The search ends when its interval is below this fraction of the budget."""
 _PROVISIONAL_SHARE = 0.25
-"""Part of the time limit for a plan that is made for one step."""
+"""Fraction of the time limit for a plan that is made for one step."""
 
 
 class GraphPlanner:
@@ -114,15 +113,16 @@ class GraphPlanner:
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
         self.has_control_flow = False
-        """Whether values of tensors decide what the step is."""
+        """True if values of tensors decide the step's control flow."""
         self._capture(model, args, dict(kwargs), planning)
         self._with_loss: tuple[ObservedLoss, CapturedStep] | None = None
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
         self.saved_bytes = 0
-        """What a call holds from the end of its forward to its backward, under the last plan."""
+        """Memory that a call keeps from the end of its forward to its backward, under the last
+        plan."""
         self.loss_is_outside = self._step.baseline.loss.is_missing
-        """Whether the caller makes the loss, by means that are not known."""
+        """True if the caller computes the loss, by unknown code."""
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
@@ -152,10 +152,10 @@ class GraphPlanner:
                 self.has_control_flow = True
                 log.info("%s asks for values of tensors: its step is planned in the chunks that "
                          "lie between, as this call takes them", type(model).__name__)
-        # What else the loop of one device holds is looked for: `planner.attached.held`.
+        # On one device, the loop's other memory is measured: `planner.attached.held`.
         held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
         if self._parallel is None and wrapping_data_parallel() is not None:
-            # Buckets beside the gradients.
+            # DDP's buckets, in addition to the gradients.
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._step = with_held(self._step, held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
@@ -163,16 +163,16 @@ class GraphPlanner:
         self._signature = signature_of(model, args, kwargs)
 
     def _probe_headroom(self, model: nn.Module) -> ProbeHeadroom | None:
-        """What the budget leaves to ops that are run to measure them."""
+        """Memory that the budget leaves to probing of ops."""
         if self._limit is None:
             return None
-        # No more of the batch than its size: what is planned may be planned again in a later step.
+        # Keep only the batch's size: planning may happen again in a later step.
         batches_bytes = (1 + self._batches_ahead) * self._input_bytes
         resident_bytes = batches_bytes + sum(
             tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         limit, stepping = self._limit.size_bytes or self._limit.fraction, self._stepping
         assert limit is not None
-        alive = ref(model)  # torch never lets go of a backend, and that of a capture has the probe
+        alive = ref(model)  # torch never releases a backend, and a capture's refers to the probe
 
         def held() -> int:
             found = alive()
@@ -187,13 +187,16 @@ class GraphPlanner:
 
     @property
     def output_tensors(self) -> int:
-        """How many tensors the model returns."""
+        """Number of tensors that the model returns."""
         return len(self._step.outputs)
 
     def needs_capture_for(self, known: Known) -> bool:
-        """Whether the breakdown of a step takes another capture: its loss leaves out outputs that
-        the graph was captured for, unless zeros in place of their gradients are small; or loss or
-        output belong to code between graphs, of which what they take is not told apart."""
+        """True if the memory breakdown of the step needs another capture.
+
+        This is so if the loss leaves out outputs that the graph was captured for (unless zeros in
+        place of their gradients are small), or if loss or output belong to code between graphs,
+        whose memory is not known separately.
+        """
         seen, is_chunked = known.loss, len(self._step.graph.regions) > 1
         if self._frees_otherwise(known):
             return True
@@ -228,7 +231,7 @@ class GraphPlanner:
 
     @property
     def assumed_loss(self) -> ObservedLoss:
-        """A loss outside of the model that takes as much as any in common use."""
+        """A loss outside the model that uses as much memory as any in common use."""
         outputs = tuple(replace(each, until=Until.END)
                         for each in self._step.baseline.loss.outputs)
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
@@ -236,7 +239,8 @@ class GraphPlanner:
 
     @property
     def passing_loss(self) -> ObservedLoss:
-        """The loss of a call that another call follows, which has the rest of it."""
+        """The loss of a call that is followed by another call, which is charged for the rest of the
+        loss."""
         loss = self.assumed_loss
         return replace(loss, peak_bytes=loss.gradient_bytes, held_bytes=0)
 
@@ -270,24 +274,24 @@ class GraphPlanner:
 
     @property
     def own_tensors(self) -> list[torch.Tensor]:
-        """The tensors that the captured step counts, as far as they are there."""
+        """The tensors that the captured step counts and that are still alive."""
         return [*self._step.tracing.fake_copy.fake_of]
 
     @property
     def is_alone(self) -> bool:
-        """Whether one device has the whole model, so that what else it holds can be told."""
+        """True if one device has the whole model, so that its other memory can be measured."""
         return self._parallel is None and wrapping_data_parallel() is None
 
     def measured(self, loss: UnmeasuredLoss) -> ObservedLoss:
-        """The loss with what its kernels take for themselves."""
+        """The loss including the workspace of its kernels."""
         seen = loss.measured(self._step.tracing.workspace)
         if len(self._step.graph.regions) > 1:
-            # Code between the regions is followed with the loss: one peak serves both directions.
+            # Code between the regions is replayed with the loss: one peak serves both directions.
             seen = replace(seen, forward_peak_bytes=None)
         return seen
 
     def plan(self, known: Known) -> Plan:
-        """The plan for a step of which all is known; raises `InfeasibleBudget`."""
+        """The plan for a fully known step; raises `InfeasibleBudget`."""
         started = time.monotonic()
         prepared = self._prepared(known)
         left = self._planning.time_limit - (time.monotonic() - started)
@@ -300,7 +304,7 @@ class GraphPlanner:
 
     def _fitting(self, known: Known, prepared: PreparedStep, limit_bytes: int | None,
                  effort: Effort) -> Plan:
-        """The plan that fits beside what its own schedule saves in other calls."""
+        """The plan that fits together with what its own schedule saves in other calls."""
         if known.is_lean:
             return self.leanest(known, limit_bytes)
         plan = plan_within(prepared, limit_bytes, effort)
@@ -311,7 +315,7 @@ class GraphPlanner:
             return plan
         if limit_bytes is None:
             return self._accounted(known, plan, needed_bytes, bound)
-        # More room for other calls leaves less for this one, which then saves less in each.
+        # More memory for other calls leaves less for this one, which then saves less in each call.
         high_bytes, tried_bytes = needed_bytes, needed_bytes
         brief = replace(effort, time_limit=effort.time_limit / _TRIALS)
         for _ in range(_TRIALS):
@@ -338,7 +342,7 @@ class GraphPlanner:
             f"calls {format_bytes(self._needed(known, prepared, least))} of it.")
 
     def leanest(self, known: Known, limit_bytes: int | None = None) -> Plan:
-        """The plan that takes least, whether or not that is within the budget."""
+        """The plan with the lowest peak found, within the budget or not."""
         prepared = self._prepared(known)
         if limit_bytes is None:
             limit_bytes = self._limit_bytes(known, prepared)
@@ -360,7 +364,7 @@ class GraphPlanner:
 
     def _accounted(self, known: Known, plan: Plan, pending_bytes: int, bound: float,
                    limit_bytes: int | None = None) -> Plan:
-        """The plan with what other calls hold under it."""
+        """The plan with the memory that other calls keep under it included."""
         prepared = self._prepared(known, pending_bytes)
         if prepared.base.compiled is not None:
             return plan
@@ -371,11 +375,12 @@ class GraphPlanner:
             "feasible", plan.solve_seconds or 0.0, plan.solver))
 
     def provisional_plan(self, known: Known) -> Plan:
-        """A plan for a step of which the optimizer or the loss is not known yet: within the budget,
-        with as much room for them as there is.  A percentage is of the step without them.
+        """A plan for a step whose optimizer or loss is not known yet, within the budget and with as
+        much headroom for them as possible.
 
-        Raises `InfeasibleBudget` where the budget is too small whatever they are; where it is a
-        percentage, that cannot be known, and the schedule that takes least is returned.
+        A percentage is of the step without them.  Raises `InfeasibleBudget` if the budget is too
+        small regardless of them.  With a percentage this cannot be known, and the plan with the
+        lowest peak is returned.
         """
         known = replace(known, outside=known.outside.as_run(self.saved_bytes))
         as_known = self._prepared(known)
@@ -386,7 +391,7 @@ class GraphPlanner:
                       limit_bytes, effort, "the first step")
 
     def note_saved(self, plan: Plan, known: Known) -> None:
-        """Note what calls save under a plan."""
+        """Record how much a call saves under a plan."""
         variant = self._prepared(known).variant_of(plan.spec)
         self.saved_bytes = saved_bytes(variant, schedule_of(variant, plan.spec))
 
@@ -408,7 +413,7 @@ class GraphPlanner:
             try:
                 return plan_within(prepared, limit_bytes, effort)
             except InfeasibleBudget as refusal:
-                # The budget leaves the loss so much less.
+                # The budget leaves this much less to the loss.
                 loss = _smaller(loss, refusal.minimum_bytes - refusal.budget_bytes)
         if self._limit is not None and self._limit.size_bytes is None:
             return leanest_plan(as_known, effort)
@@ -462,15 +467,17 @@ class GraphPlanner:
 
 
 def _smaller(loss: ObservedLoss, by_bytes: int) -> ObservedLoss | None:
-    """A loss that takes less; `None` where not even its gradients would be left."""
+    """The loss with a lower peak; `None` if its gradients alone exceed that."""
     peak_bytes = loss.peak_bytes - by_bytes
     return None if peak_bytes < loss.gradient_bytes else replace(loss, peak_bytes=peak_bytes)
 
 
 def regions_under_wrappers(model: nn.Module) -> str | None:
-    """What is best compiled as one chunk, if that is known before the capture: under data
-    parallelism the repeated blocks, if there are any, since one graph would hand over all gradients
-    at its end, with nothing left to do while they are sent."""
+    """The regions to compile, if known before capture.
+
+    Under data parallelism these are the repeated blocks, if any: a single graph would deliver all
+    gradients at its end, leaving no computation to overlap with communication.
+    """
     if wrapping_data_parallel() is None:
         return None
     return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL

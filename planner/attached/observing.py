@@ -1,4 +1,4 @@
-"""What a planned forward sees of the training loop around it: steps, calls, optimizers, memory.
+"""Observation of the training loop by a planned forward: steps, calls, optimizers, memory.
 
 The model of the world: a step ends where an optimizer steps the model; where none of torch's does,
 with the backward after which no gradients are there.  Several optimizers that step in one backward,
@@ -62,7 +62,7 @@ _NOT_CALLED = (
 OnNew = Literal["replan", "refuse"]
 
 _clock = itertools.count(1)
-"""Of calls of planned models: those called since a model is planned belong to its loop."""
+"""Counts calls of planned models: those called after a model was planned belong to its loop."""
 STEPS_LOOKED_AT = 3
 """Steps in which it is looked for what the loop holds beside the model."""
 _WATCHING_SHARE = 0.02
@@ -71,10 +71,10 @@ _WATCHING_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user asked for."""
+    """The user's settings."""
 
     planning: Planning
-    """Its `regions` are `None` for what suits the wrappers of the model."""
+    """Its `regions` are `None` for the regions that suit the model's wrappers."""
     limit: Budget | None
     on_new: OnNew = "replan"
     given: Plan | None = None
@@ -91,7 +91,7 @@ class Settings:
 
 
 class ObservingForward(CountingForward):
-    """A stand-in for the forward of a model that observes the loop."""
+    """Forward override that observes the training loop."""
 
     settings: Settings
     running: PlannedGraph | None
@@ -101,14 +101,14 @@ class ObservingForward(CountingForward):
         self.settings = settings
 
     def _begin_observing(self) -> None:
-        """Nothing was seen."""
+        """Reset: nothing observed."""
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
         self._defers_reduction = self._backward_seen = self._in_backward = False
         self._learned = 0
-        """How often something came to be known."""
+        """Counts new observations."""
         self._looks: list[list[int]] = [[]]
-        """Bytes that the loop was seen to hold beside the model, step by step."""
+        """Bytes that the loop kept alive outside the model, by step."""
         self._worst_bytes: int | None = None
         self._unforeseen_bytes = 0
         """Memory by which a step exceeded what its plans predicted, where that broke the budget."""
@@ -132,11 +132,11 @@ class ObservingForward(CountingForward):
         observe(self)
 
     def begin_in_step(self) -> None:
-        """Note that the step under way has called the model before it was observed."""
+        """Note that the current step called the model before observation began."""
         self._began_in_step = True
 
     def _begin_call(self) -> None:
-        """A call begins."""
+        """Reset per-call state."""
         self._in_backward, self._last_call = False, next(_clock)
 
     def _observe_hooks(self) -> None:
@@ -169,7 +169,7 @@ class ObservingForward(CountingForward):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that the last step ran under."""
+        """The plan of the last step."""
         return None if self.running is None else self.running.plan
 
     @property
@@ -206,13 +206,13 @@ class ObservingForward(CountingForward):
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether gradients are there, to which the next ones are added."""
+        """True if gradients exist to which the next ones are added."""
         return (self._defers_reduction or self.settings.planning.accumulation > 1
                 or any(p.grad is not None for p in self.__self__.parameters()))
 
     def _look_outside(self, planner: GraphPlanner, args: tuple[Any, ...], kwargs: dict[str, Any]
                      ) -> None:
-        """Look for what the loop holds beside the model in this step."""
+        """Measure the memory that the loop keeps alive outside the model in this step."""
         if not planner.is_alone:
             return
         own = [*planner.own_tensors, *tensors_of(self.__self__, alive(self._optimizers)),
@@ -293,14 +293,14 @@ class ObservingForward(CountingForward):
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
-        """The optimizers that have stepped; `None`: not known, or the user said."""
+        """The optimizers that have stepped; `None` if not known, or if the user gave one."""
         if self.settings.planning.optimizer is not None:
             return None
         alive = tuple(each for each in self._optimizers if each() is not None)
         return alive or None
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Note an optimizer that steps this model's parameters."""
+        """Record an optimizer if it steps this model's parameters."""
         self._end_watch()
         enter_phase("in the optimizer's step")
         if any(each() is optimizer for each in self._optimizers):
@@ -323,7 +323,7 @@ class ObservingForward(CountingForward):
             conclude()
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        """Count the step that this optimizer makes of the calls since its last one."""
+        """Count the step that this optimizer completes."""
         began_in_step, self._began_in_step = self._began_in_step, False
         calls, _ = self._count()
         if self._search is not None:
@@ -358,7 +358,8 @@ class ObservingForward(CountingForward):
             self._looks.append([])
 
     def note_backward(self, graph: PlannedGraph, present: Present, pending: PendingCall) -> None:
-        """A backward through the model has begun, for a call that began with so much present."""
+        """Record that the backward of a call has begun; `present`: memory present when the call
+        began."""
         if not pending.begin_backward():
             return
         now = Present.now(has_gradients=self._in_backward or self._has_gradients)
@@ -371,7 +372,7 @@ class ObservingForward(CountingForward):
         self._backward_seen = True
 
     def _end_watch(self) -> None:
-        # What is left in a backward is there again behind it.
+        # A watch that ends within a backward continues after it.
         if (self._watch is not None and running_node_number() is None
                 and self._watch.end()):
             self._watch = None
@@ -382,12 +383,12 @@ def _observing() -> list[ObservingForward]:
 
 
 def alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:
-    """Those that are still there."""
+    """The optimizers that still exist."""
     return [found for each in optimizers if (found := each()) is not None]
 
 
 def needs_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of the module may be one of a training step."""
+    """True if a call of the module may belong to a training step."""
     leaves: Iterable[Any] = pytree.tree_leaves((args, kwargs))
     return any(p.requires_grad for p in module.parameters()) or any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

@@ -1,9 +1,9 @@
-"""Which optimizers step a model's parameters, seen as they do it.
+"""Observe which optimizers step a model's parameters.
 
 Two hooks of torch's are registered for the whole process, the first time that somebody asks; they
 look at an optimizer once for each model that is watched.
 
-Blind spots: an optimizer that is none of torch's, and one that updates copies of the parameters.
+Blind spots: optimizers that are not torch's, and those that update copies of the parameters.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.optim.optimizer import (
 
 
 class StepObserver(Protocol):
-    """Who wants to know of steps."""
+    """Receives every optimizer step."""
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer, of whatever parameters, is about to step."""
+        """Called before any optimizer steps."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
@@ -33,7 +33,7 @@ _hooks: list[Any] = []
 
 
 def observe(observer: StepObserver) -> None:
-    """Tell `observer` of all steps of optimizers, as long as it is alive."""
+    """Report all optimizer steps to `observer` while it is alive."""
     _observers.add(observer)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -41,7 +41,7 @@ def observe(observer: StepObserver) -> None:
 
 
 def observers() -> list[Any]:
-    """Those that are told."""
+    """The observers that are alive."""
     return list(_observers)
 
 

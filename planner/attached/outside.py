@@ -1,12 +1,13 @@
-"""What other calls of a training step hold while one call of a planned graph runs.
+"""Memory that other calls of a training step keep while one call of a planned graph runs.
 
-The model of the world: a step is a sequence of calls and backwards.  From the end of its forward
-to its backward a call holds what its schedule saves; gradients are there from a backward to the
-optimizer's step.  A graph is called at several moments of the step, and one schedule must fit in
-each: with what the schedule itself saves in earlier calls, too.
+Model of the world: a step is a sequence of calls and backwards.  A call keeps what its schedule
+saves from the end of its forward to its backward; gradients exist from a backward to the
+optimizer's step.  A graph is called at several moments of the step, and one schedule must fit at
+each of them, including what the schedule itself saves in earlier calls.
 
-Blind spots: what a call has released while the backward of another runs is taken to be gone at
-once; the calls of one graph share a schedule, also where different ones would take less time.
+Blind spots: memory that a call releases while the backward of another runs is assumed to be
+released at once; all calls of one graph share a schedule, even where different ones would be
+faster.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held beside a call, when it begins or when its backward does."""
+    """Memory kept outside a call when the call begins or its backward begins."""
 
     pending: int = 0
     """Other calls of the same graph whose backward is yet to come."""
     pending_bytes: int = 0
     """Saved by calls of other graphs whose backward is yet to come."""
     has_gradients: bool = False
-    """Whether parameters of the model have gradients."""
+    """True if parameters of the model have gradients."""
 
     def held_bytes(self, saved_bytes: int, gradient_bytes: int) -> int:
-        """What that is, where a call of the graph saves `saved_bytes`."""
+        """This memory in bytes, where a call of the graph saves `saved_bytes`."""
         return (self.pending * saved_bytes + self.pending_bytes
                 + gradient_bytes * self.has_gradients)
 
     def is_within(self, other: Moment) -> bool:
-        """Whether the other moment holds all that this one does."""
+        """True if the other moment keeps at least as much in every respect."""
         return (self.pending <= other.pending and self.pending_bytes <= other.pending_bytes
                 and self.has_gradients <= other.has_gradients)
 
 
 def fullest(moments: Iterable[Moment]) -> frozenset[Moment]:
-    """Those that are within no other."""
+    """The moments that are within no other."""
     found = set(moments)
     return frozenset(each for each in found if not any(
         each != other and each.is_within(other) for other in found))
@@ -58,41 +59,42 @@ class Outside:
     """All moments at which a graph is called."""
 
     held_bytes: int = 0
-    """What the loop holds throughout the step, beside the model, its optimizer and its inputs."""
+    """Memory that the loop keeps throughout the step, outside the model, its optimizer and its
+    inputs."""
     forward: frozenset[Moment] = frozenset({Moment()})
     backward: frozenset[Moment] = frozenset({Moment()})
     plain_bytes: int = 0
-    """Peak of the plain step in calls of other graphs that share it: a percentage is of the most.
-    """
+    """Highest plain peak of calls of other graphs in the step: a percentage is of the overall
+    maximum."""
 
     @property
     def accumulates(self) -> bool:
-        """Whether the gradients of some call are added to others."""
+        """True if the gradients of some call are added to others."""
         return any(moment.has_gradients for moment in self.backward)
 
     @property
     def region_signature(self) -> tuple[frozenset[tuple[int, bool]], ...]:
-        """The moments without bytes."""
+        """The moments without their byte counts."""
         return tuple(frozenset((each.pending, each.has_gradients) for each in moments)
                      for moments in (self.forward, self.backward))
 
     @property
     def most_bytes(self) -> int:
-        """The most that is held beside calls of the graph itself."""
+        """The most memory kept outside calls of this graph."""
         return self.held_bytes + max(
             each.pending_bytes for each in self.forward | self.backward)
 
     def as_run(self, saved_bytes: int) -> Outside:
-        """The same where other calls of the graph have run, and saved so much."""
+        """The moments with earlier calls of this graph counted as bytes, `saved_bytes` each."""
         forward, backward = (frozenset(
             replace(each, pending=0, pending_bytes=each.pending_bytes + each.pending * saved_bytes)
             for each in moments) for moments in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
     def pending_bytes(self, variant: Variant, schedule: Schedule) -> int:
-        """What other calls hold at most, above the gradients that the variant counts, in a step
-        whose calls of this graph all run this schedule; where a forward is fuller than the
-        backward, what makes their peaks equal."""
+        """The most memory that other calls keep, excluding the gradients that the variant counts,
+        if all calls of this graph run this schedule.  Memory kept at a forward counts minus the
+        difference between the peaks of backward and forward."""
         saved_bytes, ahead = _saved_and_ahead(variant, schedule)
         counted_bytes = variant.graph.resident.gradients_bytes
         gradient_bytes = counted_bytes or variant.graph.gradient_bytes
@@ -102,14 +104,14 @@ class Outside:
                      for moment in self.forward))
 
     def least_pending_bytes(self, gradient_bytes: int) -> int:
-        """The same for a schedule that saves nothing, in a backward."""
+        """Lower bound of `pending_bytes`: in a backward, for a schedule that saves nothing."""
         counted_bytes = gradient_bytes * self.accumulates
         return max(0, *(moment.held_bytes(0, gradient_bytes) - counted_bytes
                         for moment in self.backward))
 
     def plain_net_bytes(self, step: CapturedStep, pending_bytes: int) -> int:
-        """Peak of the plain step above resident memory, which has `pending_bytes` of other calls;
-        they are plain, too."""
+        """Net peak of the plain step above resident memory, which includes `pending_bytes`; the
+        other calls are plain, too."""
         plain, gradient_bytes = step.baseline, step.graph.gradient_bytes
         blocks = plain.blocks
         saved_bytes = 0 if blocks is None else blocks.trace.levels()[blocks.loss_begins]
@@ -122,12 +124,12 @@ class Outside:
 
 
 def saved_bytes(variant: Variant, schedule: Schedule) -> int:
-    """What a call holds from the end of its forward to its backward."""
+    """Memory that a call keeps from the end of its forward to its backward."""
     return _saved_and_ahead(variant, schedule)[0]
 
 
 def _saved_and_ahead(variant: Variant, schedule: Schedule) -> tuple[int, int]:
-    """It, and by how much the peak of the backward is above that before it."""
+    """The saved bytes, and the peak of the backward minus the peak before it."""
     timeline = unroll(variant.problem, schedule)
     ops, first = variant.graph.ops, dict[int, int]()
     for position, index in timeline.runs:

@@ -1,4 +1,4 @@
-"""One graph of a model that is trained within a budget, and the calls of it that hold memory."""
+"""Planned graphs of a model that is trained within a budget, and their calls that keep memory."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
 
 _CLOSE = 0.01
-"""Part of the budget by which what lies beside a graph may change before it is planned again."""
+"""A graph is planned again if the memory outside it changes by more than this fraction of the
+budget."""
 
 
 class PlannedGraph:
-    """One graph of the model, and the plan that it runs under now."""
+    """One graph of the model with its current plan."""
 
     plan: Plan
     code: Code | SymbolicCode
 
     def __init__(self, call: Call | None = None, planner: GraphPlanner | None = None) -> None:
-        """`call`, `planner`: what it was captured from; `None`: the plan was given."""
+        """`call`, `planner`: the captured call and its planner; `None` if the plan was given."""
         self.call, self.planner = call, planner
         self.known: Known | None = None
-        """What the plan counts; `None`: it was given."""
+        """The facts that the plan counts; `None` if the plan was given."""
         self.is_provisional = True
-        """Whether a part of it is assumed."""
+        """True if a part of `known` is assumed."""
         self.loss: ObservedLoss | None = None
-        """The loss that the caller made of this graph's output."""
+        """The observed loss of this graph's output."""
         self.unmeasured: UnmeasuredLoss | None = None
-        """It, seen and not yet measured."""
+        """The loss, observed and not yet measured."""
         self.is_followed = False
-        """Whether another call came between a call of it and the loss."""
+        """True if another call came between a call of this graph and the loss."""
         self.lives: tuple[Until, ...] | None = None
-        """How long each tensor of the output is there."""
+        """Lifetime of each output tensor."""
         self.moments: dict[Present, set[Present]] = {}
-        """What was there when calls of it began, and then when their backward did."""
+        """Memory present when calls began, and then when their backwards began."""
         self.companions: WeakSet[PlannedGraph] = WeakSet()
         """Other graphs, of this and other models, whose calls hold memory beside its own."""
         self.step_mates: WeakSet[PlannedGraph] = WeakSet()
@@ -57,10 +58,10 @@ class PlannedGraph:
         self.plain_bytes = 0
         """Peak of the plain step with it; 0: it was not planned yet."""
         self.checked = -1
-        """How much was known when its plan was last compared with what is known."""
+        """Number of observations when its plan was last compared with them."""
 
     def adopt(self, module: nn.Module, plan: Plan) -> None:
-        """Run under this plan from here on."""
+        """Run under this plan from now on."""
         earlier = getattr(self, "code", None)
         self.plan, self.plain_bytes = plan, plan.baseline_peak_bytes
         self.code = code = code_of(module, plan.spec)
@@ -73,12 +74,12 @@ class PlannedGraph:
 
     @property
     def saved_bytes(self) -> int:
-        """What a call holds from the end of its forward to its backward; 0: not known."""
+        """Memory that a call keeps from the end of its forward to its backward; 0 if not known."""
         return 0 if self.planner is None else self.planner.saved_bytes
 
     @property
     def has_control_flow(self) -> bool:
-        """Whether values of tensors decide what the step is, so that any call may need another
+        """True if values of tensors decide the step's control flow: any call may need another
         graph."""
         return self.planner is not None and self.planner.has_control_flow and not self.may_skip
 
@@ -88,12 +89,12 @@ class PlannedGraph:
         return self.planner is not None and self.planner.may_skip
 
     def may_serve(self, call: Call) -> bool:
-        """Whether the plan may be for this call; its digests decide."""
+        """True if the plan may be for this call; the plan's digests decide."""
         return self.call is None or call.may_be_served_as(self.call)
 
     def outside(self, held_bytes: int) -> Outside:
-        """All that was there beside calls of it.  Until a backward was seen, it is taken to meet
-        what its forward has met."""
+        """All memory observed outside calls of this graph.  Until a backward was observed, it is
+        assumed to meet the same memory as its forward."""
         return Outside(held_bytes, fullest(each.outside(self) for each in self.moments),
                        fullest(each.outside(self) for begin, ends in self.moments.items()
                                for each in ends or (begin,)),
@@ -101,7 +102,7 @@ class PlannedGraph:
 
     @property
     def shared_loss(self) -> ObservedLoss | None:
-        """The loss; where calls share a step, each may hold its output longer than the last one."""
+        """The loss; where calls share a step, each output may live until the end."""
         if self.loss is None or not (self.companions or any(
                 present.pending for present in self.moments)):
             return self.loss
@@ -109,7 +110,7 @@ class PlannedGraph:
                                                 for each in self.loss.outputs))
 
     def note(self, present: Present) -> bool:
-        """Note what is there as a call of it begins; whether that is new."""
+        """Record the memory present as a call begins; return whether it is new."""
         if present in self.moments:
             return False
         self.moments[present] = set()
@@ -129,15 +130,14 @@ class PlannedGraph:
         return bool(new)
 
     def make_way(self) -> bool:
-        """Have all graphs whose calls hold memory beside this one save as little as they can;
-        whether that is new."""
+        """Make all companions save as little as possible; return whether any of them changed."""
         others = [each for each in self.companions if not each.is_lean]
         for each in others:
             each.is_lean = True
         return bool(others)
 
     def serves(self, known: Known) -> bool:
-        """Whether the plan is for what is known now, or has room for what came."""
+        """True if the plan is valid for what is known now, or has headroom for the change."""
         planned = self.known
         if (
             planned is None
@@ -158,51 +158,51 @@ class PlannedGraph:
 
 
 class PendingCall:
-    """A call that holds memory for its backward, as long as that may come: the nodes of autograd's
-    graph keep it alive."""
+    """A call that keeps memory for a backward that may still come; autograd's nodes keep this
+    object alive."""
 
     def __init__(self, graph: PlannedGraph) -> None:
         self.graph = ref(graph)
         self.has_begun = False
-        """Whether its backward has reached the output."""
+        """True if its backward has reached the output."""
         _pending.add(self)
 
     def begin_backward(self) -> bool:
-        """Note that its backward begins; whether it has not begun before."""
+        """Record that its backward begins; return whether this is the first time."""
         is_first, self.has_begun = not self.has_begun, True
         _pending.discard(self)
         return is_first
 
 
 _pending: WeakSet[PendingCall] = WeakSet()
-"""Those of all planned models."""
+"""Pending calls of all planned models."""
 
 
 def pending_calls() -> list[PendingCall]:
-    """Those of all planned models."""
+    """Pending calls of all planned models."""
     return list(_pending)
 
 
 def pending_bytes() -> int:
-    """What pending calls hold."""
+    """Memory that pending calls keep."""
     return sum(graph.saved_bytes for call in _pending if (graph := call.graph()) is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """What is there at some moment."""
+    """Memory present at some moment."""
 
     pending: frozenset[tuple[ref[PlannedGraph], int]]
-    """Graphs of calls whose backward is yet to come, and how many each has."""
+    """Graphs with calls whose backward is yet to come, and the number of these calls."""
     has_gradients: bool
 
     @classmethod
     def now(cls, *, has_gradients: bool) -> Present:
-        """What is there now."""
+        """The memory present now."""
         return cls(frozenset(Counter(call.graph for call in _pending).items()), has_gradients)
 
     def outside(self, graph: PlannedGraph) -> Moment:
-        """It beside a call of one graph."""
+        """The memory present outside a call of `graph`."""
         pending = others_bytes = 0
         for each, count in self.pending:
             found = each()

@@ -1,4 +1,4 @@
-"""What became of the training of a model within a budget, in figures."""
+"""Figures of the training of a model within a budget."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from planner.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The training of a model within a budget so far; `str()` is a table."""
+    """Progress of a model's training within a budget; `str()` is a table."""
 
     plan: Plan | None
-    """The plan that the last call ran under."""
+    """The plan of the last call."""
     steps: int
-    """Training steps: all that lies between two steps of the optimizer, or, where none of torch's
-    steps the model, to the end of a backward."""
+    """Training steps: delimited by steps of the optimizer, or, if no torch optimizer steps the
+    model, by the end of a backward."""
     planned_steps: int
-    """Those in which every call with gradients ran under a plan."""
+    """Steps in which every call with gradients ran under a plan."""
     calls: int
-    """Calls of the model with gradients switched on."""
+    """Calls of the model with gradients enabled."""
     worst_peak_bytes: int | None
     """The highest measured peak of a training step.  On a GPU: the allocator's counter.  On a CPU:
     the tensors alive, of the process since `within` was called, in the steps that were watched (the
@@ -29,13 +29,13 @@ class Status:
     and what kernels allocate while they run, as the plan counts it.  `None` where no step was
     measured yet, and on a CPU under data parallelism."""
     budget_bytes: int | None
-    """The budget in force; `None`: no limit, or nothing was planned yet."""
+    """The budget in force; `None` if there is no limit, or nothing was planned yet."""
     plans: int
-    """How many plans were made."""
+    """Number of plans made."""
     planning_seconds: float
     """Wall time of capture and planning."""
     last_reason: str | None
-    """Why the last call that ran without a plan did; `None`: there was none."""
+    """Reason why the last unplanned call ran without a plan; `None` if there was no such call."""
 
     def __str__(self) -> str:
         rows = [("plan", "none yet" if self.plan is None else summarize(self.plan)),

@@ -1,4 +1,4 @@
-"""What is known of the step that a planned graph takes part in."""
+"""Known facts of the step that a planned graph takes part in."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from planner.attached.outside import Outside
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a plan counts beside the graph."""
+    """Memory that a plan counts in addition to the graph."""
 
     optimizers: tuple[ref[Optimizer], ...] | None
-    """Those that step; `None`: what the user gave, or nothing is known."""
+    """The optimizers that step; `None`: the one that the user gave, or not known."""
     outside: Outside
-    """What else is held while the graph runs."""
+    """Memory kept by others while the graph runs."""
     loss: ObservedLoss | None
-    """The loss outside of the model; `None`: it is inside, or the user gave it."""
+    """The loss outside the model; `None`: it is inside, or the user gave it."""
     lives: tuple[Until, ...] | None = None
-    """Where there is no such loss: how long each tensor of the output is there; `None`: it is taken
-    to be held."""
+    """Without such a loss: lifetime of each output tensor; `None`: assumed to live until the
+    end."""
     defers_reduction: bool = False
-    """Whether the gradients there before are whole ones, which `fully_shard` has yet to reduce."""
+    """True if earlier gradients are whole ones, which `fully_shard` has yet to reduce."""
 
     early: tuple[tuple[str, int], ...] = ()
     """Gradients that hooks free as they come, and what that allocates."""
     is_lean: bool = False
-    """Whether calls are to save as little as they can."""
+    """True if calls are to save as little as possible."""
 
     @property
     def without_outside(self) -> Known:
-        """It but for what lies beside the graph."""
+        """The same facts without memory outside the graph."""
         return replace(self, outside=Outside())
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients are there when a backward begins."""
+        """True if gradients exist when a backward begins."""
         return self.outside.accumulates
 
     @property
     def lets_output_go(self) -> bool:
-        """Whether nothing of the output but the loss is there when the backward begins."""
+        """True if, of the output, only the loss is alive when the backward begins."""
         return self.lives is not None and Until.LOSS in self.lives

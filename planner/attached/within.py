@@ -3,8 +3,8 @@
     model = planner.within(model, budget="8GB")
     # ... and train it as before.
 
-It works in place, as `nn.Module.compile` does: what holds the model - a trainer, accelerate,
-DistributedDataParallel - has it, whether that was wrapped around it before or is later.
+It works in place, like `nn.Module.compile`, and so applies in any owner of the model - a trainer,
+accelerate, DistributedDataParallel - wrapped around it before or after.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
            methods: Sequence[str] = ("forward",), **arguments: Unpack[PlanArguments]) -> M:
     """Train `model` within a budget: the same model, changed in place.
 
-    The first training step is planned as it really comes - its arguments, autocast, mode and frozen
-    parameters - before it runs, and stays within the budget itself.  Later steps run under the
-    plan, smaller ones too; a step that is larger, or another graph (a layer frozen, a branch
-    taken), is planned when it comes.  Steps without gradients run as the model is written.  Each
-    plan is one line in the log `planner`; `planner.plan_of(model)` gives the one in force.
+    The first training step is planned from its actual call - arguments, autocast, mode and frozen
+    parameters - before it runs, and stays within the budget itself.  Later steps of the same or a
+    smaller size run under the same plan; a larger step, or another graph (a layer frozen, a branch
+    taken), is planned when it comes.  Steps without gradients run unplanned.  Each plan is one line
+    in the log `planner`; `planner.plan_of(model)` returns the current one.
 
-    What the budget must hold beside the model is seen in the first step, which therefore counts on
-    the worst common case (or runs under the schedule that takes least): the optimizer that steps,
-    by a hook of torch's; gradients of earlier micro-batches; what the caller's loss takes.  The
-    plan is made again with it, once, before the second step.
+    Memory outside the model is observed in the first step: the optimizer that steps (by a hook of
+    torch's), gradients of earlier micro-batches, the caller's loss.  The first step therefore
+    assumes the worst common case (or runs under the schedule with the lowest peak); the plan is
+    remade once, before the second step.
 
     Args:
         model: an `nn.Module`, or a wrapper of torch's or accelerate's around one.
@@ -68,8 +68,8 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
             `optimizer`, `loss_fn` and `accumulation` need not be given, and are counted from the
             first step on where they are.
 
-    Called again, it replaces what was asked for before.  A training step raises `InfeasibleBudget`
-    where nothing fits, and `CaptureError` where it cannot be captured, before it has run.
+    Calling it again replaces the earlier settings.  A training step raises `InfeasibleBudget` if no
+    plan fits, and `CaptureError` if it cannot be captured, before it runs.
     """
     settings = settings_of(budget, budget_gb, on_new, plan, arguments)
     if isinstance(model, nn.Module):
@@ -80,7 +80,7 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
 
 def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew,
                 plan: Plan | str | PathLike[str] | None, arguments: PlanArguments) -> Settings:
-    """What `within` is asked for, checked."""
+    """The checked arguments of `within`."""
     limit = parse_budget(budget_gb, budget)
     planning = Planning.of(within, arguments).without_offload("planner.within")
     if on_new not in ("replan", "refuse"):
@@ -103,7 +103,7 @@ def settings_of(budget: int | str | None, budget_gb: float | None, on_new: OnNew
 
 
 def attach(model: nn.Module, settings: Settings) -> None:
-    """Put the forward that plans into the model, or give it other settings."""
+    """Install the planning forward in the model, or change its settings."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
                         "must be called first")
@@ -120,7 +120,7 @@ def attach(model: nn.Module, settings: Settings) -> None:
 
 
 def attach_in_step(model: nn.Module, settings: Settings) -> None:
-    """Like `attach`, in a step that has called the model already."""
+    """Like `attach`, in a step that has already called the model."""
     attach(model, settings)
     standing = _override(_unwrapped(model))
     assert standing is not None
@@ -128,15 +128,15 @@ def attach_in_step(model: nn.Module, settings: Settings) -> None:
 
 
 def is_within(model: nn.Module) -> bool:
-    """Whether `within` was called for this model, or for what it wraps."""
+    """True if `within` was called for this model or for the module that it wraps."""
     return _override(_unwrapped(model)) is not None
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that the last training step of `model` ran under; `None` before the first, and for a
-    model that `within` was not called for.
+    """The plan of the last training step of `model`; `None` before the first step, and for a model
+    that `within` was not called for.
 
-    The model may be wrapped (DistributedDataParallel, accelerate, `torch.compile`), or hold the
+    The model may be wrapped (DistributedDataParallel, accelerate, `torch.compile`), or contain the
     one that `within` was called for.
     """
     standing = _found(model)
@@ -144,8 +144,8 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def status(model: nn.Module) -> Status:
-    """What became of the training of `model` within its budget: the plan, steps and calls, how many
-    ran under a plan and why others did not, the worst peak, and what planning took.
+    """Status of the training of `model` within its budget: the plan, steps and calls, how many of
+    them ran under a plan and why others did not, the worst peak, and the time spent planning.
 
     `model`: as for `plan_of`.  Raises `ValueError` for a model that `within` was not called for.
     """
@@ -171,13 +171,13 @@ def _override(module: nn.Module) -> ObservingForward | None:
 
 
 _WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Where wrappers keep the module that they wrap."""
+"""Attributes in which wrappers keep their module."""
 _WRAPPERS = ("OptimizedModule", "DistributedDataParallel", "DataParallel",
              "FullyShardedDataParallel", "CheckpointWrapper", "AveragedModel", "_FabricModule")
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside of wrappers."""
+    """The user's module inside wrappers."""
     while type(model).__name__ in _WRAPPERS:
         inner: Any = next((getattr(model, name) for name in _WRAPPED if hasattr(model, name)), None)
         if not isinstance(inner, nn.Module):

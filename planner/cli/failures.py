@@ -1,4 +1,4 @@
-"""Errors at the command line: one line on stderr and an exit code, no traceback for a mistake."""
+"""Command-line errors: one line on stderr and an exit code, no traceback for user errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.errors import InfeasibleBudget, PlanMismatch, PlannerError
 
 
 class ExitCode(IntEnum):
-    """What the process reports to the shell."""
+    """Exit codes of the process."""
 
     DONE = 0
     ERROR = 1
@@ -28,16 +28,16 @@ class ExitCode(IntEnum):
 
 
 class UsageError(Exception):
-    """An argument of the command line is wrong."""
+    """An argument of the command line is invalid."""
 
 
 class TargetError(Exception):
-    """The model named on the command line could not be made."""
+    """The model named on the command line could not be created."""
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn what the planner and the user's code raise into a message and an exit code."""
+    """Convert errors of the planner and of the user's code to a message and an exit code."""
     try:
         yield
     except typer.Exit:
@@ -47,12 +47,12 @@ def reported() -> Iterator[None]:
 
 
 def report(error: BaseException) -> int:
-    """Print an error in one line on stderr; returns the exit code."""
+    """Print an error in one line on stderr; return the exit code."""
     if INTERRUPTS.is_ending or isinstance(error, KeyboardInterrupt | typer.Abort):
         INTERRUPTS.say()
         return ExitCode.INTERRUPTED
     message, code = _explained(error)
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # stderr is closed
         print(f"error: {_in_one_line(message)}", file=sys.stderr, flush=True)
     return code
 
@@ -72,19 +72,19 @@ def _explained(error: BaseException) -> tuple[str, ExitCode]:
             return f"the model's code ended the program: {describe_error(error)}", ExitCode.ERROR
         case UsageError() | TypeError() | ValueError():
             return str(error), ExitCode.USAGE
-    if hasattr(error, "format_message"):  # Typer's own, which it does not export
+    if hasattr(error, "format_message"):  # of Typer, which does not export the class
         return _usage(error), ExitCode.USAGE
     return describe_error(error), ExitCode.ERROR
 
 
 def _usage(error: Any) -> str:
-    """An error of Typer's in reading the arguments."""
+    """Message of an argument error raised by Typer."""
     command = "checkpoint-planner" if error.ctx is None else error.ctx.command_path
     return f"{error.format_message().rstrip('.')}; `{command} --help` lists what there is"
 
 
 def describe_error(error: BaseException) -> str:
-    """Kind, text and place of an error in the user's code."""
+    """Type, text and location of an error in the user's code."""
     try:
         text = str(error)
     except Exception:

@@ -1,11 +1,11 @@
-"""`hf:CONFIG`: a transformers model built from its config with random weights, and inputs to fit.
+"""`hf:CONFIG`: a transformers model built from its config with random weights, and matching inputs.
 
-CONFIG is a `config.json`, a folder that holds one, or a model type such as `gpt2`.  Nothing is
-downloaded.  The model is the one with a training loss: for masked or causal language modelling,
-sequence to sequence, or image classification, as the architecture has it.
+CONFIG is a `config.json`, a folder that contains one, or a model type such as `gpt2`.  Nothing is
+downloaded.  The model has a training loss: masked or causal language modelling, sequence to
+sequence, or image classification, depending on the architecture.
 
 Blind spot: the batch is the plain one of its task, ids or pixels and labels, without a mask;
-`--input` gives it others.
+`--input` adds others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_DEFAULT_SEQUENCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A kind of training that transformers has model classes for."""
+    """A kind of training for which transformers has model classes."""
 
     mapping: str
     """Name of the table from model type to class name."""
@@ -41,7 +41,7 @@ class _Task:
 _TASKS = (
     _Task("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM"),
     _Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification"),
-    # Encoders such as BERT stand in both tables; a masked language model is what they are.
+    # Encoders such as BERT are in both tables; they are masked language models.
     _Task("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
     _Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
 )
@@ -50,8 +50,8 @@ _TASKS = (
 def load_hugging_face(options: TargetOptions, *, device: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model on `device` in training mode, and keyword inputs with labels.
 
-    Raises `UsageError` for an unknown type, file or setting, and `TargetError` where transformers
-    is missing or refuses the config.
+    Raises `UsageError` for an unknown type, file or setting, and `TargetError` if transformers is
+    missing or rejects the config.
     """
     given = parse_inputs(options.inputs)
     family = _family(options)
@@ -70,7 +70,7 @@ def load_sized_hugging_face(
     options: TargetOptions, what: str, *, device: str
 ) -> tuple[nn.Module, Callable[[int], dict[str, Any]], int | None]:
     """The model on `device` in training mode; a function from a size to keyword inputs with labels;
-    and the largest size, where the config says so.
+    and the largest size, if the config states it.
 
     `what` is the size that varies, `batch` or `sequence`; the other is that of `options`.  Raises
     as `load_hugging_face`.
@@ -84,13 +84,13 @@ def load_sized_hugging_face(
 
     model = _build(family, options.target, device)
     positions = _positions(model, family)
-    make_inputs(1)  # a usage error shows before the work
+    make_inputs(1)  # raises usage errors early
     return model, make_inputs, None if what == "batch" else positions or family.stated_positions
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """A config and what its model is trained for."""
+    """A config and the training task of its model."""
 
     config: Any
     task: _Task
@@ -117,7 +117,7 @@ def _family(options: TargetOptions) -> _Family:
     task = _task(config)
     if task.automatic == "AutoModelForSeq2SeqLM" and (
             getattr(config, "decoder_start_token_id", None) is None):
-        # Published configs name the token that decoding starts from; the defaults of a type do not.
+        # Published configs name the first token of decoding; the defaults of a type do not.
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return _Family(config, task)
 
@@ -137,7 +137,7 @@ def _build(family: _Family, target: str, device: str) -> nn.Module:
 
 
 def _positions(model: nn.Module, family: _Family) -> int | None:
-    """How many positions the model has a table of; `None`: it computes them, for any length."""
+    """Length of the model's position table; `None` if positions are computed for any length."""
     from torch import nn
 
     stated = family.stated_positions
@@ -147,7 +147,7 @@ def _positions(model: nn.Module, family: _Family) -> int | None:
                             if buffer.dim() > 1)
     get_words = getattr(model, "get_input_embeddings", lambda: None)
     for module in model.modules():
-        # Some keep a row or two free in front.
+        # Some tables reserve one or two rows at the start.
         if (isinstance(module, nn.Embedding) and module is not get_words()
                 and stated <= module.num_embeddings <= stated + 2):
             unused = 0 if module.padding_idx is None else module.padding_idx + 1
@@ -192,7 +192,7 @@ def _config(source: str, settings: tuple[str, ...]) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The config in a file or folder, `None` where there is none."""
+    """The config in a file or folder; `None` if there is none."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         if path.suffix == ".json":
@@ -218,8 +218,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _task(config: Any) -> _Task:
-    """What the model is trained for: as `architectures` in the config says, else the first task
-    that knows the model type."""
+    """The training task: the one named by `architectures` in the config, else the first task that
+    knows the model type."""
     from transformers.models.auto import modeling_auto
 
     known = [task for task in _TASKS
@@ -239,7 +239,7 @@ def _task(config: Any) -> _Task:
 
 def _batch(family: _Family, options: TargetOptions,
            positions: int | None) -> tuple[TensorSpec, ...]:
-    """The inputs of the task; raises `UsageError` for more tokens than there are `positions`."""
+    """The inputs of the task; raises `UsageError` for more tokens than `positions`."""
     import torch
 
     config = family.config
@@ -256,7 +256,7 @@ def _batch(family: _Family, options: TargetOptions,
     longest = positions or family.stated_positions or _LONGEST_DEFAULT_SEQUENCE
     seq = options.seq
     if seq is None:
-        # A power of two: some architectures spend a few of their positions on padding.
+        # A power of two: some architectures use a few of their positions for padding.
         seq = 1 << (min(longest, _LONGEST_DEFAULT_SEQUENCE).bit_length() - 1)
     shape = (batch, seq)
     ids = TensorSpec("input_ids", torch.int64, shape, below=text.vocab_size)

@@ -1,9 +1,9 @@
-"""Ctrl-C ends a command, wherever it strikes.
+"""Ctrl-C handling: an interrupt ends the command, wherever it arrives.
 
-The first one during the solver's search is left to the search, which may return the best schedule
-it has.  Any other ends the command: Python raises `KeyboardInterrupt`, and where code swallows it
-the process ends by itself a second later.  Destructors and callbacks from C++, whose errors nobody
-receives, drop it, too: then it is raised again.
+The first Ctrl-C during the solver's search is left to the search, which may return its best
+schedule so far.  Any other ends the command: Python raises `KeyboardInterrupt`, and if code
+swallows it, the process exits a second later.  Destructors and C++ callbacks drop the exception,
+too; then it is raised again.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.is_ending = False
-        """Whether the command is to end."""
+        """True if the command is ending."""
         self._presses = 0
         self._is_said = self._is_installed = False
 
     def install(self) -> None:
-        """Take over Ctrl-C in this process."""
+        """Handle Ctrl-C in this process."""
         try:
             signal.signal(signal.SIGINT, self._handle)
-        except ValueError:  # not the main thread, which alone can be interrupted
+        except ValueError:  # not the main thread
             return
         self._is_installed = True
         sys.unraisablehook = self._dropped
         sys.excepthook = self._dropped_by_c
 
     def say(self) -> None:
-        """Print the one line, once; the process, if it is a command's, ends soon."""
+        """Print the one line, once; the process of a command ends soon after."""
         if self._is_installed:
-            with suppress(ValueError):  # on the thread that ends it, there is nothing to ignore
+            with suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._end_soon()
         if not self._is_said:
@@ -88,7 +88,7 @@ class Interrupts:
             sys.__excepthook__(kind, error, trace)
 
     def _raise_again(self) -> None:
-        time.sleep(_PAUSE_SECONDS)  # until whoever dropped it is done
+        time.sleep(_PAUSE_SECONDS)  # let the code that dropped it finish
         self._presses -= 1
         interrupt_main()
 

@@ -1,12 +1,12 @@
-"""`--loss`: what the command line calls the loss, made into `loss_fn(output)`.
+"""`--loss`: the loss named on the command line, as `loss_fn(output)`.
 
-A name such as `cross_entropy` is that of a function of `torch.nn.functional`, called with the
-model's prediction - the output's `logits`, else its first tensor - and a target that fits it.  As
-there, classes are the second dimension; but where the model takes sequences of tokens, or the
-output has `logits` of three dimensions, they are the last, and each place of each sequence counts.
+A name such as `cross_entropy` is a function of `torch.nn.functional`, called with the model's
+prediction - the output's `logits`, else its first tensor - and a target of matching shape.  Classes
+are the second dimension, as in torch; but if the model's inputs are token sequences, or the output
+has `logits` of three dimensions, they are the last, and each position of each sequence counts.
 
-Blind spot: the target is made of zeros in the loss, so that it counts as the loss's memory and not
-as an input.
+Blind spot: the target is created as zeros within the loss, so it counts as the loss's memory and
+not as an input.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import torch
 
 OF_CLASSES = ("cross_entropy", "nll_loss")
-"""Losses whose target is the number of a class."""
+"""Losses whose target is a class index."""
 OF_VALUES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
              "binary_cross_entropy", "binary_cross_entropy_with_logits")
-"""Losses whose target looks like the prediction."""
+"""Losses whose target has the shape and dtype of the prediction."""
 
 
 def find_loss(text: str | None) -> Callable[[Any], torch.Tensor] | None:
-    """The function of the model's output that `--loss` names; `None` for `None`.
+    """The loss function that `--loss` names; `None` for `None`.
 
-    Raises `UsageError` and `TargetError` as `planner.cli.named_code.find_object`.
+    Raises `UsageError` and `TargetError` like `planner.cli.named_code.find_object`.
     """
     if text is None:
         return None
@@ -49,13 +49,13 @@ def find_loss(text: str | None) -> Callable[[Any], torch.Tensor] | None:
 
 def fitted_to(loss: Callable[[Any], torch.Tensor] | None, inputs: object
               ) -> Callable[[Any], torch.Tensor] | None:
-    """What `find_loss` found, for a model that is given such inputs."""
+    """The loss of `find_loss`, adapted to a model with such inputs."""
     return _FunctionalLoss(loss.name, _has_tokens(inputs)) if isinstance(
         loss, _FunctionalLoss) else loss
 
 
 def _has_tokens(inputs: object) -> bool:
-    """Whether sequences of whole numbers are among the inputs: `(batch, sequence)`."""
+    """True if the inputs contain integer sequences of shape `(batch, sequence)`."""
     import torch
 
     from planner._graph_capture.torch_compat import pytree
@@ -72,7 +72,7 @@ class _FunctionalLoss:
         self.name, self._of_tokens = name, of_tokens
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """The loss."""
+        """Compute the loss of the model's output."""
         import torch
 
         from planner._graph_capture.output_tensors import output_tensors
@@ -89,7 +89,7 @@ class _FunctionalLoss:
         if self.name in OF_CLASSES:
             if prediction.dim() == 3 and (self._of_tokens or logits is not None):
                 prediction = prediction.flatten(0, 1)
-            # One class for each place; of a sample alone there is one place.
+            # One class per position; a single sample has one position.
             place = prediction.select(1 if prediction.dim() > 1 else 0, 0)
             target = torch.zeros_like(place, dtype=torch.long)
         else:

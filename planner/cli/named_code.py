@@ -1,6 +1,5 @@
 """The user's code by name: `package.module:name`, from the Python path and the current directory,
-or `path/to/file.py:name`.
-"""
+or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -16,8 +15,9 @@ from planner.cli.failures import TargetError, UsageError, describe_error
 
 
 def find_object(what: str, text: str) -> Any:
-    """What `package.module:name` or `path/to/file.py:name` names; `what`: the argument that it is
-    of.  Raises `UsageError` where it is not there, and `TargetError` where importing it fails."""
+    """Import the object that `package.module:name` or `path/to/file.py:name` names; `what`: the
+    argument that names it.  Raises `UsageError` if it does not exist, and `TargetError` if its
+    import fails."""
     module_name, _, path = text.rpartition(":")
     here = os.getcwd()
     if here not in sys.path:
@@ -50,7 +50,7 @@ def find_object(what: str, text: str) -> Any:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file, which may import what lies beside it."""
+    """Import a file as a module, which may import modules of the same folder."""
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     known = sys.modules.get(path.stem)

@@ -1,7 +1,7 @@
-"""The options of the command line, each in one place, and how a command takes them.
+"""Options of the command line, each defined once, and their conversion to parameters of a command.
 
-A command takes a dataclass as one parameter (`Planning`, `TargetOptions`, `SizeOptions`); `command`
-shows Typer, one by one, those of its fields that have a `Flag`.
+A command declares a dataclass as one parameter (`Planning`, `TargetOptions`, `SizeOptions`);
+`command` presents to Typer, one by one, those of its fields that have a `Flag`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """What the command line says about the model and its inputs."""
+    """Command-line options of the model and its inputs."""
 
     target: str = field(metadata=flag(
         "package.module:factory or path/to/file.py:factory (returns a model, (model, inputs) or "
@@ -55,7 +55,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True)
 class SizedTargetOptions(TargetOptions):
-    """The same of a model that is looked at in several sizes."""
+    """Options of a model that is evaluated at several sizes."""
 
     target: str = field(metadata=flag(
         "package.module:factory or path/to/file.py:factory (called with the size, returns (model, "
@@ -65,7 +65,7 @@ class SizedTargetOptions(TargetOptions):
 
 @dataclass(frozen=True, slots=True)
 class SizeOptions:
-    """What the largest size is looked for under."""
+    """Options of the search for the largest size."""
 
     budget: str = field(metadata=flag("Peak of the whole step: 8GB (1e9), 8GiB (2**30), 500MB."))
     overhead: str | None = field(default=None, metadata=flag(
@@ -80,7 +80,7 @@ class SizeOptions:
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What the command line says of many ranks; the budget is then that of one."""
+    """Options of data parallelism; the budget is then that of one rank."""
 
     parallel: str | None = field(default=None, metadata=flag(
         "One rank of many: ddp, zero1, zero2, zero3 or fsdp2; needs --ranks.", metavar="KIND"))
@@ -91,7 +91,7 @@ class RankOptions:
         kind=list[str], name="--unit", metavar="NAME"))
 
     def settings(self) -> DataParallel | None:
-        """What is meant; raises `UsageError`, or `ValueError` as `planner.DataParallel` does."""
+        """The settings given; raises `UsageError`, or `ValueError` like `planner.DataParallel`."""
         if self.parallel is None:
             if self.ranks is not None or self.units:
                 raise UsageError("--ranks and --unit say how --parallel is meant, which is "
@@ -106,10 +106,11 @@ class RankOptions:
 
 def command(*, without: Collection[str] = (), **only: Collection[str]
             ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a command of a function: fields of the dataclasses that it takes become options, and
-    what it raises becomes a message and an exit code.
+    """Decorator that makes a function a command: fields of its dataclass parameters become options,
+    and its errors become a message and an exit code.
 
-    `without`: fields that are no options here; `only`: those that are, for a parameter.
+    `without`: fields that are not options of this command; `only`: the fields of a parameter that
+    are.
     """
 
     def expand(function: Callable[..., None]) -> Callable[..., None]:
@@ -143,7 +144,7 @@ def command(*, without: Collection[str] = (), **only: Collection[str]
 
 
 def _given(field: Field[Any], written: Any) -> Any:
-    """What was written for a field; `None`: nothing."""
+    """The value of a field's option; `None` if it was not given."""
     flag = field.metadata["flag"]
     if written and flag.read is not None:
         return flag.read(written)
@@ -151,7 +152,7 @@ def _given(field: Field[Any], written: Any) -> Any:
 
 
 def _parameter(field: Field[Any]) -> inspect.Parameter:
-    """A field as Typer takes a parameter of a command."""
+    """A field as a parameter of a Typer command."""
     flag = field.metadata["flag"]
     name = flag.name or f"--{field.name.replace('_', '-')}"
     if flag.kind is bool:

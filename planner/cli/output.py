@@ -1,4 +1,4 @@
-"""What goes to stdout, tables for people and JSON for programs, and what is written to files."""
+"""Results on stdout, as tables for people or JSON for programs, and checks of output files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Documented(Protocol):
-    """What can be printed for programs."""
+    """A result that can be printed as JSON."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The result as JSON values."""
         ...
 
 
@@ -30,7 +30,7 @@ R = TypeVar("R", bound=Documented)
 
 
 def print_result(result: R, report: Callable[[R], RenderableType], *, json: bool) -> None:
-    """One result, as JSON or by its reporter."""
+    """Print one result, as JSON or by its reporter."""
     if json:
         print_json(result.to_dict())
     else:
@@ -38,7 +38,7 @@ def print_result(result: R, report: Callable[[R], RenderableType], *, json: bool
 
 
 def print_report(report: RenderableType) -> None:
-    """In colour and to its width on a terminal, as plain text of a fixed width elsewhere."""
+    """Print in colour and at its width on a terminal, elsewhere as plain text of a fixed width."""
     from rich.console import Console
 
     from planner.reporters.table import plain_text
@@ -57,7 +57,8 @@ def print_report(report: RenderableType) -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One document; keys in their order, text as it is where stdout's encoding has it."""
+    """Print one document; keys keep their order, non-ASCII text is escaped only if stdout needs
+    it."""
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
     if not _can_print(text):
         text = json.dumps(document, allow_nan=False, indent=2)
@@ -66,7 +67,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 @contextmanager
 def results_apart() -> Iterator[None]:
-    """Inside, results alone go to stdout; what the user's code prints goes to stderr."""
+    """Context in which only results go to stdout; prints of the user's code go to stderr."""
     token = _results.set(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):
@@ -102,8 +103,7 @@ def _as_errors_of_stdout() -> Iterator[None]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise before the work, not after it, where a result could not be written; `None`: nothing is
-    to be."""
+    """Raise early if a result cannot be written to `path`; `None`: nothing will be written."""
     if path is None:
         return
     folder = path.parent
@@ -116,7 +116,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """The same for a figure."""
+    """Like `check_writable`, for a figure."""
     from planner.reporters.figures import check_format
 
     check_writable(path)

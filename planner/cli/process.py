@@ -1,7 +1,7 @@
 """The process around a command: its streams, Ctrl-C, its exit code.
 
-Results alone go to stdout.  Everything else that prints, the user's code and C libraries included,
-goes to stderr, so that programs can read the results.
+Only results go to stdout, so that programs can read them.  All other output, including that of the
+user's code and of C libraries, goes to stderr.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def main() -> None:
         INTERRUPTS.say()
         code = INTERRUPTED
     _flush_streams()
-    exec("")  # Python forgets that a KeyboardInterrupt passed, or it would end by a signal
+    exec("")  # resets Python's interrupt state, or it would exit by a signal
     sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command within this process; returns its exit code."""
+    """Run one command within this process; return its exit code."""
     try:
         from planner.cli.application import NAME, commands
     except KeyboardInterrupt:
@@ -46,19 +46,19 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout.flush()
     except BaseException as error:
         code = report(error)
-    if INTERRUPTS.is_ending:  # although somebody swallowed the KeyboardInterrupt
+    if INTERRUPTS.is_ending:  # even if the KeyboardInterrupt was swallowed
         INTERRUPTS.say()
         return INTERRUPTED
     return ExitCode.DONE if code is None else code
 
 
 def _open_streams() -> bool:
-    """Give results a stream of their own, and file descriptor 1 to stderr; `False` where stdout is
-    closed."""
+    """Give results their own stream and redirect file descriptor 1 to stderr; return `False` if
+    stdout is closed."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:  # else the next file that is opened would take its place
+        except OSError:  # else the next opened file would get this number
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -73,7 +73,7 @@ def _open_streams() -> bool:
 
 
 def _flush_streams() -> None:
-    """Drop what cannot be written, or Python would report it when it ends."""
+    """Flush; drop unwritable output, which Python would report at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

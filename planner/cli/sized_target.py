@@ -1,8 +1,8 @@
-"""TARGET where the size of the step varies: a model, and a function from a size to its inputs.
+"""TARGET for commands that vary the size of the step: a model, and a function from size to inputs.
 
 A factory is called with the size, `factory(32)`, and returns `(model, inputs)` or `(model, inputs,
-loss_fn)`.  The model of the first call is the one that is looked at; of later calls only inputs and
-loss are used.
+loss_fn)`.  The model of the first call is used throughout; later calls provide inputs and loss
+only.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SizedTarget:
-    """What the command line named."""
+    """The target named on the command line."""
 
     model: nn.Module
     make_inputs: Callable[[int], object]
     largest: int | None
-    """The largest size that the model takes, where that is known."""
+    """The largest size that the model accepts, if known."""
     loss_fn: LossFn | None = None
     """The loss at any size; `None`: that of the factory, or of the model."""
     make_loss_fn: Callable[[int], LossFn] | None = None
-    """The factory's loss by size; `None`: it makes none."""
+    """The factory's loss by size; `None` if it returns none."""
 
 
 def load_sized_target(options: TargetOptions, what: str, *, first: int,
                       device: str) -> SizedTarget:
-    """The model, and its inputs by size; `what` varies, `batch` or `sequence`.
+    """Load the model and a function from size to inputs; `what` varies, `batch` or `sequence`.
 
-    `first`: the size that a factory is first called with; `device`: where an `hf:` target is made.
-    Raises `UsageError` and `TargetError` as `load_target` does.
+    `first`: the first size that a factory is called with; `device`: for an `hf:` target.  Raises
+    `UsageError` and `TargetError` like `load_target`.
     """
     loss_fn = find_loss(options.loss)
     if options.target.startswith("hf:"):
@@ -54,7 +54,7 @@ def load_sized_target(options: TargetOptions, what: str, *, first: int,
         raise UsageError(f"TARGET {options.target!r} must take the {what} size and return "
                          "(model, inputs): it is called as factory(32)")
 
-    made: dict[int, Target] = {}  # the last one, since inputs and loss are asked for in turn
+    made: dict[int, Target] = {}  # the last one: inputs and loss are requested in turn
 
     def make(size: int) -> Target:
         if size not in made:
@@ -85,6 +85,6 @@ def _takes_a_size(factory: Callable[..., object]) -> bool:
         inspect.signature(factory).bind(1)
     except TypeError:
         return False
-    except ValueError:  # no signature to look at
+    except ValueError:  # no signature available
         return True
     return True

@@ -1,9 +1,9 @@
 """TARGET of the command line: `package.module:factory`, `path/to/file.py:factory` or `hf:CONFIG`,
-made into model, inputs and loss.
+loaded as model, inputs and loss.
 
 A factory is imported from the Python path and the current directory, or from its file, and called
-without arguments; it returns a model, or a model and its inputs, and the loss where the model does
-not make it itself.
+without arguments.  It returns a model, or a model and its inputs, and the loss if the model does
+not compute it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ LossFn = Callable[[Any], "torch.Tensor"]
 
 
 class Target(NamedTuple):
-    """What the command line names."""
+    """The target named on the command line."""
 
     model: nn.Module
     inputs: object
     """`None`: the model's own."""
     loss_fn: LossFn | None
-    """`None`: the model makes its loss."""
+    """`None` if the model computes its loss."""
 
 
 def load_target(options: TargetOptions, *, device: str) -> Target:
-    """The model, its inputs and its loss.
+    """Load the model, its inputs and its loss.
 
-    `device`: where an `hf:` target and the tensors of `--input` are made; `meta` costs no memory.
-    Raises `UsageError` where the target is badly written or does not exist, and `TargetError`
-    where making it fails.
+    `device`: of an `hf:` target and of the tensors of `--input`; `meta` allocates no memory. Raises
+    `UsageError` if the target is malformed or does not exist, and `TargetError` if creating it
+    fails.
     """
     given = find_loss(options.loss)
     if options.target.startswith("hf:"):
@@ -55,7 +55,7 @@ def load_target(options: TargetOptions, *, device: str) -> Target:
 
 
 def refuse_hf_options(options: TargetOptions, remedy: str) -> None:
-    """Raise `UsageError` for an option that a factory has no use for."""
+    """Raise `UsageError` for options that do not apply to a factory."""
     for flag, given in (("--set", options.settings), ("--batch", options.batch),
                         ("--seq", options.seq)):
         if given:
@@ -63,7 +63,7 @@ def refuse_hf_options(options: TargetOptions, remedy: str) -> None:
 
 
 def find_factory(target: str) -> Callable[..., Any]:
-    """What `package.module:factory` names; raises `UsageError` and `TargetError`."""
+    """The object that `package.module:factory` names; raises `UsageError` and `TargetError`."""
     if not all(target.rpartition(":")):
         raise UsageError("TARGET must be package.module:factory, path/to/file.py:factory or "
                          f"hf:CONFIG, got {target!r}")
@@ -72,7 +72,7 @@ def find_factory(target: str) -> Callable[..., Any]:
 
 
 def call_factory(target: str, factory: Any, *arguments: object) -> Target:
-    """What a factory makes."""
+    """Call a factory and normalize its result."""
     from torch import nn
 
     if isinstance(factory, nn.Module):

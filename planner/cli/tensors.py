@@ -14,25 +14,26 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_BYTES = 2**62
-"""More than any machine has; beyond, torch cannot count the elements."""
+"""More than any machine has; beyond this torch cannot count the elements."""
 
 _VARIANT = re.compile(r"([A-Za-z_]\w*):(\w+)\[([\d,\s]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be made: shape and dtype, and for whole numbers the range of its values."""
+    """Shape and dtype of an input, and for integers the range of its values."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     below: int = 2
-    """Whole numbers are drawn from 0 to below this."""
+    """Integers are drawn from 0 to below this."""
 
     def make(self, device: str) -> torch.Tensor:
-        """The tensor; on `meta` without values, elsewhere with random ones from a fixed seed.
+        """Create the tensor: on `meta` without values, elsewhere with random ones from a fixed
+        seed.
 
-        The process's own random state is left alone.
+        The process's random state is not changed.
         """
         import torch
 
@@ -49,13 +50,13 @@ class TensorSpec:
             else:
                 values = torch.randint(0, self.below, self.shape, generator=source)
             return values.to(device=device, dtype=self.dtype)
-        except RuntimeError as error:  # out of memory, most of all
+        except RuntimeError as error:  # mostly out of memory
             raise TargetError(f"{self.name} of shape {list(self.shape)} cannot be made on "
                               f"{device}: {error}") from None
 
 
 def parse_inputs(texts: Iterable[str]) -> dict[str, TensorSpec]:
-    """Name to description; raises `UsageError` where a text is none."""
+    """Specs by name; raises `UsageError` for a malformed text."""
     return {spec.name: spec for spec in map(_parse, texts)}
 
 

@@ -1,1 +1,1 @@
-"""`planner.within` for trainers that call back: one module for each, which imports its library."""
+"""`planner.within` as trainer callbacks: one module per trainer, which imports its library."""

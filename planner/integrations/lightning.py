@@ -17,23 +17,23 @@ except ImportError as error:
 
 
 class MemoryBudget(BudgetedTraining, Callback):
-    """Keeps the training steps of a Lightning Trainer within a budget.
+    """Keep the training steps of a Lightning Trainer within a budget.
 
         trainer = Trainer(callbacks=[MemoryBudget("8GB")], ...)
 
-    What is planned is what `training_step` calls: the LightningModule (`self(batch)`), or the one
-    module in it that has all of its parameters (`self.net(batch)`), or the one that is named.
-    Optimizers and accumulation are those of the Trainer; its precision is met in the first step, as
-    `planner.within` does.  Clipping changes gradients where they are.  At the end, the log
-    `planner` has how many steps ran under a plan.
+    The planned module is the one that `training_step` calls: the LightningModule (`self(batch)`),
+    the one child that has all of its parameters (`self.net(batch)`), or the one that `module`
+    names. Optimizers and accumulation are those of the Trainer; its precision is observed in the
+    first step, as in `planner.within`.  Gradient clipping works in place.  At the end, the log
+    `planner` reports how many steps ran under a plan.
 
     Args:
         budget, budget_gb: as for `planner.within`.
-        module: the name of the module in the LightningModule that `training_step` calls.
+        module: name of the module in the LightningModule that `training_step` calls.
         **arguments: as for `planner.within`.
 
-    Raises `ValueError` when training begins, where the module checkpoints its activations already
-    or there is none of that name, and after the first batch, where it was not called.
+    Raises `ValueError` when training begins, if the module already checkpoints its activations or
+    no module has that name, and after the first batch, if the module was not called.
     """
 
     def __init__(self, budget: int | str | None = None, *, budget_gb: float | None = None,
@@ -48,7 +48,7 @@ class MemoryBudget(BudgetedTraining, Callback):
                     "switch that off in the model or in the strategy")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """See that the module was called."""
+        """Check that the module was called."""
         if plan_of(self._module) is None:
             raise ValueError(
                 f"training_step of {type(pl_module).__name__} did not call "
@@ -57,11 +57,11 @@ class MemoryBudget(BudgetedTraining, Callback):
                 f"MemoryBudget(..., module={next(iter(dict(pl_module.named_children())), '')!r})")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say how many steps ran under the plan."""
+        """Log how many steps ran under the plan."""
         self._end(self._module)
 
     def _planned(self, pl_module: LightningModule) -> nn.Module:
-        """The module whose forward is the step's."""
+        """The module whose forward is planned."""
         children: dict[str, nn.Module] = dict(pl_module.named_children())
         if self._name is None:
             trained = {id(p) for p in pl_module.parameters()}

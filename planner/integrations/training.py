@@ -1,8 +1,8 @@
-"""What the callbacks for trainers have in common: `planner.within`, begun and told of at the end.
+"""Common base of the trainer callbacks: begin `planner.within`, and report at the end.
 
-Blind spots: checkpointing is seen where a module says so by `gradient_checkpointing`, as those of
-transformers and diffusers do, or is wrapped for it by torch; not where its code calls
-`torch.utils.checkpoint` itself, which is captured with it.
+Blind spots: checkpointing is detected if a module declares it by `gradient_checkpointing`, as in
+transformers and diffusers, or if torch wraps it; not if its code calls `torch.utils.checkpoint`
+itself, which is captured with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("planner")
 
 
 class BudgetedTraining:
-    """Trains a model within a budget, from the begin of its training to the end."""
+    """Trains a model within a budget, from the beginning of its training to the end."""
 
     def __init__(self, budget: int | str | None = None, *, budget_gb: float | None = None,
                  on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
@@ -36,11 +36,10 @@ class BudgetedTraining:
 
     def _begin(self, model: nn.Module, optimizer: object, accumulation: int, batches_ahead: int,
                switch: str) -> None:
-        """Plan the steps of `model`, with the trainer's optimizer and number of micro-batches where
-        the user gave none.
+        """Plan the steps of `model`; optimizer and accumulation default to the trainer's.
 
-        `batches_ahead`: how many the trainer holds beside the one in use; `switch`: how its own
-        checkpointing is switched off.
+        `batches_ahead`: number of batches that the trainer keeps besides the one in use; `switch`:
+        words on how to turn off the trainer's own checkpointing.
         """
         for name, module in model.named_modules():
             if getattr(module, "gradient_checkpointing", False) is True or (
@@ -55,7 +54,7 @@ class BudgetedTraining:
             accumulation=max(planning.accumulation, accumulation))))
 
     def _end(self, model: nn.Module) -> None:
-        """Say in the log how many steps ran under the plan."""
+        """Log how many steps ran under the plan."""
         steps, plan = steps_of(model), plan_of(model)
         log.info("%s: %d of %d steps ran under a plan%s%s", type(model).__name__, steps.planned,
                  steps.planned + steps.unplanned,

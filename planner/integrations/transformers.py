@@ -1,4 +1,4 @@
-"""`planner.within` for the Trainer of transformers, and those made from it, as TRL's."""
+"""`planner.within` for the Trainer of transformers and its subclasses, such as TRL's."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ except ImportError as error:
 
 
 class MemoryBudgetCallback(BudgetedTraining, TrainerCallback):
-    """Keeps the training steps of a Trainer within a budget.
+    """Keep the training steps of a Trainer within a budget.
 
         trainer = Trainer(model, args, callbacks=[MemoryBudgetCallback("8GB")], ...)
 
-    The optimizer and the number of micro-batches are those of the Trainer; its precision and what
-    it passes to the model are met in the first step, as `planner.within` does.  Clipping changes
-    gradients where they are.  At the end, the log `planner` has how many steps ran under a plan.
+    The optimizer and the number of micro-batches are those of the Trainer; its precision and the
+    model's arguments are observed in the first step, as in `planner.within`.  Gradient clipping
+    works in place.  At the end, the log `planner` reports how many steps ran under a plan.
 
     Args:
         budget, budget_gb: as for `planner.within`.
         **arguments: as for `planner.within`.
 
-    Raises `ValueError` when training begins, where the model checkpoints its activations already
+    Raises `ValueError` when training begins, if the model already checkpoints its activations
     (`activation_checkpointing=True`, or `gradient_checkpointing=True`).
     """
 
@@ -46,5 +46,5 @@ class MemoryBudgetCallback(BudgetedTraining, TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState,
                      control: TrainerControl, **kwargs: Any) -> None:
-        """Say how many steps ran under the plan."""
+        """Log how many steps ran under the plan."""
         self._end(kwargs["model"])

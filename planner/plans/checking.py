@@ -1,14 +1,14 @@
-"""A plan is checked against the step that it states: legality, memory, and all that follows.
+"""Check a plan against the step that it states: legality, memory, and everything derived from them.
 
-The model of the world: a plan holds the graph of a whole step (`RewriteSpec.ops`,
+Model of the world: a plan contains the graph of a whole step (`RewriteSpec.ops`,
 `RewriteSpec.buffers`) and a schedule of it, written as insertions.  The simulator unrolls that
-schedule, and what the plan says beside it - in-place reuses, decisions, peak, memory by category,
-its course - has to be what follows.  So nothing here trusts a digest.  That the stated graph is the
-model's is checked where the model's own graph is met, when a plan is applied (`apply.same_step`).
+schedule, and the plan's other statements - in-place reuses, decisions, peak, memory by category,
+its timeline - must follow from it.  So no digest is trusted here.  The stated graph is compared
+with the model's own graph when the plan is applied (`apply.same_step`).
 
-Blind spots: what is not of the captured graphs is taken as stated: memory of the loss and of code
-between regions, workspace of kernels, seconds.  So is what the allocator reserves.  For Inductor
-the peak is that of generated code, and is checked against the code when that is generated.
+Blind spots: figures from outside the captured graphs are taken as stated: memory of the loss and of
+code between regions, kernel workspace, seconds, and the allocator's reserved memory.  For Inductor
+the peak is that of generated code, and is checked when that code is generated.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 _MOST_CHUNKS = 16
-"""For each op of a step: a part that has as many rows as chunks has an op for each."""
+"""Limit on the number of chunks per op of the step: each chunk of a part has at least one op."""
 
 
 def contradiction(plan: Plan) -> str | None:
-    """The first statement of a plan that does not follow from its graph and its schedule, in words;
-    `None` where there is none."""
+    """The first statement of a plan that does not follow from its graph and schedule, in words;
+    `None` if there is none."""
     try:
         variant = stated_variant(plan)
         timeline = unroll(variant.problem, schedule_of(variant, plan.spec))
@@ -50,7 +50,8 @@ def contradiction(plan: Plan) -> str | None:
 
 
 def stated_variant(plan: Plan) -> Variant:
-    """The step that a plan states; raises `MalformedGraph`, and `ValueError` where it is none."""
+    """The step that a plan states; raises `MalformedGraph`, and `ValueError` if it is not a
+    step."""
     spec = plan.spec
     for op in spec.ops:
         for buffer in (*op.inputs, *op.outputs, *op.inplace):
@@ -97,7 +98,7 @@ def stated_variant(plan: Plan) -> Variant:
 
 
 def _contradictions(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str]:
-    """In words, what does not follow."""
+    """Yield, in words, each statement that does not follow."""
     is_eager = plan.backend == "eager"
     for number, (stated, found) in enumerate(zip(
             plan.spec.regions, build_regions(variant.graph, timeline), strict=True)):

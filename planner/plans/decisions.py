@@ -1,9 +1,8 @@
-"""From a schedule to what is kept, what is recomputed and where: the rewrite spec and the
-decisions.
+"""Convert a schedule to a rewrite spec and to decisions per op.
 
-A schedule speaks of positions and indices, which no other process shares.  Here it becomes names:
-before which op which ops run again (`apply.rewrite_spec`), and for every op of the forward what
-crosses from forward to backward, before and after planning.
+A schedule consists of positions and indices, which are valid in one process only.  Here it becomes
+names: the ops that run again before each op (`apply.rewrite_spec`), and for every op of the forward
+the bytes saved for the backward, with and without the plan.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
 
 Action = Literal["keep", "recompute", "offload"]
-"""What happens to an op's results; an op that runs again counts as recomputed."""
+"""Treatment of an op's results; an op that runs again counts as recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a plan does with one op of the forward."""
+    """The plan's treatment of one op of the forward."""
 
     op: str
     """Stable name, see `graph_capture.training_graph.TrainingOp.name`."""
     module: str
     action: Action
     recomputations: int
-    """How often the op runs again in one step."""
+    """Number of additional runs of the op in one step."""
     flops: int
     """FLOPs of one run."""
     saved_bytes: int
-    """Bytes of its results that cross from forward to backward on the device under the plan."""
+    """Bytes of its results kept on the device from forward to backward under the plan."""
     plain_saved_bytes: int
-    """The same where everything is kept."""
+    """The same if everything is kept."""
 
 
 def decide(variant: Variant, schedule: Schedule) -> tuple[Decision, ...]:
-    """What `schedule` does with every op of the captured forwards, in their order."""
+    """The decisions of `schedule` for every op of the captured forwards, in their order."""
     graph = variant.graph
     runs = Counter(as_order(schedule))
     stored = {graph.buffers[action.storage].producer for action in schedule
@@ -77,7 +76,7 @@ def decide(variant: Variant, schedule: Schedule) -> tuple[Decision, ...]:
 
 
 def build_spec(prepared: PreparedStep, variant: Variant, timeline: Timeline) -> RewriteSpec:
-    """The applier's view of the schedule that `timeline` unrolls, of one form of the step.
+    """The rewrite spec of the schedule that `timeline` unrolls, for one graph variant of the step.
 
     Raises `ValueError` as `build_regions` does.
     """
@@ -123,9 +122,9 @@ def with_step(spec: RewriteSpec, graph: TrainingGraph) -> RewriteSpec:
 
 
 def schedule_of(variant: Variant, spec: RewriteSpec) -> Schedule:
-    """The inverse of `build_spec`: the schedule of indices that a rewrite spec stands for.
+    """The inverse of `build_spec`: the schedule of indices that a rewrite spec describes.
 
-    Raises `PlanMismatch` where the rewrite spec names an op or a result that the graph lacks.
+    Raises `PlanMismatch` if the rewrite spec names an op or a result that the graph lacks.
     """
     before = {insertion.before: insertion.actions
               for region in spec.regions for insertion in region.insertions}
@@ -138,7 +137,7 @@ def schedule_of(variant: Variant, spec: RewriteSpec) -> Schedule:
 
 
 def _inserted(graph: TrainingGraph, action: ScheduledAction | int) -> InsertedAction:
-    """What an action that is no first run is in a rewrite spec."""
+    """An action, other than a first run, in terms of a rewrite spec."""
     match action:
         case int():
             return RunAgain(graph.ops[action].name)
@@ -182,13 +181,13 @@ def _scheduled(graph: TrainingGraph, action: InsertedAction) -> ScheduledAction:
 
 
 def _place(graph: TrainingGraph, buffer: int) -> tuple[str, int]:
-    """The op that makes a buffer, and which of its results that is."""
+    """The op that produces a buffer, and the index of that result."""
     maker = graph.ops[graph.buffers[buffer].producer]
     return maker.name, maker.outputs.index(buffer)
 
 
 def _insertions(graph: TrainingGraph, schedule: Schedule) -> list[list[Insertion]]:
-    """For each region, what is no first run, gathered by the first run that follows."""
+    """For each region, the actions other than first runs, grouped by the first run that follows."""
     groups: list[list[Insertion]] = [[] for _ in graph.regions]
     seen: set[int] = set()
     waiting: list[InsertedAction] = []
@@ -211,7 +210,7 @@ def _insertions(graph: TrainingGraph, schedule: Schedule) -> list[list[Insertion
 
 
 def _inplace_reuses(graph: TrainingGraph, timeline: Timeline) -> list[list[InplaceReuse]]:
-    """For each region, the runs whose result is written over an operand, as simulated."""
+    """For each region, the runs whose result overwrites an operand, as simulated."""
     groups: list[list[InplaceReuse]] = [[] for _ in graph.regions]
     runs: Counter[int] = Counter()
     for index, storage in zip(timeline.schedule, timeline.inplace_of, strict=True):

@@ -1,10 +1,10 @@
-"""The layout of a plan's file, stated once: `planner.plans.writing` writes it, `planner.plans.file`
-reads it, and `planner.plans.schema` makes the published JSON Schema of it.
+"""The layout of a plan's file: written by `planner.plans.writing`, read by `planner.plans.file`,
+and published as a JSON Schema by `planner.plans.schema`.
 
-A file holds the fields of a plan and of its rewrite spec in groups: the step (`ops`, `buffers`),
-what is done with it (`regions`), and what follows from the two.  Every field is required, there are
-no others, and every whole number is a count: not below 0.  What a field means is said where it
-comes from (`SOURCES` of `planner.plans.schema`).
+A file contains the fields of a plan and of its rewrite spec in groups: the step (`ops`, `buffers`),
+its treatment (`regions`), and what follows from the two.  Every field is required, no others are
+allowed, and every whole number is a count: not below 0.  The fields are documented in the classes
+that they come from (`SOURCES` of `planner.plans.schema`).
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 SCHEMA_VERSION = 1
-"""Layout that this version writes and reads."""
+"""Layout version that this version writes and reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """An op of the step, or a moment at which code outside of its regions makes or needs memory."""
+    """An op of the step, or a point at which code outside its regions allocates memory."""
 
     name: str
     region: int | None
-    """Index of the region it belongs to; null for the loss and for code between regions."""
+    """Index of its region; null for the loss and for code between regions."""
     phase: Phase
     module: str
     inputs: tuple[int, ...]
-    """Buffers that it reads, by their places in `buffers`."""
+    """Buffers that it reads, as indices into `buffers`."""
     outputs: tuple[int, ...]
     inplace: tuple[int, ...]
     workspace_bytes: int
@@ -70,7 +70,7 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class RegionRow:
-    """A captured chunk of the model."""
+    """A captured region of the model."""
 
     block: str
     cotangents: tuple[bool, ...]
@@ -86,7 +86,7 @@ class RegionRow:
 
 @dataclass(frozen=True, slots=True)
 class SolverRow:
-    """What found the plan, and what is proven of it."""
+    """The solver that found the plan, and its proof."""
 
     name: str
     status: Status
@@ -95,7 +95,8 @@ class SolverRow:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What to keep and what to recompute in one training step of a PyTorch model."""
+    """A plan for one training step of a PyTorch model: which activations to keep and which to
+    recompute."""
 
     schema_version: Annotated[int, msgspec.Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
     created_with: Annotated[dict[str, str], msgspec.Meta(
@@ -138,7 +139,7 @@ FREE_FIELDS = ("inputs", "overrides")
 
 
 def document_of(plan: Plan, fingerprint: str) -> Document:
-    """Content of the file of `plan`."""
+    """The content of the file of `plan`."""
     decisions, spec = iter(plan.decisions), plan.spec
     return pick(
         Document, plan, spec, schema_version=SCHEMA_VERSION, fingerprint=fingerprint,
@@ -150,12 +151,12 @@ def document_of(plan: Plan, fingerprint: str) -> Document:
 
 
 def _region_row(region: RegionSpec, decisions: Iterator[Decision]) -> RegionRow:
-    """The row of a region; the next decisions are those about its ops."""
+    """The row of a region; takes the decisions of its ops from `decisions`."""
     return pick(RegionRow, region, decisions=tuple(next(decisions) for _ in region.forward))
 
 
 def ops_of(document: Document) -> tuple[TrainingOp, ...]:
-    """The ops of the step, as a rewrite spec has them."""
+    """The ops of the step, as in a rewrite spec."""
     return tuple(pick(TrainingOp, row, region=-1 if row.region is None else row.region, source="",
                       target="", bytes_moved=0) for row in document.ops)
 
@@ -164,8 +165,8 @@ _Kind = TypeVar("_Kind")
 
 
 def pick(kind: type[_Kind], *sources: object, **given: object) -> _Kind:
-    """A `kind` (a dataclass) of the fields `given`; the others are those of the first of `sources`
-    that has a field of that name."""
+    """Build the dataclass `kind` from the fields `given`; other fields come from the first of
+    `sources` with a field of that name."""
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in given:
             source = next(source for source in sources if hasattr(source, field.name))

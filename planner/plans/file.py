@@ -1,8 +1,8 @@
-"""Plans from their files; `planner.plans.writing` is the other way.
+"""Load plans from files; `planner.plans.writing` saves them.
 
-Reading checks every field, the fingerprint, and that the plan follows from the step and the
-schedule that it states (`planner.plans.checking`), so that a file cut short or edited is refused
-with the field's path, what was expected and what came.
+Reading checks every field, the fingerprint, and that the plan follows from its stated step and
+schedule (`planner.plans.checking`).  A truncated or edited file is rejected with the field's path,
+the expected and the given value.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from planner.plans.writing import fingerprint
 from planner.plans.writing import to_dict as to_dict
 
 _DRAFTS = range(2, 9)
-"""Versions of the layout before the first release, whose files are not read."""
+"""Layout versions from before the first release, which are not read."""
 
 
 def load(path: str | PathLike[str]) -> Plan:
-    """The plan in the file `path`.
+    """Load the plan in the file `path`.
 
-    Raises `PlanFileError` for a file that holds no plan, or one of another schema version, and
-    `OSError` for a file that cannot be read.
+    Raises `PlanFileError` if the file does not contain a plan, or one of another schema version,
+    and `OSError` if it cannot be read.
     """
     source = Path(path)
     try:
@@ -44,7 +44,7 @@ def load(path: str | PathLike[str]) -> Plan:
 
 
 def loads(text: str, *, name: str = "the text") -> Plan:
-    """The plan whose file holds `text`; `name` stands for the file in errors."""
+    """The plan with the file content `text`; `name` stands for the file in errors."""
     try:
         document = json.loads(text, parse_constant=_refuse_constant,
                               object_pairs_hook=_without_repetition)
@@ -55,7 +55,7 @@ def loads(text: str, *, name: str = "the text") -> Plan:
 
 
 def from_dict(document: object, *, name: str = "the document") -> Plan:
-    """The inverse of `to_dict`; raises `PlanFileError` where the document is no plan."""
+    """The inverse of `to_dict`; raises `PlanFileError` if the document is not a plan."""
     check_values(document, name)
     version = read(document, _Version, name).schema_version
     if version != SCHEMA_VERSION:
@@ -79,7 +79,7 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The field that tells how to read the rest of a document."""
+    """The field that decides how to read the rest of a document."""
 
     schema_version: int
 

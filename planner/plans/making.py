@@ -1,7 +1,7 @@
-"""From a schedule that a search found, and its breakdown, to the plan that it stands for.
+"""Build a plan from a schedule and its memory breakdown.
 
-Eager and Inductor differ in what judges a schedule (the simulator, or the code that is generated),
-not in what a plan is.
+Eager and Inductor differ in how a schedule is evaluated (by the simulator, or from generated code),
+not in the plan.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def assemble_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | 
                   overhead_bound: float, status: Status, solver: str, seconds: float,
                   made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
                   notes: tuple[str, ...] = (), reserved_bytes: int | None = None) -> Plan:
-    """The plan of a schedule of one form of the step, for a limit on the whole step.
+    """The plan of a schedule of one graph variant, for a limit on the whole step.
 
-    `breakdown` judges it; `spec`: what runs it; `notes`: what to know beside the notes on the
-    capture.  `made`: what forward and backward hold, by kind, moment after moment.
-    `reserved_bytes`: what torch reserves for the schedule, where that is known.
+    `breakdown`: the evaluation of the schedule; `spec`: the rewrite that runs it; `notes`: added to
+    those of the capture.  `made`: bytes of forward and backward by kind, at each position.
+    `reserved_bytes`: memory that torch reserves for the schedule, if known.
     """
     decisions = decide(variant, schedule)
     return Plan(
@@ -91,7 +91,7 @@ def _more_than_plain(prepared: PreparedStep, peak_bytes: int) -> tuple[str, ...]
 
 
 def created_with() -> tuple[tuple[str, str], ...]:
-    """Distribution to version; `unknown` for one that runs from its source tree."""
+    """Versions by distribution; `unknown` for one that runs from its source tree."""
     found = {}
     for distribution in ("checkpoint-planner", "torch"):
         try:

@@ -1,7 +1,7 @@
-"""The plan: what to keep and what to recompute in one training step, and what that costs.
+"""The plan: which activations of one training step to keep and which to recompute, and its cost.
 
-A plan is plain data.  It holds names, numbers and digests, no tensor and no graph; so it can be
-compared, saved, sent to another machine and applied to any model whose step has the same graph.
+A plan is plain data: names, numbers and digests, no tensor and no graph.  It can be compared,
+saved, sent to another machine and applied to any model whose step has the same graph.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Predicted):
-    """An immutable plan of one training step.  Equal plans give equal files, byte for byte."""
+    """An immutable plan of one training step.  Equal plans have equal files, byte for byte."""
 
     budget_bytes: int | None
-    """The limit on `peak_bytes`, or on what `budget_of` says; `None`: no limit."""
+    """The limit on the memory that `budget_of` names; `None`: no limit."""
     budget_of: str
-    """What the budget limits: `allocated` memory (`peak_bytes`), or `reserved` (`reserved_bytes`).
-    """
+    """The limited memory: `allocated` (`peak_bytes`) or `reserved` (`reserved_bytes`)."""
     overhead_bound: Change
     """Proven lower bound on `overhead` for any schedule within the budget that keeps the graph's
     order of first runs and recomputes forward ops, under the same cost model.  For Inductor nothing
-    is proven: 0, or `overhead` where that is less."""
+    is proven: 0, or `overhead` if that is less."""
     status: Status
-    """`optimal` where `overhead` is proven to be the least possible."""
+    """`optimal` if `overhead` is proven minimal."""
     solver: str
-    """Name of the solver that was asked for."""
+    """Name of the requested solver."""
     optimizer: OptimizerMemory | None
-    """What was counted for the optimizer; `None`: nothing was."""
+    """Memory counted for the optimizer; `None`: nothing was counted."""
     device: str
-    """The device planned for."""
+    """The device of the planned step."""
     backend: str
     cost_model: str
     parallel: DataParallel | None
-    """How the run is spread over ranks, of which this is the plan of one; `None`: there is one."""
+    """Data parallelism of the run, of which this is the plan of one rank; `None`: a single
+    device."""
     decisions: tuple[Decision, ...]
-    """What happens to each op of the forward, in the order of execution."""
+    """Treatment of each op of the forward, in the order of execution."""
     spec: RewriteSpec
-    """What `planner.apply` needs."""
+    """The rewrite that `planner.apply` performs."""
     inputs: Any = field(hash=False)
-    """Shapes and dtypes of the inputs planned for, as JSON values."""
+    """Shapes and dtypes of the planned inputs, as JSON values."""
     notes: tuple[str, ...]
-    """What to know about the capture: a cache that was switched off, a graph break."""
+    """Notes on the capture: a cache that was switched off, a graph break."""
     kernels: tuple[KernelChoice, ...]
     """Kernels of a GPU among which torch chooses, and why; empty for a plan for the CPU."""
     assumptions: tuple[str, ...]
@@ -67,25 +67,25 @@ class Plan(Predicted):
     created_with: tuple[tuple[str, str], ...]
     """Versions of this package and of torch, by name."""
     resident: ResidentMemory
-    """What `resident_bytes` is made of, beside the state of the optimizer."""
+    """The parts of `resident_bytes`, except the optimizer's state."""
     link: Link | None
-    """The way to the host that the plan counts on; `None`: nothing may be stored there."""
+    """Assumed bandwidth to the host; `None`: nothing may be stored there."""
     memory_timeline: StepTimeline = field(hash=False, repr=False)
-    """Memory over the course of the step."""
+    """Memory timeline of the step."""
     solve_seconds: float | None = field(default=None, compare=False)
-    """Wall time of the solver.  Not part of a plan's identity and not in its file: `None` where
-    the plan was loaded."""
+    """Wall time of the solver.  Not part of a plan's identity and not in its file: `None` for a
+    loaded plan."""
 
     @property
     def limited_bytes(self) -> int:
-        """What the plan takes of that which its budget limits."""
+        """Memory of the plan, in the unit that its budget limits."""
         if self.budget_of == "allocated" or self.reserved_bytes is None:
             return self.peak_bytes
         return self.reserved_bytes
 
     def apply(self, model: nn.Module, *,
               replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:
-        """As `planner.apply(model, plan)`."""
+        """Like `planner.apply(model, plan)`."""
         from planner.running.applying import apply
 
         return apply(model, self, replan=replan)
@@ -93,9 +93,8 @@ class Plan(Predicted):
     def check(self) -> None:
         """Simulate the plan's schedule on the step that the plan states.
 
-        Raises `PlanMismatch` where peak, decisions or anything else does not follow, as in a plan
-        that was changed after it was made.  `apply` does it first; a file is checked when it is
-        read.
+        Raises `PlanMismatch` if peak, decisions or any other field do not follow, as in a plan that
+        was edited.  `apply` calls it first; a file is checked when it is read.
         """
         from planner.errors import PlanMismatch
         from planner.plans.checking import contradiction
@@ -104,21 +103,20 @@ class Plan(Predicted):
             raise PlanMismatch(f"this is not a plan as it was made: {words}; plan again")
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to `path` as JSON, all of it or nothing; an existing file is replaced, a
-        device or a pipe is written to.
+        """Write the plan to `path` as JSON, atomically; an existing file is replaced, a device or a
+        pipe is written to.
 
-        Raises `OSError` where the path cannot be written.
+        Raises `OSError` if the path cannot be written.
         """
         from planner.plans.writing import save
 
         save(self, path)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw memory over the course of the step, by category, beside that of the plain step, to a
-        file whose ending names the format (`.png`, `.svg`, `.pdf`).
+        """Draw the memory timeline of the step by category, with that of the plain step, to a file
+        whose extension names the format (`.png`, `.svg`, `.pdf`).
 
-        Raises `ImportError` where matplotlib is missing, and `OSError` where the path cannot be
-        written.
+        Raises `ImportError` if matplotlib is missing, and `OSError` if the path cannot be written.
         """
         from planner.reporters.figures import draw_plan
 
@@ -126,20 +124,20 @@ class Plan(Predicted):
 
     def selective_checkpointing(self, blocks: Sequence[str] | None = None
                                 ) -> SelectiveCheckpointing:
-        """The plan as a policy of torch's selective activation checkpointing, for who stays with
-        `torch.utils.checkpoint`: for each block the ops whose results are held, and what of the
-        plan cannot be said so.
+        """The plan as policies of torch's selective activation checkpointing, for use with
+        `torch.utils.checkpoint`: for each block the ops whose results are saved, and the parts of
+        the plan that a policy cannot express.
 
-        `blocks`: names of the modules that are checkpointed, wildcards allowed; `None`: the
-        outermost numbered ones (`layers.0`).  Raises `ValueError` where there are none, and for a
-        plan for Inductor.
+        `blocks`: names of the checkpointed modules, wildcards allowed; `None`: the outermost
+        numbered ones (`layers.0`).  Raises `ValueError` if there are none, and for a plan for
+        Inductor or with offload.
         """
         from planner.plans.selective import selective_checkpointing
 
         return selective_checkpointing(self, blocks)
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file holds, as JSON values; see `plan.schema.json`."""
+        """The content of the plan's file, as JSON values; see `plan.schema.json`."""
         from planner.plans.writing import to_dict
 
         return to_dict(self)

@@ -1,8 +1,8 @@
-"""Reading a JSON value as the types of `planner.plans.document`, or saying where it is none.
+"""Read a JSON value as the types of `planner.plans.document`, with errors that name the place.
 
-`msgspec` checks types.  What it leaves open is checked against what would be written: every field
-is there, there is no other, and no whole number is below 0.  Before that, every single value is
-looked at: numbers are of 64 bits and finite, texts can be printed as they are.
+`msgspec` checks types.  The remaining rules are checked against what would be written: every field
+is present, there is no other, and no whole number is below 0.  Before that, every single value is
+checked: numbers have 64 bits and are finite, texts are printable.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def read(value: object, kind: type[_Kind], name: str) -> _Kind:
 
 
 _DEEPEST = 64
-"""Levels of nesting that a plan stays far below."""
+"""Limit on levels of nesting; plans stay far below it."""
 _LARGEST = 2 ** 63 - 1
 _MARKUP = re.compile(r"\[/[^\[\]]*\]")
 """A closing tag of rich, which prints plans."""
 
 
 def check_values(document: object, name: str) -> None:
-    """Raise `PlanFileError` for a number, a text or a nesting that no plan has, wherever it is."""
+    """Raise `PlanFileError` for a number, text or nesting that no plan contains, at any depth."""
     pending: list[tuple[object, list[str | int]]] = [(document, [])]
     while pending:
         value, steps = pending.pop()
@@ -69,14 +69,14 @@ def check_values(document: object, name: str) -> None:
 
 
 def _why_no_text(text: str) -> str:
-    """The text that was expected in place of one that cannot be printed; empty where it can be."""
+    """The kind of text expected in place of an unprintable one; empty if `text` is printable."""
     if any(category(character) in ("Cc", "Cs") and character != "\n" for character in text):
         return "text without control characters and lone surrogates"
     return "text without markup" if _MARKUP.search(text) else ""
 
 
 def check_complete(value: Any, written: Any, name: str, path: tuple[str | int, ...] = ()) -> None:
-    """Raise `PlanFileError` unless `value` holds what would be `written`, no more and no less."""
+    """Raise `PlanFileError` unless `value` has exactly the fields of `written`."""
     steps = list(path)
     if isinstance(written, dict):
         for key in written:
@@ -101,7 +101,7 @@ def _missing(name: str, steps: list[str | int]) -> PlanFileError:
 
 
 def _wrong(name: str, document: Any, steps: list[str | int]) -> PlanFileError:
-    """The error for the value at a place, which is not what the published schema expects there."""
+    """The error for a value that does not match the published schema."""
     schema = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
     def alternatives(node: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""The published JSON Schema of a plan's file, made of the types in `planner.plans.document`.
+"""The published JSON Schema of a plan's file, generated from the types in `planner.plans.document`.
 
     python -m planner.plans.schema > planner/plan.schema.json
 
-What a field means is the docstring below it, there or where the field comes from.
+The description of a field is the docstring below it, there or in the class that it comes from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planner.plans.plan import Plan
 
 SOURCES: dict[type, type] = {Document: RewriteSpec, OpRow: TrainingOp, RegionRow: RegionSpec,
                              SolverRow: Plan}
-"""Where the fields of a group come from and are described."""
+"""Classes that document the fields of a group."""
 
 
 def schema() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def schema() -> dict[str, Any]:
 
 
 def _types(kind: type) -> Iterator[type]:
-    """The type and all those that its fields are made of."""
+    """The type and all types of its fields, recursively."""
     yield kind
     pending = list(get_type_hints(kind).values())
     while pending:
@@ -58,7 +58,7 @@ def _types(kind: type) -> Iterator[type]:
 
 
 def _descriptions(kind: type) -> dict[str, str]:
-    """The docstring below each field of a class, those of its bases included."""
+    """The docstring below each field of a class, including those of its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         if base.__module__.startswith("msgspec") or not get_type_hints(base):
@@ -78,7 +78,7 @@ def _text(docstring: str) -> str:
 
 
 def _count(node: object) -> None:
-    """Every whole number is a count."""
+    """Give every integer the minimum 0."""
     if isinstance(node, dict):
         if node.get("type") == "integer":
             node.setdefault("minimum", 0)

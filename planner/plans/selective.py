@@ -1,15 +1,14 @@
-"""A plan as a policy of torch's selective activation checkpointing, as far as that can say it.
+"""Translate a plan to policies of torch's selective activation checkpointing, as far as possible.
 
-The model of the world: `torch.utils.checkpoint` drops what a block has computed and computes the
-whole block again when its backward begins, all but the results of chosen ops, which it holds.  Its
-choice is by kind of op (`aten.tanh`), for each block another one if need be.  So of a plan remains:
-which blocks recompute anything, and in those the kinds of op whose every result the plan keeps for
-the backward.  Where it keeps some of a kind and recomputes others, all are recomputed: memory comes
-first.
+Model of the world: `torch.utils.checkpoint` drops the results of a block and recomputes the whole
+block when its backward begins, except the results of selected ops, which it saves.  It selects by
+kind of op (`aten.tanh`), per block.  So two parts of a plan remain: the blocks that recompute
+anything, and in those the kinds of op whose every result the plan keeps for the backward.  A kind
+of which the plan keeps some results and recomputes others is recomputed: memory comes first.
 
-Blind spots: ops are called by the names of the captured graph; one that runs under another name as
-the model is written (in place, say) is recomputed.  An op with several results is held with all of
-them, where the plan may need one.
+Blind spots: ops have the names of the captured graph; one that runs under another name in the eager
+model (in place, say) is recomputed.  All results of an op are saved, even if the plan needs only
+one.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 _REPEATED = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
-"""The outermost numbered module of a path, as elements of `nn.ModuleList` are."""
+"""The outermost numbered module of a path, such as an element of an `nn.ModuleList`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelectiveCheckpointing:
-    """What `torch.utils.checkpoint` is to do with each block, and what of the plan is lost."""
+    """Policies for `torch.utils.checkpoint` per block, and the parts of the plan that they lose."""
 
     saved: Mapping[str, tuple[str, ...]] = field(hash=False)
-    """By name of a block that is to be checkpointed: the ops whose results it holds.  Blocks that
-    are not named are to be left as they are."""
+    """For each block to checkpoint, the ops whose results it saves.  Blocks that are not named are
+    not to be checkpointed."""
     not_expressed: tuple[str, ...]
-    """What the plan does and this cannot say."""
+    """The parts of the plan that these policies cannot express."""
     recompute_flops: int
-    """At most so much is recomputed."""
+    """Upper bound on recomputed FLOPs."""
     plan_recompute_flops: int
     """The same under the plan."""
 
     def context_fn(self, block: str) -> Callable[[], tuple[Any, Any]]:
-        """What `torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=…)` takes for
-        the block.  Raises `KeyError` for one that is not to be checkpointed."""
+        """The `context_fn` of `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)` for the
+        block. Raises `KeyError` for a block that is not to be checkpointed."""
         if block not in self.saved:
             raise KeyError(f"{block!r} is not to be checkpointed; these are: "
                            f"{', '.join(self.saved) or 'none'}")
@@ -141,19 +140,20 @@ def _block_of(module: str, patterns: Sequence[str] | None) -> str | None:
 
 
 def _kind(op: str) -> str:
-    """`aten.add.Tensor` of `layers.0/aten.add.Tensor#1`."""
+    """The kind of an op: `aten.add.Tensor` for `layers.0/aten.add.Tensor#1`."""
     return op.rpartition("/")[2].partition("#")[0]
 
 
 def _is_held(kind: str, alike: Sequence[Decision], result_of: Mapping[str, str]) -> bool:
-    """Whether the plan keeps for the backward what each of these ops makes, most of it at least."""
+    """True if the plan saves as much of each op's results as the plain step, and at least half of
+    them."""
     return _overload(kind) is not None and all(
         each.action == "keep" and each.saved_bytes == each.plain_saved_bytes
         and 2 * each.saved_bytes >= max(1, _result_bytes(result_of[each.op])) for each in alike)
 
 
 def _result_bytes(layout: str) -> int:
-    """Bytes of `(float32[3, 4]/[4, 1], bool[3, 4]/[4, 1])`."""
+    """Bytes of results with a layout such as `(float32[3, 4]/[4, 1], bool[3, 4]/[4, 1])`."""
     import torch
 
     return sum(getattr(torch, dtype).itemsize * math.prod(map(int, re.findall(r"\d+", sizes)))
@@ -161,7 +161,7 @@ def _result_bytes(layout: str) -> int:
 
 
 def _overload(kind: str) -> Any:
-    """The op of torch that a name of the captured graph stands for, if any."""
+    """The torch op of a name in the captured graph, if any."""
     import torch
 
     from planner._graph_capture.torch_compat import OpOverload

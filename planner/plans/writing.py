@@ -1,10 +1,10 @@
-"""Plans as JSON: canonical, so that equal plans give equal bytes and files diff well.
+"""Plans as canonical JSON: equal plans have equal bytes, and files diff well.
 
 The layout is that of `planner.plans.document`, published with the package as `plan.schema.json`.
-Objects have a fixed order of keys; lists of ops hold one op per line.  Nothing in a file depends on
-when, where or how fast it was made: no timestamps, no host, no duration of the solver.
+Objects have a fixed order of keys; lists of ops have one op per line.  A file does not depend on
+time, host or solver duration.
 
-A file is written beside its destination and moved into place: readers see the old plan or the new
+A file is written next to its destination and moved into place: readers see the old plan or the new
 one (see `planner.whole_file`).
 """
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def save(plan: Plan, path: str | PathLike[str]) -> None:
-    """Write `plan` to `path`, all of it or nothing; see `planner.whole_file`.
+    """Write `plan` to `path` atomically; see `planner.whole_file`.
 
-    Raises `OSError` where the path cannot be written.
+    Raises `OSError` if the path cannot be written.
     """
     write_whole(path, dumps(plan).encode())
 
@@ -39,15 +39,15 @@ def dumps(plan: Plan) -> str:
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Content of the file, as JSON values in the file's order."""
+    """The content of the file, as JSON values in the file's order."""
     document = msgspec.to_builtins(document_of(plan, ""))
-    found: dict[str, Any] = json.loads(json.dumps(document))  # where tuples are lists
+    found: dict[str, Any] = json.loads(json.dumps(document))  # converts tuples to lists
     found["fingerprint"] = fingerprint(found)
     return found
 
 
 def fingerprint(document: Mapping[str, Any]) -> str:
-    """Hash of all fields of a file but the fingerprint itself, the same in every process."""
+    """Hash of all fields of a file except the fingerprint, the same in every process."""
     rest = {key: value for key, value in document.items() if key != "fingerprint"}
     text = json.dumps(rest, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
@@ -66,7 +66,7 @@ def _pretty(value: Any, indent: str = "") -> str:
 
 
 def _is_row(value: dict[str, Any]) -> bool:
-    """Whether an object belongs on one line: an op, a tensor or a group of recomputations."""
+    """True if an object belongs on one line: an op, a tensor or a group of recomputations."""
     return any(key in value for key in ("op", "digest", "before", "shape", "kind"))
 
 

@@ -1,10 +1,10 @@
-"""Predicts the memory of one rank of a data-parallel run, without running one.
+"""Predict the memory of one rank of a data-parallel run, without running it.
 
-The model of the world: every rank runs the plain step on a batch of its own; the report is of the
-rank that holds the most.
+Model of the world: every rank runs the plain step on its own batch; the report is of the rank that
+uses the most memory.
 
-Blind spots: those of `graph_capture.data_parallel.rank_step`; what the communication library takes
-for itself outside of torch's allocator (NCCL: some hundred megabytes on each GPU).
+Blind spots: those of `graph_capture.data_parallel.rank_step`; memory of the communication library
+outside torch's allocator (NCCL: some hundred megabytes on each GPU).
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
                   loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
                   plan: Plan | None = None, device: torch.device | str | None = None,
                   gpu: str | Gpu | None = None, probe: bool = True) -> RankMemory:
-    """The memory of one rank that trains `model` under `parallel`, as it is or as `plan` has it.
+    """Predict the memory of one rank that trains `model` under `parallel`, with or without `plan`.
 
-    `inputs` are those of one rank's step; `plan` may be one of a single device, made by blocks.
-    The other arguments, and the errors, are those of `planner.plan`; neither is a process started
-    nor the model executed.
+    No process is started and the model is not executed.
 
-    Raises `PlanMismatch` where the plan was made for another step, and `ValueError` where it cannot
-    be run so: for a unit inside of what it compiles as one chunk.
+    Args:
+        inputs: those of one rank's step.
+        plan: may be a plan for a single device, made by blocks.
+
+    Other arguments and errors are those of `planner.plan`.  Raises `PlanMismatch` if the plan was
+    made for another step, and `ValueError` if it cannot run under `parallel`: a unit lies inside a
+    region that the plan compiles as one graph.
     """
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""The memory of one rank under a plan, which may be one of a single device."""
+"""Memory of one rank under a plan, which may be a plan for a single device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
                  **arguments: Any) -> RankMemory:
-    """The report of a rank whose plain step is `plain`; `arguments`: further ones of `plan`."""
+    """The report of a rank under `plan`; `plain`: its plain step; `arguments`: further ones of
+    `plan`."""
     from planner.api import capture_for
 
     if plan.backend != "eager":
@@ -29,7 +30,7 @@ def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory
     found = breakdown(variant, timeline)
     alive: Counter[str] = Counter(found.memory)
     budget = variant.budget
-    # Resident buckets count as buffers in a plan, and by themselves here.
+    # Resident buckets count as buffers in a plan, and separately here.
     buckets = sum(plain.bucket_bytes)
     where = "gradients" if plain.parallel.gradient_as_bucket_view else "communication"
     alive.update({"buffers": -buckets, where: buckets})
@@ -46,7 +47,7 @@ def planned_rank(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory
 
 
 def _of_wrapper(variant: Variant, timeline: Timeline) -> tuple[int, int]:
-    """Bytes of gathered parameters, and of buffers of collectives, at the peak."""
+    """Bytes of gathered parameters, and of collectives' buffers, at the peak."""
     from planner._graph_capture.memory.trace import COMMUNICATION
     from planner._graph_capture.training_graph import BufferKind
 

@@ -11,13 +11,13 @@ from planner.step.categories import MemoryByCategory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankCategories(MemoryByCategory):
-    """A mapping from category to bytes, in a fixed order; the categories sum to the peak.
-    Parameters are whole ones or this rank's shards; so are gradients, or in buckets as views."""
+    """Mapping from category to bytes, in a fixed order; the categories sum to the peak.  Parameters
+    are whole ones or this rank's shards, and so are gradients, which may be views of buckets."""
 
     unsharded_parameters: int = 0
-    """Of the units that are gathered at that moment."""
+    """Parameters of units that are gathered at the peak."""
     communication: int = 0
-    """Buckets beside the gradients; buffers of all-gather and reduce-scatter."""
+    """Buckets separate from the gradients; buffers of all-gather and reduce-scatter."""
 
 
 CATEGORIES = tuple(field.name for field in fields(RankCategories))
@@ -26,19 +26,19 @@ CATEGORIES = tuple(field.name for field in fields(RankCategories))
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of one rank; peaks include what is resident."""
+    """Memory of one rank; peaks include resident memory."""
 
     parallel: DataParallel
     peak_bytes: int
     memory: RankCategories
-    """At the peak; sums to `peak_bytes`."""
+    """Bytes by category at the peak; sums to `peak_bytes`."""
     resident_bytes: int
-    """Held between steps: parameters, buffers, inputs, optimizer state, DDP's buckets."""
+    """Allocated between steps: parameters, buffers, inputs, optimizer state, DDP's buckets."""
     forward_backward_peak_bytes: int
     optimizer_step_peak_bytes: int
     """0 without an optimizer."""
     bucket_bytes: tuple[int, ...]
-    """DDP's buckets, in the order in which they are reduced."""
+    """Sizes of DDP's buckets, in the order in which they are reduced."""
     units: tuple[tuple[str, int], ...]
     """Wrapped modules and the bytes of their whole parameters; the root, named "", last."""
     notes: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""Reports: `table` for people, `machine` for programs."""
+"""Reports of plans and predictions, for people."""

@@ -1,4 +1,4 @@
-"""The largest step that fits, and the choices of micro-batch, accumulation and plan, as tables."""
+"""Tables of the largest step that fits, and of choices of micro-batch, accumulation and plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def largest_report(found: LargestSize) -> RenderableType:
 
 
 def advice_report(advice: Advice) -> RenderableType:
-    """One row for each choice, best first."""
+    """One row per choice, best first."""
     spread = any(choice.parallel is not None for choice in advice.choices)
     table = new_table(*["ranks"] * spread, ">micro-batch", ">accumulation", "plan", ">peak",
                       ">extra time", ">seconds per sample", ">of the best")

@@ -1,4 +1,4 @@
-"""Figures, through matplotlib, which is imported when the first one is drawn."""
+"""Figures drawn with matplotlib, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def draw_frontier(plans: Iterable[Plan], path: str | PathLike[str]) -> None:
-    """Extra time over peak memory, found and proven, with the plain step for comparison."""
+    """Draw extra time over peak memory, found and proven, with the plain step for comparison."""
     figure, axes = new_figure()
     points = sorted(plans, key=lambda plan: plan.peak_bytes)
     unit, scale = _unit(points[0].baseline_peak_bytes)
@@ -34,13 +34,14 @@ def draw_frontier(plans: Iterable[Plan], path: str | PathLike[str]) -> None:
 _COLORS = {"parameters": "#4c5b70", "buffers": "#77869b", "inputs": "#a3afbf",
            "optimizer": "#c9d1db", "gradients": "#3f8f6b", "activations": "#4a86c5",
            "temporaries": "#e2a03f"}
-"""Resident memory in greys, at the bottom of the stack; then what comes and goes."""
+"""Resident memory in greys, at the bottom of the stack; then transient memory."""
 _OPTIMIZER_SHARE = 0.06
-"""Width of the optimizer's step, whose moments are not known, in that of forward and backward."""
+"""Width of the optimizer's step, as a fraction of forward and backward; its timeline is not
+known."""
 
 
 def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
-    """Memory over the course of a step by category, the plain step's over it, and the budget."""
+    """Draw a plan's memory timeline by category, that of the plain step, and the budget."""
     memory_timeline = plan.memory_timeline
     figure, axes = new_figure()
     figure.set_size_inches(9, 5)
@@ -63,7 +64,7 @@ def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
         rows["temporaries"][-1] = 0
         held = {**{name: row[-1] for name, row in rows.items()},
                 "temporaries": plan.optimizer.step_peak_bytes}
-        # Gradients of earlier micro-batches have become one with the new ones.
+        # Gradients of earlier micro-batches have been added to the new ones.
         held["gradients"] += plan.optimizer_step_peak_bytes - sum(held.values())
         for name, row in rows.items():
             row += [held[name]] * 2
@@ -74,7 +75,7 @@ def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
                    step="post")
     plain, turn = memory_timeline.plain, memory_timeline.backward_begins
     if plain.whole_bytes:
-        # Both steps turn to the backward, and end, at the same places.
+        # The timelines are aligned at the start, the begin of the backward, and the end.
         places = [*_spread(0, turn, plain.backward_begins),
                   *_spread(turn, count, len(plain.whole_bytes) - plain.backward_begins)]
         axes.plot(places, [size / scale for size in plain.whole_bytes], color="black",
@@ -96,7 +97,7 @@ def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    # As they lie on one another, the highest first.
+    # In the order of the stack, the highest first.
     order = [*range(len(shown), len(labels)), *reversed(range(len(shown)))]
     figure.legend([handles[place] for place in order], [labels[place] for place in order],
                   loc="outside right upper", frameon=False)
@@ -104,13 +105,13 @@ def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
 
 
 def _spread(first: float, last: float, count: int) -> list[float]:
-    """So many places from first to last."""
+    """`count` evenly spaced positions from `first`, excluding `last`."""
     return [first + (last - first) * place / max(count, 1) for place in range(count)]
 
 
 def check_format(path: Path) -> None:
-    """Raise `ImportError` where matplotlib is missing, and `ValueError` where it cannot write such
-    a file."""
+    """Raise `ImportError` if matplotlib is missing, and `ValueError` if it cannot write this
+    format."""
     new_figure()
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -121,9 +122,9 @@ def check_format(path: Path) -> None:
 
 
 def new_figure(panels: int = 1) -> tuple[Any, Any]:
-    """A figure of its own, whatever backend the process draws with.
+    """A new figure, independent of the process's drawing backend.
 
-    Raises `ImportError` with the command to install matplotlib where it is missing.
+    Raises `ImportError` with the install command if matplotlib is missing.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -137,7 +138,7 @@ def new_figure(panels: int = 1) -> tuple[Any, Any]:
 
 
 def _unit(highest_bytes: int) -> tuple[str, int]:
-    """The unit, and its bytes, in which sizes up to `highest_bytes` read well on an axis."""
+    """A readable axis unit for sizes up to `highest_bytes`, and its bytes."""
     unit = next((name for name in ("TB", "GB", "MB") if highest_bytes >= BYTES_PER_UNIT[name]),
                 "kB")
     return unit, BYTES_PER_UNIT[unit]

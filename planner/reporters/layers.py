@@ -1,8 +1,8 @@
-"""Decisions op by op, summed by module, with repeated layers folded into one row.
+"""Decisions per op, summed by module, with repeated layers folded into one row.
 
-Layers that are treated alike differ in nothing but a number in their path; they become one row,
-`h.0-11.attn`.  Where a plan treats some layers otherwise, they get rows of their own.  Where that
-gives more rows than a person reads, modules are summed at a smaller depth.
+Layers with equal decisions differ only in a number in their path; they become one row,
+`h.0-11.attn`.  Layers with other decisions get their own rows.  If that gives too many rows,
+modules are summed at a smaller depth.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _READABLE_ROWS = 48
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Decisions for the ops of a module, or of several that are treated alike."""
+    """Summed decisions for the ops of one module, or of several with equal decisions."""
 
     ops: int = 0
     recomputed_ops: int = 0
-    """Of those, how many run again."""
+    """Number of these that run again."""
     saved_bytes: int = 0
     """Kept from forward to backward under the plan."""
     plain_saved_bytes: int = 0
@@ -32,7 +32,7 @@ class Totals:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that the plan no longer keeps; below 0 where it keeps more so that others keep
+        """Bytes that the plan no longer keeps; below 0 if it keeps more here so that others keep
         less."""
         return self.plain_saved_bytes - self.saved_bytes
 
@@ -48,11 +48,11 @@ class LayerRow:
     """One row of the table of modules."""
 
     module: str
-    """Path, numbers of alike layers as ranges: `h.0-4,7.attn`; empty for the root."""
+    """Path, with numbers of equal layers as ranges: `h.0-4,7.attn`; empty for the root."""
     count: int
-    """How many modules the row stands for."""
+    """Number of modules in the row."""
     totals: Totals
-    """Summed over them."""
+    """Sums over these modules."""
 
 
 def layer_rows(decisions: Iterable[Decision]) -> tuple[LayerRow, ...]:
@@ -80,7 +80,7 @@ def _cut(modules: dict[tuple[str, ...], Totals], depth: int) -> dict[tuple[str, 
 
 
 def _fold(modules: dict[tuple[str, ...], Totals]) -> tuple[LayerRow, ...]:
-    """Modules that differ in one number only and are treated alike become one."""
+    """Merge modules that differ in one number only and have equal decisions."""
     rows = [(path, 1, totals, totals) for path, totals in modules.items()]
     for place in range(max((len(path) for path in modules), default=0) - 1, -1, -1):
         groups: dict[tuple[tuple[str, ...], bool, int, Totals], list[int]] = {}
@@ -102,7 +102,7 @@ def _fold(modules: dict[tuple[str, ...], Totals]) -> tuple[LayerRow, ...]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2,5`."""
+    """Format `[0, 1, 2, 5]` as `0-2,5`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Shared parts of the reports for people: titles, tables, notes."""
+"""Shared parts of the reports: titles, tables, notes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from planner.units import format_bytes
 
 
 def title(text: str) -> Text:
-    """Above a table."""
+    """Title of a table."""
     return Text(text, style="bold")
 
 
 def new_table(*columns: str, fold: str = "") -> Table:
-    """A table without lines between its columns, and without a head where no column has a name.
+    """A table without lines between its columns, and without a header if no column has a name.
 
-    A column written with `>` in front stands to the right; `fold` is the one that takes the width
-    that is left.  Where the width does not do, lines are broken: nothing is cut off.
+    A column with the prefix `>` is right-aligned; the column `fold` gets the remaining width.
+    Lines that are too long are broken, never truncated.
     """
     named = any(column.lstrip(">") for column in columns)
     table = Table(box=box.SIMPLE_HEAD, show_header=named, header_style="bold", pad_edge=False,
@@ -33,7 +33,7 @@ def new_table(*columns: str, fold: str = "") -> Table:
 
 
 def category_table(memory: Mapping[str, int], total: str) -> Table:
-    """Bytes by category, and the sum with what is to say of it."""
+    """Bytes by category, and their sum with the text `total`."""
     table, peak_bytes = new_table("category", ">size", ">share"), sum(memory.values())
     for category, size in memory.items():
         share = size / peak_bytes if peak_bytes else 0.0
@@ -44,12 +44,12 @@ def category_table(memory: Mapping[str, int], total: str) -> Table:
 
 
 def note_lines(notes: Iterable[str], *, optimizer: object = "") -> list[Text]:
-    """Notes, with one where there is no `optimizer`."""
+    """Lines of notes, with an extra one if `optimizer` is `None`."""
     missing = ["no optimizer was given: its state and its step are not counted"]
     return [Text(f"note: {note}") for note in (*notes, *(missing if optimizer is None else ()))]
 
 
 def peak_moment(forward_backward_peak_bytes: int, optimizer_step_peak_bytes: int) -> str:
-    """When a step is fullest, in words."""
+    """The phase of a step with the highest peak, in words."""
     return ("the optimizer's step" if optimizer_step_peak_bytes > forward_backward_peak_bytes
             else "forward and backward")

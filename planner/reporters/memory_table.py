@@ -1,5 +1,5 @@
-"""The breakdown of a training loop as tables for people: phases, holders at the peak, remedies; and
-the loop beside a budget."""
+"""Tables of a training loop's memory breakdown: phases, holders at the peak, remedies, and the
+comparison with a budget."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from planner.training_loop.report import MemoryReport
 
 _ROWS = 12
-"""How many holders are listed."""
+"""Number of holders listed."""
 _SHORT = {"parameters": "param.", "gradients": "grad.", "optimizer": "optim.",
           "activations": "activ.", "temporaries": "temp."}
 
 
 def memory_report(report: MemoryReport) -> RenderableType:
-    """Summary, phases, what holds the memory at the peak, and what would lower it."""
+    """Summary, phases, memory at the peak by holder, and proposals that would lower it."""
     parts: list[RenderableType] = [
         title("Training loop"), _summary(report),
         title("Peak of each phase, by category"), _phases(report),
@@ -131,7 +131,7 @@ def _holders(report: MemoryReport) -> Table:
 
 
 def _folded(holders: Iterable[MemoryHolder]) -> list[MemoryHolder]:
-    """Layers that differ in a number only are one; named tensors are summed by category."""
+    """Merge layers that differ only in a number; sum named tensors by category."""
     rows: dict[tuple[str, str, str], MemoryHolder] = {}
     for holder in holders:
         path = ".".join("*" if part.isdecimal() else part for part in holder.module.split("."))

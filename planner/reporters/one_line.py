@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def summarize(plan: Plan) -> str:
-    """Budget, peak, and what is recomputed for it."""
+    """Budget, peak, and extent of recomputation."""
     recomputed = sum(row.action == "recompute" for row in plan.decisions)
     limit = "no budget" if plan.budget_bytes is None else (
         f"budget {format_bytes(plan.budget_bytes)}")

@@ -1,4 +1,4 @@
-"""The memory of one rank of a data-parallel run, as a table."""
+"""Table of the memory of one rank of a data-parallel run."""
 
 from __future__ import annotations
 

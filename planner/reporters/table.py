@@ -1,6 +1,6 @@
-"""Plans as tables for people, through rich: on a terminal in colour, in `str(plan)` as plain text.
+"""Plans as tables, through rich: on a terminal in colour, in `str(plan)` as plain text.
 
-Sizes are decimal, as in `budget_gb`; the exact byte counts are in the plan's fields.
+Sizes are decimal, as in `budget_gb`; exact byte counts are in the plan's fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planner.running.verify import Verification
 
 _NO_TERMINAL = 80
-"""Width of tables where there is no terminal and COLUMNS is not set."""
+"""Width of tables without a terminal if COLUMNS is not set."""
 
 
 def render_plan(plan: Plan) -> str:
@@ -31,7 +31,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def plain_text(report: RenderableType) -> str:
-    """Render as rich would print, without colour, to the width of the terminal."""
+    """Render as rich would print, without colour, at the width of the terminal."""
     stream, width = io.StringIO(), shutil.get_terminal_size((_NO_TERMINAL, 24)).columns
     # In a notebook rich would display the report instead of writing it to the stream.
     console = Console(file=stream, width=width, color_system=None, force_terminal=False,
@@ -42,7 +42,7 @@ def plain_text(report: RenderableType) -> str:
 
 
 def plan_report(plan: Plan) -> RenderableType:
-    """Summary, memory at the peak, what each module keeps and recomputes, and notes."""
+    """Summary, memory at the peak, decisions per module, and notes."""
     moment = peak_moment(plan.forward_backward_peak_bytes, plan.optimizer_step_peak_bytes)
     return Group(
         title("Training step" if plan.parallel is None else
@@ -54,7 +54,7 @@ def plan_report(plan: Plan) -> RenderableType:
 
 
 def frontier_report(plans: Sequence[Plan]) -> RenderableType:
-    """One row for each plan of a memory/overhead curve."""
+    """One row per plan of a memory/overhead curve."""
     table = new_table(">peak", ">of plain step", ">extra time", ">at least", "status",
                       ">peak, bytes")
     for plan in plans:
@@ -65,7 +65,7 @@ def frontier_report(plans: Sequence[Plan]) -> RenderableType:
 
 
 def verification_report(verification: Verification) -> RenderableType:
-    """Report of two executed steps, and whether they are as planned."""
+    """Report of two executed steps, and the verdict."""
     table = new_table("", ">", "")
     predicted, measured = verification.predicted_peak_bytes, verification.peak_bytes
     if verification.budget_bytes is not None:

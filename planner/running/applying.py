@@ -1,7 +1,7 @@
-"""Applying a plan to a model; the work itself is done by the package `apply`.
+"""Apply a plan to a model; the package `apply` does the work.
 
-Whether the graph is the plan's shows partly at once (parameters, buffers) and partly when the first
-step captures it; both raise `PlanMismatch`.
+A mismatch between the model and the plan shows partly at once (parameters, buffers) and partly when
+the first step captures the graph; both raise `PlanMismatch`.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 def apply(model: nn.Module, plan: Plan, *,
           replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:
-    """A model that trains as `plan` says.
+    """Return a model that trains under `plan`.
 
-    It takes and returns what `model` does, shares its parameters and buffers, has the same
-    `state_dict` keys and follows `train()`, `eval()` and `no_grad`.  Gradients, buffers and the
-    state of the random generators after a step are those of `model`.
+    Its inputs and outputs are those of `model`; it shares parameters and buffers, has the same
+    `state_dict` keys and follows `train()`, `eval()` and `no_grad`.  Gradients, buffers and random
+    state after a step equal those of `model`.
 
-    A plan serves the inputs that it was made with, and others whose step is the same graph with no
-    tensor larger: a smaller batch, a shorter sequence.  Any other step raises `PlanMismatch`, which
-    names the first difference, or, where `replan` is given, runs the plan that it makes:
+    A plan serves the inputs that it was made for, and others whose step has the same graph with no
+    tensor larger: a smaller batch, a shorter sequence.  Any other step raises `PlanMismatch` with
+    the first difference, or, if `replan` is given, runs under a new plan:
 
         plan.apply(model, replan=lambda model, inputs: planner.plan(model, inputs, budget="8GB"))
 
-    `replan` is called for a step that neither `plan` nor what it made before serves, with the model
-    and the inputs as `plan` takes them, and returns a plan.
+    `replan` is called with the model and its inputs, as `planner.plan` is, for a step that neither
+    `plan` nor an earlier result of `replan` serves, and returns a plan.
 
-    The plan stays where the model goes: through `copy.deepcopy`, `torch.save` and `torch.load`,
-    into an average of the model, under a wrapper; `model.forward(...)` runs it too, and so does a
-    module that contains the model and is compiled (its graph breaks there).  A step that does not
-    run under the plan says why, once for each reason; `steps_of` counts both.
+    The plan stays with the model: through `copy.deepcopy`, `torch.save` and `torch.load`, in an
+    average of the model, under a wrapper; through `model.forward(...)`, and in a compiled module
+    that contains the model (its graph breaks there).  A step that does not run under the plan
+    warns, once per reason; `steps_of` counts both.
 
-    Before it runs, the plan's schedule is simulated on the graph that it states, and that is
-    compared with the graph of the model, op by op.
+    Before it runs, the plan's schedule is simulated on the graph that it states, and that graph is
+    compared with the model's, op by op.
 
-    Raises `PlanMismatch` where the plan was made for another graph (possibly only at the first
-    step, when the graph is seen) or is none that follows from its graph, and `TypeError` where the
-    arguments are no model and no plan.
+    Raises `PlanMismatch` if the plan was made for another graph (possibly only at the first step,
+    when the graph is captured) or is inconsistent, and `TypeError` if an argument is not a model or
+    a plan.
     """
     from torch import nn
 
@@ -75,12 +75,13 @@ def apply(model: nn.Module, plan: Plan, *,
 
 
 def steps_of(model: nn.Module) -> StepCounts:
-    """How many steps of `model` ran under its plan, and why the last of the others did not.
+    """The number of steps of `model` that ran under its plan, and why the last other step did not.
 
-    `model`: what a plan was applied to, or a module that holds it (a wrapper for training on many
-    devices, an average).  A step is a call with gradients switched on.  The counts go on.
+    `model`: the result of applying a plan, or a module that contains it (a wrapper for distributed
+    training, an average).  A step is a call with gradients enabled.  The result is updated by later
+    steps.
 
-    Raises `ValueError` where no plan was applied to any module of `model`.
+    Raises `ValueError` if no plan was applied to any module of `model`.
     """
     from planner._apply.planned_forward import CountingForward
     from planner._graph_capture.module_forward import forward_override
@@ -96,7 +97,7 @@ def steps_of(model: nn.Module) -> StepCounts:
 def _specs(
     replan: Callable[[nn.Module, Any], Plan],
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], RewriteSpec]:
-    """The user's function as the applier calls it."""
+    """Adapt the user's function to the signature that the applier calls."""
     from planner.arguments.inputs import join_inputs
 
     def make(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RewriteSpec:
@@ -116,8 +117,8 @@ def _spec_of(what: str, plan: object) -> RewriteSpec:
 
 
 def _check_resident(model: nn.Module, plan: Plan) -> None:
-    """Raise `PlanMismatch` where the model holds more than the plan counts on, or has no argument
-    that the plan gives its forward."""
+    """Raise `PlanMismatch` if the model's state is larger than the plan counts, or if its forward
+    lacks an argument that the plan passes."""
     if plan.parallel is None:
         held, stated = _state_bytes(model), (
             plan.resident.parameters_bytes + plan.resident.buffers_bytes)
@@ -132,7 +133,8 @@ def _check_resident(model: nn.Module, plan: Plan) -> None:
 
 
 def _state_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, each storage once, as far as they fill it."""
+    """Bytes of a model's parameters and buffers, each storage once, limited to the part they
+    use."""
     from planner._graph_capture.memory.sparse import strided_tensors
     from planner._graph_capture.torch_compat import storage_key
 

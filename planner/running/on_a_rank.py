@@ -1,8 +1,8 @@
-"""The two steps that `verify` compares, of a model as it is wrapped for many ranks.
+"""The two steps that `verify` compares, for a model wrapped for many ranks.
 
-Nothing is copied, for wrappers hold on to the model: the plan's forward stands in the model itself
-while a planned step runs its forward, and the model's own while a plain one does, whatever plan the
-model may have already.
+Nothing is copied, since wrappers keep references to the model: the model's forward is replaced by
+the plan's during a planned step, and by the original one during a plain step, whatever plan the
+model has already.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 Step = Callable[..., Any]
-"""The forward of a model's training step, of its arguments."""
+"""The forward of a training step, a function of the model's arguments."""
 
 Steps = tuple[Step, Step, Callable[[], str | None]]
-"""A step without the plan, one with it, and why the last one did not run under it."""
+"""A step without the plan, one with it, and a function that says why the last one ran unplanned."""
 
 _REMEDY = (", where a step takes another memory: verify the plan of a rank in its run, on every "
            "rank, with the model as it is wrapped or sharded; or, before that, one that is made "
@@ -30,11 +30,11 @@ _REMEDY = (", where a step takes another memory: verify the plan of a rank in it
 
 
 def steps_on_this_rank(model: nn.Module, found: DataParallel | None, plan: Plan) -> Steps:
-    """The steps of a model whose run is spread like `found` (`None`: over one device); plan
-    or model, or both, are of a run of many ranks.
+    """The two steps of a model whose data parallelism is `found` (`None`: a single device); at
+    least one of plan and model is for many ranks.
 
-    Raises `ValueError` where one of model and plan is for one device, and `PlanMismatch` where the
-    plan is for another run.
+    Raises `ValueError` if only one of model and plan is for a single device, and `PlanMismatch` if
+    the plan is for another run.
     """
     from planner._apply.blocks import code_of, run_step
     from planner._graph_capture.module_forward import (

@@ -1,19 +1,19 @@
-"""Does the plan hold?  One plain and one planned training step for real, compared.
+"""Verify a plan: run one plain and one planned training step, and compare them.
 
-Both steps run on the user's model with the same inputs, buffers and random state.  Afterwards
-everything is as it was: gradients, buffers, random state.  The peak is what the allocator handed
-out during a planned step, after one that compiles; resident memory and the optimizer, which do not
-run here, are added as predicted.
+Both steps run on the user's model with the same inputs, buffers and random state.  Gradients,
+buffers and random state are restored afterwards.  The peak is measured by the allocator during a
+planned step, after one that compiles; resident memory and the optimizer, which do not run here, are
+added as predicted.
 
-In 16-bit floats, by autocast or by the model's own dtype, a step that is captured in one chunk
-rounds otherwise than the plain one, with a plan or without.  Where a planned step differs from the
-plain one by more than the tolerance, it is therefore compared with the step as torch captures it
-without a plan (the backend `aot_eager`), which runs the same kernels on the same operands.  What
-Inductor fuses it rounds in yet another way, which depends on what is recomputed: there the
-tolerance is twice the distance that `torch.compile(model)` has from the plain step.
+In 16-bit floats, by autocast or by the model's own dtype, a captured step rounds differently from
+the plain one, with or without a plan.  A planned step that differs from the plain one by more than
+the tolerance is therefore compared with the step as torch captures it without a plan (the backend
+`aot_eager`), which runs the same kernels on the same operands.  Inductor's fused kernels round in
+yet another way, which depends on what is recomputed: there the tolerance is twice the distance of
+`torch.compile(model)` from the plain step.
 
-Blind spots: a step whose kernels are not deterministic differs from itself; state outside
-parameters, buffers and torch's random generators is neither compared nor restored.
+Blind spots: a step with nondeterministic kernels differs from itself; state outside parameters,
+buffers and torch's random generators is neither compared nor restored.
 """
 
 from __future__ import annotations
@@ -36,74 +36,72 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 GRADIENT_TOLERANCE = 1e-6
-"""Largest relative L2 distance between the two gradients that still counts as equal: the order in
-which a captured graph accumulates differs from that of plain autograd."""
+"""Largest relative L2 distance between two gradients that counts as equal: a captured graph
+accumulates in another order than plain autograd."""
 
 COMPILED_GRADIENT_TOLERANCE = 1e-5
-"""The same for a plan that Inductor compiles: what it fuses, it rounds differently."""
+"""The same for a plan that Inductor compiles: fused kernels round differently."""
 
 COARSE_GRADIENT_TOLERANCE = 2.0 ** -7
 """The same in a 16-bit dtype for a plan that runs a part in chunks, whose sums round differently,
-and for one of many ranks, where the step is not captured once more to compare with."""
+and for a rank of many, where the step is not captured again for comparison."""
 
 _MEASURED_ON_A_RANK = 3
-"""Steps whose smallest peak counts: a thread of gloo may hold a copy of what it sends on into the
-next op."""
+"""Number of steps whose smallest peak counts: a thread of gloo may keep a copy of what it sends
+into the next op."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """What a planned step does otherwise than one without a plan."""
+    """Difference between a planned step and one without a plan."""
 
     gradient_error: float
-    """Relative L2 distance of the whole gradient; infinite where one step made a gradient and the
-    other none."""
+    """Relative L2 distance of the whole gradient; infinite if only one step produced a gradient."""
     loss_error: float
     """Relative L2 distance of the loss."""
     buffers_equal: bool
-    """Whether every buffer is the same after both steps: integers exactly, others up to the
-    tolerance (a kernel may sum in another order where the captured graph lays tensors out
-    differently)."""
+    """True if every buffer is the same after both steps: integers exactly, others up to the
+    tolerance (a kernel may sum in another order if the captured graph uses another tensor
+    layout)."""
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether the two steps do the same."""
+        """True if the difference is within the tolerance."""
         return (self.buffers_equal and self.gradient_error <= tolerance
                 and self.loss_error <= tolerance)
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What two real steps, one plain and one planned, showed."""
+    """Result of one plain and one planned step, both executed."""
 
     budget_bytes: int | None
     """The plan's budget; `None`: no limit."""
     predicted_peak_bytes: int
     """The plan's `peak_bytes`."""
     peak_bytes: int
-    """Measured peak of forward, loss and backward of the planned step, above the resident bytes,
-    plus these; the optimizer's step, where it is fuller, as predicted."""
+    """Resident bytes plus the measured peak of forward, loss and backward of the planned step above
+    them; the optimizer's step, if its peak is higher, as predicted."""
     max_gradient_error: float
-    """Relative L2 distance of the whole gradient from that of the plain step; infinite where one
-    step made a gradient and the other none."""
+    """Relative L2 distance of the whole gradient from that of the plain step; infinite if only one
+    step produced a gradient."""
     loss_error: float
     """Relative L2 distance of the loss."""
     buffers_equal: bool
-    """Whether every buffer is the same after both steps: integers exactly, others up to
-    `tolerance` (a kernel may sum in another order where the captured graph lays tensors out
-    differently)."""
+    """True if every buffer is the same after both steps: integers exactly, others up to `tolerance`
+    (a kernel may sum in another order if the captured graph uses another tensor layout)."""
     rng_equal: bool
-    """Whether every random generator is in the same state after both steps."""
+    """True if every random generator is in the same state after both steps."""
     tolerance: float = GRADIENT_TOLERANCE
-    """What the errors may be; more than usual where the rounding of Inductor's kernels is."""
+    """Limit on the errors; larger than usual if the rounding of Inductor's kernels is."""
     captured: StepDifference | None = None
-    """What the planned step does otherwise than the step as torch captures it without a plan.  It
-    decides where the plain step rounds otherwise; `None`: it was not looked at."""
+    """Difference between the planned step and the step as torch captures it without a plan, which
+    decides if the plain step rounds differently; `None`: not computed."""
     why_unplanned: str | None = None
-    """Why the step did not run under the plan; `None`: it did."""
+    """Reason why the step did not run under the plan; `None`: it did."""
 
     @property
     def ok(self) -> bool:
-        """Whether the planned step does what the plain one does, within the budget."""
+        """True if the planned step equals the plain one, within tolerance and budget."""
         from_plain = StepDifference(self.max_gradient_error, self.loss_error, self.buffers_equal)
         return (self.why_unplanned is None and self.within_budget and self.rng_equal and any(
             difference is not None and difference.is_within(self.tolerance)
@@ -111,7 +109,7 @@ class Verification:
 
     @property
     def within_budget(self) -> bool:
-        """Whether the measured peak is within the budget."""
+        """True if the measured peak is within the budget."""
         return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,17 +141,17 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
            loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Verification:
     """Run one plain and one planned training step of `model` and compare them.
 
-    `inputs` and `loss_fn` are those that the plan was made with, with real values on the model's
-    device.  The model is left as it was.  Autocast is that of the plan.  For a plan that Inductor
-    compiles the plain step is that of `torch.compile(model)`, which draws the same random numbers.
+    `inputs` and `loss_fn` are those of the plan, with real values on the model's device; autocast
+    is that of the plan.  The model is left unchanged.  For a plan for Inductor the plain step is
+    that of `torch.compile(model)`, which draws the same random numbers.
 
-    In a run of many ranks every rank calls it, with the model as `DistributedDataParallel` or
-    `fully_shard` have it, and the plan of a rank; each compares its own gradients and memory.  The
-    model may have the plan already, by `plan.apply` or `within`, or none.
+    In distributed training every rank calls it, with its plan and with the model wrapped by
+    `DistributedDataParallel` or `fully_shard`; each rank compares its own gradients and memory.
+    The model may already have the plan, by `plan.apply` or `within`.
 
-    Raises `PlanMismatch` where the plan was made for another graph or other ranks, `CaptureError`
-    where nothing can be differentiated, and `ValueError` for a model without values (on `meta`) and
-    where one of model and plan is of one device and the other of many ranks.
+    Raises `PlanMismatch` if the plan was made for another graph or other ranks, `CaptureError` if
+    nothing can be differentiated, and `ValueError` for a model without values (on `meta`) or if
+    only one of model and plan is for a single device.
     """
     from planner._apply.call_signature import autocast_as_planned
     from planner._graph_capture.memory.allocator import record_peak
@@ -174,7 +172,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
 
     def step(forward: Step) -> tuple[torch.Tensor, ...]:
         with autocast_as_planned(plan.spec):
-            output = forward(*args, **kwargs)  # held to the end of the step, or as the plan says
+            output = forward(*args, **kwargs)  # alive until the step ends, or as planned
             goal = objective(output, loss_fn)
         if not plan.spec.holds_output:
             del output
@@ -229,7 +227,7 @@ def _steps_on_one_device(model: nn.Module, plan: Plan) -> Steps:
 
 
 def _compiled(model: nn.Module, backend: str, **options: Any) -> nn.Module:
-    """The model as a backend of torch's compiles it without a plan."""
+    """The model compiled by a torch backend, without a plan."""
     import copy
 
     import torch
@@ -242,7 +240,7 @@ def _compiled(model: nn.Module, backend: str, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a step leaves behind."""
+    """Results of a step."""
 
     losses: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -262,7 +260,7 @@ def _outcome(model: nn.Module, step: Callable[[], tuple[torch.Tensor, ...]],
 
 
 def _kept(gradient: torch.Tensor, reuses_gradients: bool) -> torch.Tensor:
-    """The gradient, or its shard that is here, as it is now."""
+    """The gradient, or its local shard; a copy if later steps reuse its memory."""
     here: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return here.clone() if reuses_gradients else here
 
@@ -270,9 +268,9 @@ def _kept(gradient: torch.Tensor, reuses_gradients: bool) -> torch.Tensor:
 @contextmanager
 def _state_kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 reuses_gradients: bool) -> Iterator[Callable[[], None]]:
-    """Yields a function that starts over: no gradients, the buffers and random state of now.  At
-    the end the gradients of now are back too; `reuses_gradients`: where every step writes to their
-    memory."""
+    """Context that yields a function to reset the model: no gradients, and the buffers and random
+    state of entry.  On exit the gradients are restored, too; `reuses_gradients`: every step writes
+    to their memory."""
     import torch
 
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs))
@@ -366,7 +364,7 @@ def _all_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
 
 
 def _is_coarse(model: nn.Module, plan: Plan) -> bool:
-    """Whether a part of the step is computed in a dtype coarser than float32."""
+    """True if a part of the step is computed in a dtype coarser than float32."""
     import torch
 
     under, ranks = plan.spec.signature, plan.parallel

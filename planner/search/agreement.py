@@ -1,13 +1,12 @@
-"""One plan for all ranks that ask for the same.
+"""One plan for all ranks that request the same.
 
-The model of the world: ranks exchange small values through the store of their process group, which
-asks nobody to take part at the same time.  Whoever needs a plan first makes it and puts it there as
-its JSON; the others that put the same question (graph, sizes, budget) wait for it and take it.  A
-rank whose step is another one asks another question, and waits for nobody.
+Model of the world: ranks exchange small values through the store of their process group, which
+needs no simultaneous participation.  The first rank that needs a plan makes it and publishes its
+JSON; the others with the same request (graph, sizes, budget) wait for it.  A rank with another step
+makes another request, and waits for nobody.
 
-So ranks run the same plan though their solvers might have found different ones, each plan is made
-once, and a rank that stops meanwhile ends the others with an error, after the time-out of the
-group's store.
+So ranks run the same plan even if their solvers would find different ones, each plan is made once,
+and if the rank that makes it stops, the others fail after the time-out of the group's store.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
 _PREFIX = "checkpoint-planner"
 _FAILED = "no plan"
 _met: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-_numbers = itertools.count()  # of the models that were met
+_numbers = itertools.count()  # of models, in the order of first use
 
 
 def agreed(make: Callable[[], Plan], prepared: PreparedStep, limit_bytes: int | None,
            effort: Effort, purpose: str = "") -> Plan:
-    """What `make` returns for this step and limit, made by one rank of the process group, if there
-    is one; `purpose`: what the plan is for beside that.
+    """The result of `make` for this step and limit, made by one rank of the process group, if there
+    is one; `purpose`: distinguishes requests that are otherwise equal.
 
-    Raises what `make` raises, and `PlannerError` where the rank that makes the plan does not give
+    Raises the errors of `make`, and `PlannerError` if the rank that makes the plan does not deliver
     it in time.
     """
     from torch import distributed as dist
@@ -73,9 +72,12 @@ def agreed(make: Callable[[], Plan], prepared: PreparedStep, limit_bytes: int | 
 
 
 def check_same_model(model: nn.Module, tensors: Sequence[object], ranks: Sequence[int]) -> None:
-    """When a model is met first, raise `PlanMismatch`, on all of these ranks, unless they train the
-    same one, as the list of its parameters and buffers tells; `PlannerError` where a rank does not
-    say in time.  Ranks are taken to meet their models in one order."""
+    """On first use of a model, check that all `ranks` train the same one, by its parameters and
+    buffers.
+
+    Raises `PlanMismatch` if they do not, and `PlannerError` if a rank does not answer in time.
+    Assumes that all ranks use their models in the same order.
+    """
     from torch import distributed as dist
 
     if len(ranks) < 2 or model in _met:
@@ -99,7 +101,7 @@ def check_same_model(model: nn.Module, tensors: Sequence[object], ranks: Sequenc
 def _wait(store: dist.Store, key: str, maker: str | None, rank: object = "?") -> str:
     try:
         store.wait([key])
-    except Exception as error:  # of the store's kind: a time-out, a connection that was closed
+    except Exception as error:  # depends on the store: a time-out, a closed connection
         if maker is not None and store.check([maker]):
             rank = store.get(maker).decode()
         raise PlannerError(
@@ -116,7 +118,7 @@ def _time_out(store: dist.Store) -> str:
 
 
 def _question(prepared: PreparedStep, limit_bytes: int | None, effort: Effort, purpose: str) -> str:
-    """Hash of all that a plan depends on, but for measured seconds."""
+    """Hash of everything that a plan depends on, except measured seconds."""
     ops = [[op.name, op.digest, op.inputs, op.outputs, op.workspace_bytes, op.replay_state_bytes]
            for variant in prepared.variants for op in variant.graph.ops]
     sizes = [buffer.size_bytes for variant in prepared.variants for buffer in variant.graph.buffers]

@@ -1,4 +1,4 @@
-"""Refusals in the terms of the one who asks: percentages, and what more choices would need."""
+"""Rewording of infeasible budgets: as percentages, and with what other choices would need."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from planner.units import format_bytes
 
 def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: PreparedStep,
                       prepared_for: Callable[[Planning], PreparedStep]) -> InfeasibleBudget:
-    """The refusal with the smallest budgets of plans that may do more than `planning` allows,
-    where these are smaller; of what is reserved only planning itself can tell."""
+    """The refusal with the smallest budgets of plans with more choices than `planning` allows,
+    where these are smaller; for reserved memory it is unchanged."""
     if planning.budget_of != "allocated":
         return refusal
     found: dict[tuple[str, ...], int] = {}
@@ -31,7 +31,7 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: P
             link = host_link(wider, prepared.base.graph.device)
             other = (prepared.with_link(link) if choice == "offload" and link is not None
                      else prepared_for(wider))
-        except (CaptureError, ValueError):  # which planning itself did not meet
+        except (CaptureError, ValueError):  # of the wider arguments only
             continue
         if choice == "chunk" and not any(variant.chunks > 1 for variant in other.variants):
             continue

@@ -1,4 +1,4 @@
-"""A schedule of a step that Inductor compiles, and what its code takes."""
+"""A schedule of a step for Inductor, and the memory of its compiled code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule and what its compiled step takes."""
+    """A schedule with its compiled step."""
 
     schedule: Schedule
     spec: RewriteSpec
@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """What the compiled step takes at most, above what is resident."""
+        """Peak of the compiled step above resident memory."""
         return self.step.peak_bytes
 
 
@@ -38,15 +38,15 @@ peak_bytes_of = attrgetter("peak_bytes")
 
 
 def spec_for_inductor(prepared: PreparedStep, variant: Variant, schedule: Schedule) -> RewriteSpec:
-    """What the applier does for a schedule, and Inductor as it does by itself."""
+    """The rewrite spec of a schedule, without in-place reuses, which Inductor chooses itself."""
     spec = build_spec(prepared, variant, unroll(variant.problem, schedule))
     return replace(spec, backend="inductor", regions=tuple(
         replace(region, inplace_reuses=()) for region in spec.regions))
 
 
 def foreseen_step(variant: Variant, schedule: Schedule, off_bytes: int) -> CompiledStep:
-    """The step as the problem accounts for it, and `off_bytes` beside that: for a search that is
-    out of time."""
+    """The compiled step as the problem predicts it, plus `off_bytes` of temporaries, for a search
+    that is out of time."""
     from planner._graph_capture.inductor.compiled_step import CompiledStep
 
     timeline = unroll(variant.problem, schedule)

@@ -1,9 +1,9 @@
-"""Which results a compiled step had better not save, though there is memory for them.
+"""Find results that a compiled step should recompute even if there is memory to save them.
 
-The model of the world: Inductor computes a pointwise result in the kernel that reads it.  To save
-one, a kernel has to write it and another has to read it; to compute it again costs arithmetic, and
-memory traffic only where what it is made from is not read in any case.  On a CPU the mask of a
-dropout takes longer to write and to read than to draw again.
+Model of the world: Inductor computes a pointwise result in the kernel that reads it.  Saving it
+costs a write and a read; recomputing it costs arithmetic, and memory traffic only for inputs that
+are not read anyway.  On a CPU, writing and reading a dropout mask takes longer than drawing it
+again.
 
 Blind spots: those of `graph_capture.inductor.fused_costs`.
 """
@@ -21,17 +21,17 @@ from planner.step.variant import Variant
 
 
 def free_ops(variant: Variant, saved: Set[int]) -> frozenset[int]:
-    """Ops that Inductor recomputes by itself: fused into the kernels that read them."""
+    """Ops that Inductor recomputes by itself, fused into the kernels that read them."""
     runs = Counter(as_order(schedule_saving(variant, saved)))
     return frozenset(index for index, count in runs.items() if count > 1)
 
 
 def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> frozenset[int]:
-    """`saved` without the buffers that free ops make from what is saved otherwise."""
+    """`saved` without the buffers that free ops compute from the other saved buffers."""
     known: dict[int, bool] = {}
 
     def available(buffer: int) -> bool:
-        """Whether the backward can have it from buffers that no free op makes."""
+        """True if the backward can compute the buffer from buffers that no free op produces."""
         if buffer not in known:
             producer = graph.buffers[buffer].producer
             if producer in free:
@@ -48,13 +48,13 @@ def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> froze
 
 
 def saving_seconds(variant: Variant, schedule: Schedule, costs: SavingCosts) -> float:
-    """What it takes to write and to read what a schedule saves."""
+    """Seconds to write and read the buffers that a schedule saves."""
     return sum(costs.to_save.get(buffer, 0.0) for buffer in saved_buffers(variant, schedule))
 
 
 def without_cheap(variant: Variant, saved: Set[int], costs: SavingCosts) -> frozenset[int]:
-    """`saved` without the buffers that are made again from the others in less time than they are
-    written and read; the one that gains the most is given up first."""
+    """`saved` without the buffers that are recomputed from the others in less time than it takes to
+    write and read them; the largest gain is dropped first."""
     kept = set(saved)
     while True:
         recomputes = Recomputes(variant, kept, costs)
@@ -65,7 +65,7 @@ def without_cheap(variant: Variant, saved: Set[int], costs: SavingCosts) -> froz
                 gains.append((seconds - costs.to_save[buffer], buffer))
         given_up: set[int] = set()
         for _, buffer in sorted(gains):
-            # What is given up before may have been what this one was to be made from.
+            # A buffer dropped before may be a source of this one.
             if given_up.isdisjoint(recomputes.sources(buffer)):
                 given_up.add(buffer)
         if not given_up:
@@ -74,7 +74,7 @@ def without_cheap(variant: Variant, saved: Set[int], costs: SavingCosts) -> froz
 
 
 class Recomputes:
-    """What it takes to make one more buffer again, where `kept` is saved for the backward."""
+    """Cost of recomputing one more buffer, where `kept` is saved for the backward."""
 
     def __init__(self, variant: Variant, kept: Set[int], costs: SavingCosts) -> None:
         self._graph, self._problem, self._kept, self._costs = (
@@ -91,8 +91,8 @@ class Recomputes:
                     self._readers.setdefault(buffer, []).append(index)
 
     def seconds(self, buffer: int, limit: float) -> float:
-        """Seconds of the ops, and of reading what they are made from if its readers do not read
-        that too; at least `limit` where it cannot be had for less."""
+        """Seconds of the additional ops, plus reads of their sources that the buffer's readers do
+        not read anyway; `limit` if it is not less."""
         graph, problem, costs = self._graph, self._problem, self._costs
         readers = self._readers.get(buffer, [])
         first = next((index for index in readers if graph.ops[index].phase is Phase.BACKWARD), None)
@@ -112,14 +112,14 @@ class Recomputes:
         )
 
     def sources(self, buffer: int) -> set[int]:
-        """What is saved of that which a buffer is made from."""
+        """The saved buffers that a buffer is recomputed from."""
         ops = list(self._ops(buffer))
         made = {b for index in ops for b in self._graph.ops[index].outputs}
         return {b for index in ops if self._problem.ops[index].recomputable
                 for b in self._graph.ops[index].inputs if b not in made}
 
     def _ops(self, buffer: int) -> Iterator[int]:
-        """The ops that would run again beside those that do, or whose result would be saved."""
+        """The ops that would run again in addition, or whose result would have to be saved."""
         graph = self._graph
         pending, seen = [graph.buffers[buffer].producer], set()
         while pending:

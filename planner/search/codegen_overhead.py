@@ -1,41 +1,42 @@
-"""What the code of a schedule takes beside the breakdown of the scheduling problem, as it is
-expected before the code is there: the problem sees ops, and Inductor makes kernels of them."""
+"""Estimate the codegen overhead of a schedule: memory of its generated code minus the scheduling
+problem's breakdown, which counts ops where Inductor generates kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _USUALLY, _UNSURE = 0.004, 0.015
-"""Part of the budget that code is taken to need, until some was followed (Llama of 12 layers -0.7
-to -0.1%, Swin -1.9 to -1%), and where the workspace that is accounted for depends on layouts that
-Inductor decides on (ConvNeXt 1.5%)."""
+"""Assumed fraction of the budget until some code was traced (Llama of 12 layers -0.7 to -0.1%, Swin
+-1.9 to -1%), and if counted workspace depends on layouts that Inductor chooses (ConvNeXt 1.5%)."""
 _MOST = 0.05
-"""Part of the budget that code needs at most, where there is time for one try (Swin at 30%, on its
-way to the least, 4.6%)."""
+"""Upper estimate as a fraction of the budget, if there is time for one try only (Swin at 30%, on
+its way to the least, 4.6%)."""
 _MORE = 0.02
-"""Part of the budget by which that may be more than for schedules that were followed."""
+"""Fraction of the budget by which it may exceed that of traced schedules."""
 _NEAR_DEFAULT = 0.75
-"""Part of what Inductor takes by itself from which on a plan is enough like that to take as much
-beside the breakdown (at 80% Llama -1.6 and -1.7% of it, ConvNeXt -9.5 and -10.1%)."""
+"""Above this fraction of the memory of Inductor's default, a plan is similar enough to have the
+same overhead (at 80% Llama -1.6 and -1.7% of it, ConvNeXt -9.5 and -10.1%)."""
 MARGIN = 0.004
-"""Part of the budget by which the next proposal is to stay below it: code that decides otherwise
-takes a little more or less beside the breakdown (Swin 0.4%)."""
+"""The next proposal stays below the budget by this fraction: code with other decisions has a
+slightly different overhead (Swin 0.4%)."""
 
 
 class CodegenOverhead:
-    """What is known of that for one search; mutable, since it learns."""
+    """Codegen overhead observed in one search; mutable, since it learns."""
 
     def __init__(self, default_bytes: int) -> None:
-        """`default_bytes`: the breakdown of what Inductor does by itself."""
+        """`default_bytes`: the breakdown of Inductor's default."""
         self._default_bytes = default_bytes
         self.default_code: int | None = None
-        """What the code of that takes, if it was followed."""
+        """Memory of the default's code, if it was traced."""
         self.of_whole: dict[bool, int] = {}
-        """What a whole step that did not fit took beside the breakdown, by the order of kernels."""
+        """Overhead of a whole step that did not fit, by `kernel_order`."""
 
     def expected(self, net_bytes: int, is_unsure: bool = False) -> tuple[int, int]:
-        """Bytes for a budget of `net_bytes`, and how far they may be off for a try.  `is_unsure`:
-        whether Inductor decides on a workspace that is accounted for."""
+        """Expected overhead for a budget of `net_bytes`, and the error tolerated for a try.
+
+        `is_unsure`: True if Inductor's layouts decide on counted workspace.
+        """
         usual = int((_UNSURE if is_unsure else _USUALLY) * net_bytes)
         if self.default_code is None:
             return usual, usual // 2
@@ -46,6 +47,6 @@ class CodegenOverhead:
 
 
 def at_most(net_bytes: int, of_tries: Sequence[int] = ()) -> int:
-    """Bytes that code for a budget of `net_bytes` is very likely not to exceed, by what that of
-    other tries took."""
+    """Overhead that code for a budget of `net_bytes` is very unlikely to exceed; `of_tries`: that
+    of other tries."""
     return max(0, *of_tries) + int(_MORE * net_bytes) if of_tries else int(_MOST * net_bytes)

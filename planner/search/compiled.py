@@ -1,10 +1,10 @@
-"""Planning a step that Inductor compiles: what Inductor does by itself, or the cheapest that the
-searches of its variants find (`planner.search.compiled_search`).
+"""Plan a step that Inductor compiles: Inductor's default, or the cheapest candidate from the
+searches of its graph variants (`planner.search.compiled_search`).
 
-What Inductor's own partitioner recomputes without any budget is the starting point: it costs
-nothing beside the memory traffic that it saves.
+The starting point is the recomputation that Inductor's own partitioner does without a budget: it
+costs nothing beyond the memory traffic that it saves.
 
-Blind spots: what is proven (`planner.search.fused_bound`) is proven under the problem's costs.
+Blind spot: proofs (`planner.search.fused_bound`) hold under the problem's costs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from planner._graph_capture.inductor.compiled_step import CompiledStep
 
 _WORTH_GENERATING = 1.3
-"""The code of what Inductor does by itself is not generated where that takes more than this times
-the budget, by the problem's account, which has been 10% above the code there (ConvNeXt)."""
+"""The default's code is not generated if the problem's breakdown exceeds this multiple of the
+budget; the breakdown has been 10% above the code there (ConvNeXt)."""
 CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
            "longer one, or a machine that does less beside, may find a better plan")
-"""A note of such plans."""
+"""Note of such plans."""
 
 
 def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effort) -> Plan:
@@ -53,9 +53,9 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
                 default = base.confirmed(default)
             if default.step.peak_bytes <= net:
                 return _make_plan(searches, base, budget_bytes, default)
-        # What fits by the breakdown with workspace fits by that without, which is asked first.
+        # The breakdown without workspace accepts more schedules, so it is tried first.
         lean = [base.without_workspace()] if base.depends_on_workspace(net) else []
-        # Where there is no time for another form, the smallest step is looked at.
+        # Without time for another variant, the smallest step is tried.
         cheapest = choose((*lean, *searches), lambda search: (
             None if search is not base and base.is_late() else search.within(net)
         ), lambda search, best: (
@@ -74,7 +74,7 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
 
 
 def smallest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
-    """The plan whose compiled step takes the least memory, among those tried."""
+    """The plan whose compiled step uses the least memory among those tried."""
     searches = [CompiledSearch(prepared, variant, effort) for variant in prepared.variants]
     search, found, _ = _smallest(searches)
     return _make_plan(searches, search, None, found)
@@ -82,8 +82,8 @@ def smallest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
 
 def _smallest(searches: Sequence[CompiledSearch], net_bytes: int = 0
               ) -> tuple[CompiledSearch, Candidate, int]:
-    """As `CompiledSearch.smallest` over all variants that may take the least, by the problem's
-    account; and the search that found the candidate."""
+    """Like `CompiledSearch.smallest`, over all variants that may use the least memory by the
+    problem's breakdown; also returns the search that found the candidate."""
     least = min(search.proposals.least[0] for search in searches)
     tried: list[tuple[CompiledSearch, Candidate, int]] = []
     for search in sorted(searches, key=lambda search: search.proposals.least[0]):
@@ -99,11 +99,10 @@ def _smallest(searches: Sequence[CompiledSearch], net_bytes: int = 0
 
 def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, budget_bytes: int | None,
                found: Candidate) -> Plan:
-    """The plan of a candidate that one of the searches, each among schedules of one variant,
-    found."""
+    """The plan of the candidate that `search`, one of `searches`, found."""
     base, prepared, variant = searches[0], search.prepared, search.variant
     base_cost = base.variant.problem.keep_all_cost
-    # What an estimate takes for a gain, the machine may not.
+    # An estimated gain may not materialize.
     extra = max(0.0, (found.cost - base.default_cost) / base_cost) if base_cost else 0.0
     bound, is_proven = min(0.0, extra), False
     if extra > 0 and budget_bytes is not None and prepared.cost_model != "measured":
@@ -126,14 +125,14 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, budge
 
 
 def _least_cost(searches: Sequence[CompiledSearch], net_bytes: int) -> float:
-    """A bound on the cost of any choice whose code takes at most `net_bytes`, whatever the variant,
-    if no code takes less beside an account than that of the steps that were followed."""
+    """Lower bound on the cost of any choice whose code uses at most `net_bytes`, in any variant, if
+    no code has a lower overhead than that of the traced steps."""
     least: dict[Variant, float] = {}
     overstated = math.inf
-    for has_workspace in (True, False):  # of two accounts of one variant each gives a bound
+    for has_workspace in (True, False):  # both breakdowns of a variant give a bound
         by_breakdown = [search for search in searches if search.has_workspace is has_workspace]
         more_bytes = max([0, *(search.overstated_bytes for search in by_breakdown)])
-        if more_bytes >= overstated:  # what fits by the first account fits by this one
+        if more_bytes >= overstated:  # schedules that fit by the first one fit by this one
             continue
         overstated = more_bytes
         for search in by_breakdown:
@@ -143,7 +142,7 @@ def _least_cost(searches: Sequence[CompiledSearch], net_bytes: int) -> float:
 
 
 def _describe(prepared: PreparedStep, step: CompiledStep) -> str:
-    """What holds the memory of the smallest step that was found."""
+    """Memory of the smallest step found, by category."""
     memory = prepared.budget.with_resident(step.bytes_of)
     parts = ", ".join(f"{category} {format_bytes(size)}"
                       for category, size in memory.items() if size)

@@ -1,7 +1,7 @@
-"""Planning a step that runs op by op: the simulator's account is that of the step itself.
+"""Plan a step that runs op by op, whose memory the simulator computes exactly.
 
-The limit is on the whole step; the solver sees what it leaves for forward and backward.  What no
-schedule changes, resident memory and the optimizer's step, sets a floor.
+The limit is on the whole step; the solver gets the part that remains for forward and backward.
+Resident memory and the optimizer's step, which no schedule changes, set a floor.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ INTERRUPTED = "planning was interrupted: this is the best plan that was found un
 
 def schedule_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort, *,
                     warm_start: Schedule | None = None) -> tuple[Variant, Result]:
-    """The cheapest schedule found, and the form of the step that it is of; raises
-    `InfeasibleBudget`."""
+    """The cheapest schedule found and its graph variant; raises `InfeasibleBudget`."""
     if budget_bytes is None:
         return _schedule_without_budget(prepared, effort)
     if not prepared.budget.is_possible(budget_bytes):
@@ -60,8 +59,8 @@ def _schedule_without_budget(prepared: PreparedStep, effort: Effort) -> tuple[Va
 
 
 def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[Variant, Result]:
-    """A schedule within the smallest budget that is known to be met, and the form of the step that
-    it is of.  Where the optimizer's step holds more than any schedule needs, the budget is that."""
+    """A schedule within the smallest budget known to be feasible, and its graph variant.  If the
+    optimizer's step uses more memory than any schedule needs, that is the budget."""
     variant, found = cheapest(prepared.variants, prepared.budget.least_net_bytes, effort)
     if isinstance(found, Refusal):
         return variant, solve_variant(variant, found.minimum_bytes, effort, found.schedule)
@@ -69,7 +68,8 @@ def smallest_result(prepared: PreparedStep, effort: Effort) -> tuple[Variant, Re
 
 
 def infeasible(prepared: PreparedStep, budget_bytes: int) -> InfeasibleBudget:
-    """The error for a budget that cannot be met: the smallest that can, and what holds it."""
+    """The error for an infeasible budget: the smallest feasible one, and the memory at that
+    peak."""
     variant, schedule = smallest(prepared.variants, prepared.budget.least_net_bytes)
     return _refusal(prepared, variant, budget_bytes, schedule)
 
@@ -84,14 +84,14 @@ def _refusal(prepared: PreparedStep, variant: Variant, budget_bytes: int, schedu
 
 def make_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | None, result: Result
               ) -> Plan:
-    """The plan that a solver's result stands for, with the breakdown of the whole step."""
+    """The plan of a solver's result, with the memory breakdown of the whole step."""
     timeline = unroll(variant.problem, result.schedule)
     overhead = variant.overhead(result.schedule)
     return assemble_plan(
         prepared, variant, budget_bytes, schedule=result.schedule,
         spec=build_spec(prepared, variant, timeline), breakdown=breakdown(variant, timeline),
         overhead=overhead,
-        # Where proven, the two are one number; the bound's own rounding would say otherwise.
+        # If proven, the two are equal; the bound's own rounding would make them differ.
         overhead_bound=overhead if result.status == "optimal" else (
             min(max(result.overhead_bound, 0.0), overhead)),
         status=result.status, solver=result.solver, seconds=result.seconds,

@@ -1,15 +1,16 @@
-"""The least that a compiled step may cost within a budget, under the cost model of fused kernels.
+"""Lower bound on the cost of a compiled step within a budget, under the cost model of fused
+kernels.
 
-The model of the world: each choice of what is saved for the backward pays for what it recomputes
-(`graph_capture.inductor.fused_costs`), once at least, and for what its kernels write and read only
-because it is saved.  Memory is looked at as the forward and the loss end, where the step that
-recomputes nothing is fullest, and where the choice that is cheapest so far exceeds the budget.
-That is the time-cut model of the solvers (`solvers.cut_model`) with a price on each saved result,
-and its optimum is a bound for all choices whose step holds, at these moments, what the scheduling
-problem says is alive then.
+Model of the world: each choice of saved results pays for its recomputation
+(`graph_capture.inductor.fused_costs`), at least once, and for kernel writes and reads that happen
+only because a result is saved.  Memory is checked at the end of forward and loss, at the peak of
+the step without recomputation, and where the cheapest choice so far exceeds the budget.  This is
+the time-cut model of the solvers (`solvers.cut_model`) with a price on each saved result; its
+optimum is a bound for all choices whose step has, at these positions, the memory that the
+scheduling problem counts.
 
-Assumption: generated code may hold less than that (results that never leave a kernel), by at most
-what the steps show whose code was followed; whoever asks adds so much to the budget.
+Assumption: generated code may use less than that (results that never leave a kernel), by at most
+the difference seen in traced steps; the caller adds this to the budget.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from planner.solvers.violations import Inner, next_cuts
 from planner.step.variant import Variant
 
 _NODES = 50
-"""Nodes of the search for one model; where they do not suffice, the bound is a smaller one."""
+"""Search nodes per model; if they do not suffice, the bound is lower."""
 _WORK = 5.0
 """Work (see `solvers.milp.Answer`) after which no further model is solved."""
 _GAP = 1e-4
-"""Models are solved to within this part of the step's time."""
+"""Models are solved to within this fraction of the step's time."""
 
 
 def least_cost(
     variant: Variant, net_bytes: int, to_save: Mapping[int, float], seconds: float
 ) -> float:
-    """A bound on the cost of any choice within `net_bytes`, in the unit of the problem and found in
-    about `seconds`; infinite where no choice is possible.  `to_save`: what each buffer costs if it
-    is saved."""
+    """Lower bound on the cost of any choice within `net_bytes`, in the unit of the problem and
+    found in about `seconds`; infinite if no choice is feasible.  `to_save`: cost of saving each
+    buffer."""
     problem, ops = variant.problem, variant.graph.ops
     end = next((i for i, op in enumerate(ops) if op.phase is Phase.BACKWARD), 0) - 1
     if end < 0:

@@ -1,7 +1,6 @@
-"""From a captured step and a budget to a plan, whatever the backend.
+"""Plan a captured step within a budget, for any backend.
 
-A step is made ready once (`planner.step.prepared`) and then planned under as many budgets as
-wanted.
+A step is prepared once (`planner.step.prepared`) and then planned under any number of budgets.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ __all__ = ["Effort", "leanest_plan", "plan_within", "refusal"]
 @fewer_collections()
 def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort | None = None, *,
                 warm_start: Schedule | None = None) -> Plan:
-    """The cheapest plan found whose whole step peaks within `budget_bytes`, or for which no more is
-    reserved, as `prepared.budget_of` says; raises `InfeasibleBudget`."""
+    """The cheapest plan found whose whole step stays within `budget_bytes`, allocated or reserved
+    as `prepared.budget_of` says; raises `InfeasibleBudget`."""
     effort = effort or Effort()
     if prepared.base.compiled is not None:
         return plan_compiled(prepared, budget_bytes, effort)
@@ -35,7 +34,7 @@ def plan_within(prepared: PreparedStep, budget_bytes: int | None, effort: Effort
 
 
 def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
-    """The plan for the smallest budget that can be met."""
+    """The plan for the smallest feasible budget."""
     try:
         return plan_within(prepared, max(prepared.resident_bytes, 1), effort)
     except InfeasibleBudget as refusal:
@@ -43,7 +42,7 @@ def leanest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
 
 
 def refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
-    """The error for a step of which it is known that no plan of it fits."""
+    """The error for a step that is known to have no plan within the budget."""
     if prepared.budget_of == "reserved":
         return reserved_refusal(prepared, budget_bytes, effort)
     return infeasible(prepared, budget_bytes)

@@ -1,7 +1,7 @@
-"""Schedules that are worth compiling, by the breakdown of the scheduling problem alone.
+"""Schedules worth compiling, by the scheduling problem's breakdown alone.
 
-The solver's schedules are made for ops; here they are changed for kernels: what Inductor computes
-for free, or for less than it takes to save, is not saved.
+The solver's schedules are made for ops; here they are adapted to kernels: a result that Inductor
+recomputes for free, or for less than the cost of saving it, is not saved.
 """
 
 from __future__ import annotations
@@ -24,77 +24,77 @@ from planner.solvers.result import Result
 from planner.step.variant import Variant
 
 NO_LESS = 0.95
-"""Schedules whose peaks, by the problem's account, are nearer than this are not told apart by
-it."""
+"""Schedules whose peaks, by the problem's breakdown, have a ratio above this count as equal."""
 _SHARE_OF_SOLVER = 0.1
-"""Part of the time limit that one proposal may take.  It is counted as work, so that proposals are
-the same on a machine that is slower or does other things."""
+"""Fraction of the time limit for one proposal, counted as work, so that proposals are the same on a
+slower or busy machine."""
 _LEAST_SECONDS = 2.0
-"""The search for the least memory may take so long, whatever the time limit (a U-Net of 700 ops
-takes that); cut short, it misses by more than two searches of its kind differ."""
+"""Time for the search for the least memory, whatever the time limit (a U-Net of 700 ops needs it);
+cut short, its error exceeds the difference between two such searches."""
 _SMALL = 0.002
-"""Part of the budget for what is so small that it is saved where Inductor saves it by itself."""
+"""Fraction of the budget for small buffers that are saved because Inductor saves them by
+default."""
 _COST_OF_FREE = 1e-3
-"""Part of its own cost that the solver sees of an op that is free to run again: enough to tell
-schedules apart that are alike otherwise."""
+"""Fraction of its cost that the solver counts for an op that is free to recompute: enough to break
+ties between schedules."""
 _LESS = 0.01
-"""Part of a budget less for which the solver is asked first.  Where layers are alike it may find
-something cheaper there by chance: .0106 of a step within 327 MB of Llama, .0154 within 330."""
+"""The solver is first asked for a budget lower by this fraction.  With repeated layers it may find
+a cheaper schedule there by chance: .0106 of a step within 327 MB of Llama, .0154 within 330."""
 _WORTH_TRYING = 1.1
-"""A schedule that takes more than this times what it should, by the problem's account, is not
+"""A schedule that exceeds its budget by more than this factor, by the problem's breakdown, is not
 compiled."""
 
 
 class Proposals:
-    """What the solver proposes for one form of a step; mutable, since it remembers that."""
+    """The solver's proposals for one graph variant of a step; mutable, since it caches them."""
 
     def __init__(self, variant: Variant, effort: Effort, time_left: TimeLeft) -> None:
-        """A deadline cuts off a proposal that is looked for, though not before that had what it
-        should take on a machine that does nothing beside."""
+        """A deadline ends a proposal's search, but not before the work that it is entitled to on an
+        idle machine."""
         assert variant.compiled is not None
         self.variant, self.effort, self._time_left = variant, effort, time_left
         self.default = schedule_saving(variant, variant.compiled.saved_by_default)
-        """What Inductor does by itself."""
+        """Inductor's default."""
         self._saved_by_default = variant.compiled.saved_by_default
         self._costs = variant.compiled.saving_costs
         self._solved: dict[int, Result] = {}
-        """What the solver found within net bytes, of the problem that it sees."""
+        """The solver's results for the problem that it sees, by net bytes."""
         self.solver_seconds = 0.0
-        """What the solver took for one budget, at most."""
+        """The longest time that the solver needed for one budget."""
         self._costs_nothing = False
-        """Whether something proposed costs no more than what Inductor does by itself."""
+        """True if some proposal costs no more than Inductor's default."""
         self._refused_bytes = -1
-        """The most net bytes within which no search is known to find anything."""
+        """The most net bytes known to be infeasible."""
 
     @cached_property
     def costly(self) -> frozenset[int]:
-        """What Inductor saves by itself, less what is cheap to recompute."""
+        """Buffers that Inductor saves by default, without those that are cheap to recompute."""
         return without_cheap(self.variant, self._saved_by_default, self._costs)
 
     @cached_property
     def least(self) -> tuple[int, Schedule]:
-        """The least net bytes that a schedule is known to take by the problem's own breakdown, and
-        that schedule; empty where it is not at hand."""
-        try:  # with the costs that ops have alone: another schedule beside those of `within`
+        """The least net bytes of a known schedule, by the problem's own breakdown, and that
+        schedule; empty if it is not available."""
+        try:  # with unfused costs: a schedule other than those of `within`
             return 0, self._ask(self.variant, 0, _LEAST_SECONDS).schedule
         except Refusal as refusal:
             return refusal.minimum_bytes, refusal.schedule
 
     def cost(self, schedule: Schedule) -> float:
-        """Seconds of a step, by the problem's account, and of what it takes to save."""
+        """Seconds of a step by the problem's costs, plus the cost of saving."""
         return self.variant.cost(schedule) + saving_seconds(self.variant, schedule, self._costs)
 
     def cost_within(self, net_bytes: int) -> float:
-        """What the schedule costs that is most promising within `net_bytes`; infinite where there
-        is none."""
+        """Cost of the most promising schedule within `net_bytes`; infinite if there is none."""
         try:
             return self.cost(self.within(net_bytes)[0])
         except Refusal:
             return math.inf
 
     def within(self, net_bytes: int) -> tuple[Schedule, ...]:
-        """Schedules within `net_bytes`, the most promising first: the solver's without saving what
-        is free to compute, where that is worth a try; then as it is, where that takes less memory.
+        """Schedules within `net_bytes`, the most promising first: the solver's schedule without
+        saving results that are free to recompute, if that is worth a try; then the solver's
+        schedule itself, if it uses less memory.
 
         Raises `solvers.InfeasibleBudget`.
         """
@@ -111,12 +111,12 @@ class Proposals:
 
     @cached_property
     def _free(self) -> frozenset[int]:
-        """Ops that are free to run again where what is costly is saved."""
+        """Ops that are free to recompute if the costly buffers are saved."""
         return free_ops(self.variant, self.costly)
 
     @cached_property
     def _priced(self) -> Variant:
-        """The form with the problem that the solver sees."""
+        """The variant with the problem that the solver sees."""
         problem = self.variant.problem
         return replace(self.variant, problem=replace(problem, ops=tuple(
             replace(op, cost=_COST_OF_FREE * op.cost) if index in self._free else op
@@ -132,9 +132,9 @@ class Proposals:
         return self._solved[net_bytes].schedule
 
     def gain_within(self, net_bytes: int) -> float:
-        """What a schedule within `net_bytes` may cost less, at most, than what was found for the
-        most below that, if cost falls ever more slowly with memory; infinite where too little was
-        asked before to say."""
+        """Upper bound on the gain of a schedule within `net_bytes` over the result for the largest
+        smaller budget, assuming diminishing returns of memory; infinite if fewer than two results
+        are known."""
         asked = sorted(budget for budget in self._solved if budget <= net_bytes)
         if len(asked) < 2:
             return math.inf
@@ -144,13 +144,13 @@ class Proposals:
         return most.cost - most.lower_bound + slope * (net_bytes - asked[-1])
 
     def _cheapest_known(self, net_bytes: int) -> Schedule | None:
-        """Of what the solver found for other budgets, the cheapest that fits."""
+        """The cheapest known schedule that fits."""
         fitting = (found for found in self._solved.values() if found.peak_bytes <= net_bytes)
         cheapest = min(fitting, key=lambda found: found.cost, default=None)
         return None if cheapest is None else cheapest.schedule
 
     def _within_less(self, net_bytes: int) -> Schedule | None:
-        """What the solver finds for a little less, if anything."""
+        """The solver's schedule for a slightly smaller budget, if any."""
         less = int((1 - _LESS) * net_bytes)
         if less <= self._refused_bytes:
             return None
@@ -176,16 +176,15 @@ class Proposals:
             self.solver_seconds = max(self.solver_seconds, time.monotonic() - begun)
 
     def least_cost_within(self, net_bytes: int) -> float:
-        """A bound on what any schedule costs within `net_bytes`, by the problem's account."""
+        """Lower bound on the cost of any schedule within `net_bytes`, by the problem's costs."""
         effort = self.effort
-        # Two accounts may be asked, so that each may take half of what a proposal may.
+        # Two breakdowns may be queried, so each gets half of a proposal's time.
         share = _SHARE_OF_SOLVER / 2 * (effort.work_limit or effort.time_limit)
         seconds = max(self._time_left.deadline - time.monotonic(), share)
         return least_cost(self.variant, net_bytes, self._costs.to_save, seconds)
 
     def _small(self, net_bytes: int) -> frozenset[int]:
-        """The smallest of what Inductor saves by itself, from which it makes larger results again.
-        """
+        """The smallest buffers that Inductor saves by default to recompute larger results from."""
         sizes = sorted((self.variant.graph.buffers[buffer].size_bytes, buffer)
                        for buffer in self.costly)
         limits = accumulate(size for size, _ in sizes)

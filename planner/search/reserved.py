@@ -1,17 +1,16 @@
-"""Planning within what torch reserves, of which what is allocated is a part.
+"""Plan within a limit on memory that torch reserves, which includes allocated memory.
 
-The model of the world: solvers know what is allocated.  What a schedule reserves is told by a
-replay of the whole loop (`planner.step.reserved`), and more is reserved than allocated; so the
-limit on what is allocated is lowered until what is reserved fits, by as much as it did not fit, and
-raised again between what fits and what does not.  Of the schedules that fit the cheapest counts.
-What is proven for the budget as a limit on what is allocated holds for it as one on what is
-reserved.
+Model of the world: solvers know allocated memory.  A replay of the whole loop
+(`planner.step.reserved`) computes the reserved memory of a schedule, which is larger.  So the limit
+on allocated memory is lowered by the excess until the reserved memory fits, and then bisected
+between limits that fit and limits that do not.  The cheapest schedule that fits is returned.  A
+proof for the budget as a limit on allocated memory also holds for it as a limit on reserved memory.
 
-Where nothing fits, the schedules that take least decide; they do not depend on the budget, so that
-planning with the smallest one that works finds the same.
+If nothing fits, the schedules with the lowest peaks decide; they do not depend on the budget, so
+planning with the smallest feasible budget finds the same schedule.
 
-Blind spots: a schedule that allocates less may reserve more; between two limits that were tried
-there may be a cheaper schedule that fits.
+Blind spots: a schedule that allocates less may reserve more; a cheaper schedule may fit between two
+tried limits.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from planner.step.variant import Variant
 from planner.units import format_bytes
 
 _SOLVES = 7
-"""So many limits on what is allocated are tried."""
+"""Number of limits on allocated memory that are tried."""
 _NEAR = 0.005
-"""Limits that differ by less than this part of the budget are not told apart."""
+"""Limits that differ by less than this fraction of the budget count as equal."""
 _SMALL = (1.0, 1.03, 1.1)
-"""Limits that are tried where nothing fits, as multiples of the smallest that can be met."""
+"""Limits tried if nothing fits, as multiples of the smallest feasible one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A schedule, and what it takes."""
+    """A schedule and its memory."""
 
     variant: Variant
     result: Result
@@ -56,8 +55,8 @@ class _Tried:
 
 def schedule_reserving(prepared: PreparedStep, budget_bytes: int, effort: Effort, *,
                        warm_start: Schedule | None = None) -> tuple[Variant, Result]:
-    """The cheapest schedule found under which no more than `budget_bytes` is reserved, and the
-    variant of the step that it is of; raises `InfeasibleBudget`."""
+    """The cheapest schedule found that reserves at most `budget_bytes`, and its graph variant;
+    raises `InfeasibleBudget`."""
     search = _Search(prepared, budget_bytes, effort)
     fitting = search.lower(warm_start)
     if not fitting:
@@ -70,12 +69,12 @@ def schedule_reserving(prepared: PreparedStep, budget_bytes: int, effort: Effort
 
 
 def reserved_refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
-    """The error for a budget within which no schedule was found to reserve no more."""
+    """The error if no schedule was found that reserves at most `budget_bytes`."""
     return _refusal(prepared, budget_bytes, _Search(prepared, budget_bytes, effort).smallest())
 
 
 class _Search:
-    """One budget; remembers what the first limit has proven."""
+    """Search for one budget; stores the bound proven for the first limit."""
 
     def __init__(self, prepared: PreparedStep, budget_bytes: int, effort: Effort) -> None:
         self.prepared, self.budget_bytes = prepared, budget_bytes
@@ -84,7 +83,7 @@ class _Search:
         self.bound = 0.0
 
     def lower(self, warm_start: Schedule | None) -> list[_Tried]:
-        """All that fit, of schedules within one limit on what is allocated after another."""
+        """All schedules found that fit, under a sequence of limits on allocated memory."""
         fitting: list[_Tried] = []
         if warm_start is not None:
             fitting += [tried for variant in self.prepared.variants
@@ -119,7 +118,7 @@ class _Search:
         return fitting
 
     def smallest(self) -> Iterator[_Tried]:
-        """Schedules that take little, whatever the budget."""
+        """Schedules with low peaks, independent of the budget."""
         variant, result = smallest_result(self.prepared, self.effort)
         smallest = self._tried(variant, result)
         yield smallest
@@ -131,7 +130,8 @@ class _Search:
                 continue
 
     def evaluated(self, result: Result) -> Result:
-        """With what is proven for the budget, rather than for the limit that it was found with."""
+        """The result with the bound proven for the budget instead of the limit it was found
+        with."""
         return replace(
             result, lower_bound=min(self.bound, result.cost),
             status=result.status if self._is_proven(result.cost) else "feasible")
@@ -144,7 +144,7 @@ class _Search:
                                             warm_start=warm_start))
 
     def _known(self, variant: Variant, schedule: Schedule) -> _Tried | None:
-        """A schedule of another size; `None` where it is none of this variant."""
+        """A schedule of another size; `None` if it does not fit this variant."""
         if max(as_order(schedule)) + 1 != len(variant.problem):
             return None
         timeline = unroll(variant.problem, schedule)

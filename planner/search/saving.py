@@ -1,7 +1,7 @@
-"""Schedules by what they save for the backward: all that decides what Inductor generates.
+"""Schedules defined by the buffers saved for the backward, which alone determine Inductor's code.
 
-What a schedule recomputes, and when, follows from that: whatever else the backward needs, just
-before it is needed first.
+The recomputations of such a schedule follow: everything else that the backward needs runs again
+just before its first use.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from planner.step.variant import Variant
 
 
 def schedule_saving(variant: Variant, saved: Set[int]) -> Schedule:
-    """The schedule that keeps the buffers `saved` (and what may not be recomputed) for the backward
-    and computes what else it needs once more, just before it is needed first."""
+    """The schedule that keeps the buffers `saved` (and those that must not be recomputed) for the
+    backward and recomputes the others just before their first use."""
     graph, problem = variant.graph, variant.problem
     schedule: list[int] = []
     available: set[int] = set(saved)

@@ -1,8 +1,8 @@
-"""The forms of a step, and the cheapest over all of them.
+"""Search over the graph variants of a step for the cheapest schedule.
 
-Each form is a problem of its own for the solver.  One with copies pays for them whether or not
-anything is recomputed, so that it is asked only where the base variant costs more than that; what
-is proven holds over all.
+Each variant is a separate problem for the solver.  A variant with copies pays for them whether or
+not anything is recomputed, so it is solved only if the base variant costs more than that; proofs
+hold over all variants.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from planner.solvers.solve import solve
 from planner.step.variant import Variant
 
 _LEAST_FIRST_SHARE, _FIRST_SHARE = 0.2, 0.5
-"""Part of the time for the base variant, where there are others: less, the nearer the budget is to
-what that form takes at least."""
+"""Fraction of the time for the base variant, if there are others: less, the nearer the budget is to
+that variant's minimum."""
 LEAST_SHARE = 0.1
-"""Part of the time that another form gets whatever the first has used."""
+"""Fraction of the time that another variant gets, however much the first has used."""
 
 
 class _Priced(Protocol):
@@ -42,10 +42,10 @@ _Found = TypeVar("_Found", bound=_Priced)
 def choose(sources: Iterable[_Source], attempt: Callable[[_Source], _Found | None],
            is_worth: Callable[[_Source, _Found], bool] = lambda source, best: True
            ) -> tuple[_Source, _Found] | None:
-    """The cheapest that `attempt` finds over the variants of a step, or what stands for each, the
-    base form first; `None` where it finds nothing.
+    """The cheapest result of `attempt` over the variants of a step (or other `sources`), the base
+    variant first; `None` if it finds nothing.
 
-    `is_worth`: whether a form may be cheaper than the best so far; else it is not tried.
+    `is_worth`: returns whether a variant may be cheaper than the best so far; else it is not tried.
     """
     best: tuple[_Source, _Found] | None = None
     for source in sources:
@@ -59,7 +59,7 @@ def choose(sources: Iterable[_Source], attempt: Callable[[_Source], _Found | Non
 
 def solve_variant(variant: Variant, net_bytes: int | None, effort: Effort,
                   warm_start: Schedule | None = None, work_limit: float | None = None) -> Result:
-    """What the solver finds for one variant within `net_bytes`; costs are relative to the base
+    """The solver's result for one variant within `net_bytes`; costs are relative to the base
     variant. `work_limit`: see `solvers.solve`.  Raises `solvers.InfeasibleBudget`."""
     if effort.is_thorough and work_limit is None:
         work_limit = math.inf
@@ -73,10 +73,8 @@ def solve_variant(variant: Variant, net_bytes: int | None, effort: Effort,
 
 def cheapest(variants: Sequence[Variant], net_bytes: int, effort: Effort,
              warm_start: Schedule | None = None) -> tuple[Variant, Result | Refusal]:
-    """The cheapest schedule found within `net_bytes`, and the variant that it is of; where there is
-    none, the variant that comes nearest and the solver's refusal, with the smallest
-    `minimum_bytes`.
-    """
+    """The cheapest schedule found within `net_bytes` and its variant; if there is none, the variant
+    with the smallest `minimum_bytes`, and the solver's refusal."""
     started = time.monotonic()
     base, is_only = variants[0], len(variants) == 1
     refusals: list[tuple[Variant, Refusal]] = []
@@ -105,7 +103,7 @@ def cheapest(variants: Sequence[Variant], net_bytes: int, effort: Effort,
         if variant is not base:
             return ask(variant, seconds_left() if len(variants) == 2
                        else LEAST_SHARE * effort.time_limit)
-        if not variant.may_fit(net_bytes):  # then it is only asked for its minimum, if nothing fits
+        if not variant.may_fit(net_bytes):  # only its minimum matters, if nothing fits
             return None
         headroom = 1 - variant.floor_bytes / max(net_bytes, 1)
         return ask(
@@ -120,15 +118,15 @@ def cheapest(variants: Sequence[Variant], net_bytes: int, effort: Effort,
         return min(refusals, key=lambda refused: refused[1].minimum_bytes)
     variant, result = found
     if len(variants) > 2 and result.status != "optimal" and not interrupted:
-        # Each had a short look; the best has the rest.
+        # Each variant had a short try; the best gets the rest.
         result = ask(variant, seconds_left(), result.schedule) or result
     return variant, replace(over_all_variants(result, bounds.values()),
                             seconds=time.monotonic() - started)
 
 
 def over_all_variants(result: Result, bounds: Iterable[float]) -> Result:
-    """The cheapest result with what is proven over all variants; `bounds`: on the cost of any
-    schedule of each that may fit."""
+    """The cheapest result with its proof over all variants; `bounds`: per variant, a lower bound on
+    the cost of any schedule that may fit."""
     bound = min(*bounds, result.cost)
     proven = result.status == "optimal" and (
         result.cost <= bound + PROOF_TOLERANCE * result.keep_all_cost)
@@ -159,6 +157,6 @@ def smallest(variants: Sequence[Variant], enough_net_bytes: int = 0) -> tuple[Va
 
 
 def without_workspace(variant: Variant) -> Variant:
-    """The form with a problem whose ops take nothing for themselves."""
+    """The variant with a problem whose ops have no workspace."""
     return replace(variant, problem=replace(variant.problem, ops=tuple(
         replace(op, workspace_bytes=0) for op in variant.problem.ops)))

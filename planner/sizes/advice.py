@@ -1,10 +1,9 @@
-"""Which micro-batch, how many of them, and whether with a plan: the choices, best first.
+"""Rank the choices of micro-batch, accumulation and plan for an effective batch.
 
-The model of the world: an effective batch of N samples is run as k micro-batches of N/k, whose
-gradients are summed; the optimizer steps once.  The time of a choice is that of its k steps, with
-what the plan recomputes, and of the k - 1 sums of all gradients.  Where gradients are summed they
-are resident from the start: each micro-batch after the first finds them there and makes new ones
-beside them.
+Model of the world: an effective batch of N samples runs as k micro-batches of N/k, whose gradients
+are summed; the optimizer steps once.  The time of a choice is that of its k steps, including
+recomputation, and of the k - 1 sums of all gradients.  With accumulation, gradients are resident
+from the start: each micro-batch after the first allocates new ones in addition.
 
 Blind spots: seconds are estimates (see `graph_capture.op_costs.devices`); the optimizer's own step
 is the same in every choice and not counted, nor is communication between ranks; a model whose batch
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 PLANS = 3
-"""So many micro-batches are planned: the largest that can be."""
+"""Number of micro-batches that are planned: the largest feasible ones."""
 PLAIN = 4
-"""So many are listed without a plan: the largest that fit."""
+"""Number of micro-batches listed without a plan: the largest that fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Choice:
 
     micro_batch: int
     accumulation: int
-    """Micro-batches for each step of the optimizer."""
+    """Micro-batches per optimizer step."""
     peak_bytes: int
     """Predicted peak of the whole step, within the budget."""
     overhead: float
@@ -56,10 +55,10 @@ class Choice:
     seconds_per_sample: float
     """Estimated; without the optimizer's own step."""
     plan: Plan | None = field(repr=False)
-    """The plan of one micro-batch, gradients of those before it counted; `None`: the model runs as
-    it is."""
+    """The plan of one micro-batch, with earlier gradients counted; `None`: the model runs
+    unplanned."""
     parallel: DataParallel | None = None
-    """How the run is spread; each rank runs this micro-batch.  `None`: there is one rank."""
+    """Data parallelism of the run; each rank runs this micro-batch.  `None`: a single rank."""
 
     def to_dict(self) -> dict[str, Any]:
         """The choice as JSON values, without the plan itself."""
@@ -77,18 +76,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The choices that fit, the fastest first."""
+    """Choices that fit the budget, the fastest first."""
 
     budget_bytes: int
     effective_batch: int
     choices: tuple[Choice, ...]
-    """By seconds per sample; at least one."""
+    """Sorted by seconds per sample; at least one."""
     skipped: tuple[tuple[int, str], ...]
     """Micro-batches whose step could not be captured, with the reason."""
 
     @property
     def best(self) -> Choice:
-        """The fastest."""
+        """The fastest choice."""
         return self.choices[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,23 +111,22 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
            budget_gb: float | None = None, budget: int | str | None = None,
            make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
            **arguments: Unpack[PlanArguments]) -> Advice:
-    """How to train with an effective batch within a budget, the fastest way first.
+    """List the ways to train with an effective batch within a budget, the fastest first.
 
-    Micro-batches are divisors of `effective_batch` (of each rank's part of it), so that all are of
-    one size.  Listed are the largest that fit as the model runs today, and the largest that fit
-    with a plan.
+    Micro-batches are divisors of `effective_batch` (of each rank's part of it), so that all have
+    one size.  The result lists the largest that fit without a plan, and the largest that fit with
+    one. Nothing is executed.
 
     Args:
-        make_inputs: `make_inputs(batch)` gives the inputs of a step of that batch.
-        effective_batch: samples for each step of the optimizer.
-        make_loss_fn: `make_loss_fn(batch)` gives the `loss_fn` of a step of that batch.
-        parallel: how the run is spread over ranks, or several ways to compare; seconds do not count
-            what communication takes beyond what it overlaps with.
+        make_inputs: `make_inputs(batch)` returns the inputs of a step of that batch.
+        effective_batch: samples per optimizer step.
+        make_loss_fn: `make_loss_fn(batch)` returns the `loss_fn` of a step of that batch.
+        parallel: data parallelism of the run, or several to compare; seconds do not include
+            communication that does not overlap with computation.
         time_limit: seconds for each plan; soft.
 
-    The other arguments, and the errors, are those of `planner.plan`, without `accumulation`, which
-    is what is looked for; the budget is no percentage.
-    Raises `InfeasibleBudget` where nothing fits.
+    The other arguments and errors are those of `planner.plan`, except `accumulation`, which is
+    searched; the budget must not be a percentage. Raises `InfeasibleBudget` if nothing fits.
     """
     parallel: object = arguments.pop("parallel", None)
     planning = Planning.of(advise, arguments).without_offload("planner.advise")
@@ -159,7 +157,7 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
 
 
 def _spreads(parallel: object, effective_batch: int) -> tuple[DataParallel | None, ...]:
-    """The ways to spread a run, checked."""
+    """The checked data-parallel settings to compare."""
     if parallel is None:
         return (None,)
     given = (parallel if isinstance(parallel, Sequence) and not isinstance(parallel, str)
@@ -218,7 +216,7 @@ class _Counsel:
                       self._seconds_per_sample(micro_batch, step, 0.0), None, step.parallel)
 
     def _planned(self, micro_batches: Sequence[int]) -> list[Choice]:
-        """The largest of them for which there is a plan."""
+        """The largest of the micro-batches that have a plan."""
         choices: list[Choice] = []
         for micro_batch in reversed(micro_batches):
             if len(choices) == PLANS:

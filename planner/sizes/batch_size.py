@@ -1,13 +1,12 @@
 """The largest batch, and the longest sequence, whose training step fits a budget.
 
-The model of the world: the memory of a step grows with its size, nearly in proportion; so two
-captures tell about where the limit is, and a few more find it.  The answer does not rest on that:
-the step of the size found and of the next size are captured, and the one fits while the other does
-not.  "Fits" is said of the plain step by its peak, and of the planned step by a plan within the
-budget, which the search ends with.
+Model of the world: the memory of a step grows with its size, nearly in proportion, so two captures
+estimate the limit and a few more find it.  The answer is checked: the steps of the reported and the
+next size are captured, the reported size fits and the next one does not.  The plain step fits by
+its peak; a planned step fits if a plan within the budget is found.
 
-Blind spot: that no plan exists for the next size is proven only where `proven` says so; elsewhere
-the solver was asked for one, with the same time, and found none.
+Blind spot: it is proven only if `proven` is true that no plan exists for the next size; otherwise
+the solver searched for one, with the same time limit, and found none.
 """
 
 from __future__ import annotations
@@ -32,35 +31,34 @@ if TYPE_CHECKING:
     from torch import nn
 
 _LARGEST = 2 ** 24
-"""Where the search ends if nobody says."""
+"""Default end of the range."""
 
 
 @dataclass(frozen=True, slots=True)
 class LargestSize:
-    """The largest step that fits a budget, as it runs today and under a plan."""
+    """The largest step that fits a budget, without and with a plan."""
 
     what: str
-    """What was varied: `batch` or `sequence`."""
+    """The varied size: `batch` or `sequence`."""
     budget_bytes: int
     plain: int | None
     """The largest that fits without a plan; `None`: not even the smallest does."""
     plain_peak_bytes: int | None
     """Predicted peak of the plain step of that size."""
     plain_next: int | None
-    """The next larger size, at which the plain step does not fit; `None` where the range ends or
-    no larger size could be captured."""
+    """The next larger size, at which the plain step does not fit; `None` at the end of the range,
+    or if no larger size could be captured."""
     plain_next_peak_bytes: int | None
     planned: int | None
-    """The largest that fits with a plan; `None` where none was asked for."""
+    """The largest that fits with a plan; `None` if plans were not searched."""
     planned_next: int | None
     """The next larger size, for which no plan was found; `None` as for `plain_next`."""
     planned_next_minimum_bytes: int | None
-    """The smallest budget known to be met at `planned_next` (whatever the overhead)."""
+    """The smallest budget known to be feasible at `planned_next` (at any overhead)."""
     proven: bool
-    """Whether it is proven that no plan of the kind that the planner makes exists at
-    `planned_next`."""
+    """True if it is proven that the planner cannot make a plan at `planned_next`."""
     overhead_limit: float | None
-    """The most extra time that a plan was allowed, as a fraction; `None`: any."""
+    """Limit on a plan's extra time, as a fraction; `None`: no limit."""
     plan: Plan | None = field(repr=False)
     """The plan of the size `planned`."""
     plain_seconds_per_item: float | None
@@ -70,11 +68,11 @@ class LargestSize:
     skipped: tuple[tuple[int, str], ...]
     """Sizes at which the step could not be captured, with the reason."""
     captures: int
-    """How many sizes were captured."""
+    """Number of captured sizes."""
 
     @property
     def growth(self) -> float | None:
-        """How many times as large as without a plan."""
+        """Ratio of the planned size to the plain one."""
         return self.planned / self.plain if self.planned and self.plain else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,25 +116,25 @@ def max_batch_size(make_inputs: MakeInputs, model: nn.Module, *, budget_gb: floa
                    multiple_of: int = 1, make_loss_fn: MakeLoss | None = None,
                    progress: Progress | None = None, **arguments: Unpack[PlanArguments]
                    ) -> LargestSize:
-    """The largest batch whose training step fits a budget, without and with a plan.
+    """Find the largest batch whose training step fits a budget, without and with a plan.
 
     Args:
-        make_inputs: `make_inputs(batch)` gives the inputs of a step of that batch, in a form that
-            `planner.plan` takes; tensors on `meta` cost nothing.
+        make_inputs: `make_inputs(batch)` returns the inputs of a step of that batch, of a type that
+            `planner.plan` accepts; tensors on `meta` allocate no memory.
         model: as for `planner.plan`; it is not executed.
-        budget_gb, budget: as for `planner.plan`, except for percentages, which would be of another
-            peak at each size.
-        plan: whether to look for the largest batch with a plan too.
-        overhead: the most extra time that a plan may cost, as a fraction of the step without
-            recomputation (0.35: 35%); `None`: whatever it takes to fit.
-        smallest, largest: the range of sizes; both ends belong to it.
+        budget_gb, budget: as for `planner.plan`, but not a percentage, which would refer to a
+            different peak at each size.
+        plan: also search for the largest batch with a plan.
+        overhead: limit on a plan's extra time, as a fraction of the step without recomputation
+            (0.35: 35%); `None`: no limit.
+        smallest, largest: the range of sizes, inclusive.
         multiple_of: only multiples of this are tried, and "the next size" is the next multiple.
-        make_loss_fn: `make_loss_fn(batch)` gives the `loss_fn` of a step of that batch, where the
-            loss holds labels.
-        time_limit: seconds for planning one size; soft.  Several are planned.
+        make_loss_fn: `make_loss_fn(batch)` returns the `loss_fn` of a step of that batch, for a
+            loss that contains labels.
+        time_limit: seconds for planning one size; soft.  Several sizes are planned.
 
-    The other arguments, and the errors, are those of `planner.plan`.  `InfeasibleBudget` is raised
-    where no size of the range fits even with a plan (or, with `plan=False`, without one).
+    The other arguments and errors are those of `planner.plan`.  Raises `InfeasibleBudget` if no
+    size of the range fits even with a plan (with `plan=False`: without one).
     """
     wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
     return _largest_size("batch", make_inputs, model, wishes,
@@ -151,11 +149,11 @@ def max_sequence_length(make_inputs: MakeInputs, model: nn.Module, *,
                         largest: int | None = None, multiple_of: int = 1,
                         make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
                         **arguments: Unpack[PlanArguments]) -> LargestSize:
-    """The longest sequence whose training step fits a budget, without and with a plan.
+    """Find the longest sequence whose training step fits a budget, without and with a plan.
 
-    `make_inputs(length)` gives the inputs of a step with sequences of that length; values are not
-    looked at, so `largest` must say how many positions the model has.  All else is as for
-    `max_batch_size`.
+    `make_inputs(length)` returns the inputs of a step with sequences of that length.  Values are
+    not checked, so `largest` must be the number of positions of the model.  Everything else is as
+    for `max_batch_size`.
     """
     wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
     return _largest_size("sequence", make_inputs, model, wishes,
@@ -164,7 +162,7 @@ def max_sequence_length(make_inputs: MakeInputs, model: nn.Module, *,
 
 
 def check_overhead(overhead: float | None) -> float | None:
-    """A limit on the extra time; raises `TypeError` or `ValueError` where it is none."""
+    """A checked limit on the extra time; raises `TypeError` or `ValueError`."""
     if overhead is None:
         return None
     if isinstance(overhead, bool) or not isinstance(overhead, numbers.Real):
@@ -183,7 +181,7 @@ class _Wishes:
     plan: bool
     overhead: float | None
     first: int
-    """In multiples of `multiple_of`, as `last`."""
+    """In multiples of `multiple_of`, like `last`."""
     last: int
     multiple_of: int
 
@@ -214,7 +212,7 @@ def _largest_size(what: str, make_inputs: MakeInputs, model: nn.Module, wishes: 
 
 
 class _Search:
-    """One search: first the plain step, then, from there on, the planned one."""
+    """One search: the plain step first, then, from its result, the planned one."""
 
     def __init__(self, what: str, steps: SizedSteps, budget_bytes: int, wishes: _Wishes,
                  effort: Effort, report: Progress) -> None:
@@ -251,7 +249,7 @@ class _Search:
         return secant(peaks, self.budget_bytes)
 
     def _require_captures(self) -> None:
-        """Raise where no size could be captured."""
+        """Raise `CaptureError` if no size could be captured."""
         if self.steps.captured:
             return
         size, reason = next(iter(self.steps.skipped.items()))

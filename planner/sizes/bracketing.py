@@ -1,13 +1,13 @@
-"""The largest whole number for which something holds, in as few trials as can be.
+"""Find the largest integer for which a predicate holds, in as few trials as possible.
 
-The model of the world: a trial is dear (a capture, a plan), what is tried holds up to some number
-and not beyond, and the caller can guess where that is from the trials so far.  So guesses are
-followed while they close in, and the interval is halved where they do not, or where a trial has
-refuted them.  A trial may have no answer (a shape that cannot be captured): then neighbours are
-tried in its place.
+Model of the world: a trial is expensive (a capture, a plan), the predicate holds up to some number
+and not beyond, and the caller can guess that number from the trials so far.  Guesses are followed
+while they shrink the interval; otherwise, or after a trial has refuted them, the interval is
+bisected.  A trial may have no answer (a shape that cannot be captured): then its neighbours are
+tried.
 
-Blind spot: where what is tried holds again beyond a number at which it does not, the answer is one
-of the boundaries: it holds there, and not at the next number.
+Blind spot: for a predicate that is not monotonic, the answer is one of the boundaries: it holds
+there, and not at the next number.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 Trial = Callable[[int], bool | None]
-"""Whether it holds at a number; `None`: that cannot be told."""
+"""The predicate; `None`: no answer at this number."""
 
 Guess = Callable[[], float | None]
-"""Where the largest number is expected, from the trials so far; `None`: no idea."""
+"""The expected largest number, from the trials so far; `None`: no guess."""
 
 NEIGHBOURS = 8
-"""So many numbers next to one without an answer are tried in its place."""
+"""Distance up to which the neighbours of a number without an answer are tried."""
 _FARTHEST = 64
-"""A guess beyond so many times the largest number that holds is not followed."""
+"""Guesses are limited to this multiple of the largest number that holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """Where it stops to hold."""
+    """The boundary of the predicate."""
 
     low: int | None
-    """The largest number found at which it holds; `None`: at none."""
+    """The largest number found at which it holds; `None`: it holds at none."""
     high: int | None
-    """The next number above it that has an answer: it does not hold there.  `None`: `low` is the
-    end of the range, or the numbers above it that were tried have no answer."""
+    """The next number above `low` with an answer: it does not hold there.  `None`: `low` is the end
+    of the range, or the numbers tried above it have no answer."""
 
 
 def find_largest(trial: Trial, guess: Guess, first: int, last: int, *,
@@ -62,7 +62,7 @@ class _Search:
 
     def close_in(self, low: int) -> Bracket:
         ceiling = self._last + 1  # nothing is tried from here on
-        high: int | None = None  # the ceiling, where a trial said so
+        high: int | None = None  # the ceiling, if a trial refuted it
         guesses_in_a_row = 0
         while ceiling - low > 1:
             candidate = self._candidate(low, high, ceiling, halve=guesses_in_a_row > 2)
@@ -85,13 +85,13 @@ class _Search:
         if halve:
             return (low + ceiling) // 2
         target = self._guess()
-        if target is None or (high is not None and target >= high):  # no idea, or refuted
+        if target is None or (high is not None and target >= high):  # no guess, or refuted
             target = 2 * low if high is None else (low + high) / 2
         farthest = ceiling - 1 if high is not None else min(ceiling - 1, _FARTHEST * low)
         return max(low + 1, min(int(min(target, 2.0 ** 62)), farthest))
 
     def try_near(self, number: int, low: int, ceiling: int | None) -> int | None:
-        """The number nearest to this one, between the two, that has an answer."""
+        """The nearest number to this one, between the two bounds, with an answer."""
         for candidate in _around(number):
             if candidate <= low or candidate > self._last or (
                     ceiling is not None and candidate >= ceiling):
@@ -103,7 +103,7 @@ class _Search:
         return None
 
     def _untold(self, numbers: range) -> bool:
-        """Whether all were tried and none has an answer."""
+        """True if all numbers were tried and none has an answer."""
         return all(self.answers.get(number, False) is None for number in numbers)
 
     def _untold_near(self, number: int, low: int) -> list[int]:
@@ -119,8 +119,8 @@ def _around(number: int) -> Iterator[int]:
 
 
 def secant(points: dict[int, float], limit: float) -> float | None:
-    """Where the line through the two points nearest to `limit` reaches it; `None` where there is no
-    such line or it does not rise."""
+    """The position at which the line through the two points nearest to `limit` reaches it; `None`
+    if there is no such line or it does not rise."""
     below = sorted(number for number, value in points.items() if value <= limit)
     above = sorted(number for number, value in points.items() if value > limit)
     if below and above:
@@ -134,5 +134,5 @@ def secant(points: dict[int, float], limit: float) -> float | None:
     rise = points[right] - points[left]
     if right <= left or rise <= 0:
         return None
-    # Not by a hair below a whole number that the line meets.
+    # The offset avoids rounding below an integer on the line.
     return left + (limit - points[left]) * (right - left) / rise + 1e-9

@@ -1,9 +1,9 @@
-"""Up to which size a plan within a budget exists.
+"""Find the largest size for which a plan within a budget exists.
 
-The model of the world: the same model at another size has the same ops in the same order, only
-larger; so a schedule found at one size can be tried at another, which takes no time.  What that
-does not settle is asked of the solver: briefly while the interval is wide, and with the whole time
-limit at the size that the answer "does not fit" is given for.
+Model of the world: the same model at another size has the same ops in the same order, only larger;
+so a schedule found at one size can be tried at another, at no cost.  Otherwise the solver decides:
+briefly while the interval is wide, and with the whole time limit at the size that is reported not
+to fit.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from planner.step.variant import Variant
 from planner.units import format_fraction
 
 _BRIEF = 0.25
-"""Part of the time limit for one size while the interval is wide."""
+"""Fraction of the time limit for one size while the interval is wide."""
 
 
 class Feasibility:
-    """Answers by number, in multiples of `multiple_of`; mutable, since it remembers them."""
+    """Answers by number, in multiples of `multiple_of`; mutable, since it caches them."""
 
     def __init__(self, steps: SizedSteps, budget_bytes: int, multiple_of: int = 1, *,
                  overhead: float | None = None, effort: Effort) -> None:
         self._steps, self._budget_bytes, self._multiple_of = steps, budget_bytes, multiple_of
         self._overhead_limit, self._effort = overhead, effort
         self.schedules: dict[int, Schedule] = {}
-        """A schedule within the budget and the limit on overhead, where one is known."""
+        """A schedule within the budget and the limit on overhead, if known."""
         self.minimum_bytes: dict[int, int] = {}
-        """The smallest budget known to be met where this one is not."""
+        """The smallest budget known to be feasible, for numbers that do not fit this budget."""
         self._overheads: dict[int, float] = {}  # the least known within the budget
         self._proven: set[int] = set()  # numbers at which no plan exists
-        self._asked: set[int] = set()  # numbers at which the solver had all the time
+        self._asked: set[int] = set()  # numbers tried with the whole time limit
         self._small: list[Schedule] = []  # schedules of small peaks
 
     def largest(self, first: int, last: int, known: Bracket) -> Bracket:
-        """The largest number from `first` to `last` with a plan; `known`: where the plain step
-        stops to fit, which is where to begin."""
+        """The largest number from `first` to `last` with a plan; the search begins at `known`, the
+        result for the plain step."""
         start = first if known.low is None else known.low
         bracket = self._close_in(start, last)
         if bracket.low is None and start > first:
@@ -57,15 +57,15 @@ class Feasibility:
         return bracket
 
     def is_proven(self, number: int | None) -> bool:
-        """Whether it is proven that no plan exists."""
+        """True if it is proven that no plan exists."""
         return number in self._proven
 
     def least_overhead(self, number: int) -> float | None:
-        """The least extra time of the plans within the budget that were found; `None`: none was."""
+        """The least extra time of the plans found within the budget; `None` if none was found."""
         return self._overheads.get(number)
 
     def fits(self, number: int, *, thorough: bool = True) -> bool | None:
-        """Whether a plan is known at the number or found; `None` where it cannot be captured."""
+        """True if a plan is known or found at the number; `None` if the step cannot be captured."""
         step = self._steps.at(number * self._multiple_of)
         if step is None:
             return None
@@ -94,7 +94,7 @@ class Feasibility:
         return bracket
 
     def _try_known(self, number: int, step: PreparedStep, variant: Variant, net_bytes: int) -> bool:
-        """Whether a schedule of another size fits."""
+        """True if a schedule of another size fits."""
         known = [variant.problem.keep_all_schedule, *self.schedules.values(), *self._small]
         return any(self._accept(number, step, variant, schedule, net_bytes)
                    for schedule in known if _transfers(schedule, variant.problem))
@@ -129,14 +129,14 @@ class Feasibility:
     def _try_smallest(
         self, number: int, step: PreparedStep, variant: Variant, net_bytes: int
     ) -> bool:
-        """Whether the smallest schedule found of a form fits."""
+        """True if the variant's smallest schedule found fits."""
         schedule = minimum_peak(variant.problem, target_bytes=net_bytes)
         self._small.append(schedule)
         return self._accept(number, step, variant, schedule, net_bytes)
 
     def _accept(self, number: int, step: PreparedStep, variant: Variant, schedule: Schedule,
                 net_bytes: int) -> bool:
-        """Note what a schedule of a form is worth; whether it will do."""
+        """Record a schedule's overhead; return whether it is within the limits."""
         peak, cost = simulate(variant.problem, schedule)
         if peak > net_bytes or (step.budget_of == "reserved" and (
                 step.takes_bytes(variant, schedule) > self._budget_bytes)):
@@ -155,7 +155,7 @@ class Feasibility:
     def _guess(self) -> float | None:
         if self._overhead_limit is None:
             return self._guess_by_memory()
-        # Overhead grows about as a power of the size.
+        # Overhead grows approximately as a power of the size.
         points = {number: math.log(overhead) for number, overhead in self._overheads.items()
                   if overhead > 0}
         limit = self._overhead_limit
@@ -166,7 +166,8 @@ class Feasibility:
         return None if reached is None or reached > 2 ** 24 else math.exp(reached / 2 ** 20)
 
     def _guess_by_memory(self) -> float | None:
-        """Where the smallest schedules known reach the budget, by the line through two sizes."""
+        """The number at which the smallest known schedules reach the budget, interpolated from two
+        sizes."""
         captured = {size // self._multiple_of: step
                     for size, step in self._steps.captured.items()}
         if not self._small and len(captured) > 1:
@@ -182,8 +183,8 @@ class Feasibility:
 
 
 def _transfers(schedule: Schedule, problem: Problem) -> bool:
-    """Whether a schedule of the model at another size is one of this problem: of the same number of
-    ops, and legal."""
+    """True if a schedule of another size is legal for this problem: it has the same number of
+    ops."""
     if max(as_order(schedule)) + 1 != len(problem):
         return False
     try:

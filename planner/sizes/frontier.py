@@ -1,7 +1,7 @@
-"""The memory/overhead curve: what each byte of memory less costs in time.
+"""The memory/overhead curve: extra time as a function of peak memory.
 
-Budgets are spread evenly between the smallest that can be met and the peak without recomputation.
-They are solved together (`solvers.curve`): schedules serve the larger budgets and bounds the
+Budgets are spaced evenly from the smallest feasible one to the peak without recomputation.  They
+are solved together (`solvers.curve`): schedules are reused for larger budgets and bounds for
 smaller ones, so overhead never rises with the budget.
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TIME_FACTOR = 4.0
-"""The whole curve aims at this many times the time of one plan, capture included: less than the
-five promised, since a solver may overrun its limit and the machine may slow down meanwhile."""
+"""Time target of the whole curve, as a multiple of the time of one plan, capture included: less
+than the promised five, since a solver may exceed its limit and the machine may slow down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,9 @@ class Frontier:
         }
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the curve to a file whose ending names the format (`.png`, `.svg`, `.pdf`).
+        """Draw the curve to a file whose extension names the format (`.png`, `.svg`, `.pdf`).
 
-        Raises `ImportError` where matplotlib is missing, `OSError` where the path cannot be
-        written.
+        Raises `ImportError` if matplotlib is missing, `OSError` if the path cannot be written.
         """
         from planner.reporters.figures import draw_frontier
 
@@ -81,12 +80,12 @@ class Frontier:
 @takes_planning()
 def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
              progress: Progress | None = None, **arguments: Unpack[PlanArguments]) -> Frontier:
-    """The curve of `model` in up to `points` plans.
+    """Trace the memory/overhead curve of `model` with up to `points` plans.
 
-    `time_limit` is that of one plan in seconds.  The plan in the middle of the curve is made with
-    it; the whole curve takes at most five times as long as that plan did, capture included in both
-    (but for `points` searches of a twentieth of a second each).  The other arguments, and the
-    errors, are those of `planner.plan`.
+    `time_limit` is that of one plan in seconds.  The plan in the middle of the curve uses it; the
+    whole curve takes at most five times as long as that plan did, capture included in both (except
+    for `points` searches of a twentieth of a second each).  The other arguments and errors are
+    those of `planner.plan`.
     """
     if check_count("points", points, 0) < 2:
         raise ValueError(f"points must be at least 2 (both ends of the curve), got {points}")
@@ -101,8 +100,11 @@ def frontier(model: nn.Module, inputs: object = None, *, points: int = 20,
 
 def trace_frontier(prepared: PreparedStep, points: int, effort: Effort, *,
                    capture_seconds: float = 0.0) -> Frontier:
-    """The curve of a captured step; `effort` is that of one plan, and `capture_seconds` what the
-    capture took, which a curve needs once and every single plan anew."""
+    """The curve of a captured step.
+
+    `effort` is that of one plan; `capture_seconds` is the time of the capture, which a curve needs
+    once and every single plan again.
+    """
     begin = time.monotonic()
     if prepared.base.compiled is not None:
         each = effort.time_limit * min(1.0, _TIME_FACTOR / points)
@@ -128,7 +130,7 @@ def trace_frontier(prepared: PreparedStep, points: int, effort: Effort, *,
 
 def _curve(variant: Variant, budgets: Sequence[int], effort: Effort, seconds: float, *,
            start: Schedule | None, known: Mapping[int, Result]) -> dict[int, Result]:
-    """Results of one variant for those of the ascending `budgets` that it can meet; `start` is a
+    """Results of one variant for those of the ascending `budgets` that are feasible; `start` is a
     schedule within the smallest of them."""
     net_bytes = variant.budget.net_bytes
     if start is None:
@@ -162,7 +164,7 @@ def _cheapest_of_each(prepared: PreparedStep, curves: Sequence[Mapping[int, Resu
         if found is None:
             continue
         net_bytes = prepared.budget.net_bytes(budget)
-        # Nothing is known of a form for which no schedule was found, though one may exist.
+        # A variant without a known schedule has no bound, though a schedule may exist.
         bounds = [
             known[variant].lower_bound if variant in known else variant.base_seconds
             for variant in prepared.variants
@@ -173,12 +175,12 @@ def _cheapest_of_each(prepared: PreparedStep, curves: Sequence[Mapping[int, Resu
 
 
 def _by_reserved(plans: Sequence[Plan]) -> list[Plan]:
-    """The same schedules, each as the plan for a budget of what it reserves."""
+    """The same schedules, each as the plan for a budget equal to its reserved memory."""
     found = []
     for plan in plans:
         budget_bytes = plan.reserved_bytes
         assert budget_bytes is not None, "such a step is not planned by what is reserved"
-        # What is proven of a larger budget of what is allocated holds for this one.
+        # A proof for a larger budget of allocated memory holds for this one.
         bound = max((other.overhead_bound for other in plans
                      if (other.budget_bytes or 0) >= budget_bytes), default=0.0)
         bound = min(bound, plan.overhead)
@@ -189,7 +191,7 @@ def _by_reserved(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _compiled_plans(prepared: PreparedStep, points: int, effort: Effort) -> list[Plan]:
-    """Plans of a step that Inductor compiles: each budget is met anew."""
+    """Plans of a step that Inductor compiles; each budget is planned separately."""
     default = plan_within(prepared, None, effort)
     smallest = smallest_plan(prepared, effort)
     low, high = smallest.peak_bytes, default.peak_bytes
@@ -202,7 +204,7 @@ def _compiled_plans(prepared: PreparedStep, points: int, effort: Effort) -> list
 
 
 def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Those that no other beats in memory or time without losing in the other, cheapest first."""
+    """Plans that are not dominated in memory and time, cheapest first."""
     chosen: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.overhead, plan.limited_bytes,
                                                 plan.budget_bytes or 0)):

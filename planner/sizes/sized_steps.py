@@ -1,8 +1,8 @@
-"""Steps of one model at several sizes (batch, sequence), each captured as few times as can be.
+"""Steps of one model at several sizes (batch, sequence), with as few captures as possible.
 
-The user gives a function from a size to the inputs of a step of that size.  A size at which the
-step cannot be captured is passed over, and the reason kept; a function that makes no inputs, or the
-same at every size, is an error.
+The user gives a function from a size to the inputs of a step.  A size at which the step cannot be
+captured is skipped, with the reason; a function that returns no inputs, or the same at every size,
+is an error.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 MakeInputs = Callable[[int], object]
-"""From a size to the inputs of a step: a tuple, a mapping or a tensor, as for `planner.plan`."""
+"""Function from a size to the inputs of a step: a tuple, a mapping or a tensor, as in
+`planner.plan`."""
 
 MakeLoss = Callable[[int], "Callable[[Any], torch.Tensor]"]
-"""From a size to the `loss_fn` of a step, for a loss that holds labels."""
+"""Function from a size to the `loss_fn` of a step, for a loss that contains labels."""
 
 
 class SizedSteps:
-    """Captures of a model by size; mutable, since it remembers them."""
+    """Captures of a model by size; mutable, since it caches them."""
 
     def __init__(self, model: nn.Module, make_inputs: MakeInputs, planning: Planning, *,
                  what: str, make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
                  accumulation_of: Callable[[int], int] | None = None) -> None:
-        """`what`: the size in words, such as `batch`; `accumulation_of`: micro-batches to a step of
-        the optimizer, by size; by default those of `planning`."""
+        """`what`: the size in words, such as `batch`; `accumulation_of`: micro-batches per
+        optimizer step, by size; by default those of `planning`."""
         if not callable(make_inputs):
             raise TypeError(f"make_inputs must be a function from a {what} size to the inputs of a "
                             f"step, got {type(make_inputs).__name__}")
@@ -67,9 +68,9 @@ class SizedSteps:
         return {size: step for size, step in self._steps.items() if step is not None}
 
     def at(self, size: int) -> PreparedStep | None:
-        """The step of this size; `None` where it cannot be captured.
+        """The step of this size; `None` if it cannot be captured.
 
-        Raises `TypeError` where `make_inputs` returns no inputs, and `ValueError` where it returns
+        Raises `TypeError` if `make_inputs` does not return inputs, and `ValueError` if it returns
         the same for two sizes.
         """
         if size not in self._steps or size in self._plain:
@@ -78,8 +79,8 @@ class SizedSteps:
         return self._steps[size]
 
     def plain_at(self, size: int) -> PreparedStep | None:
-        """As `at`, for what is said of the plain step: forms in chunks, which take as long to make
-        as the rest, may be left out."""
+        """Like `at`, for uses of the plain step only: chunked variants, which take as long to build
+        as everything else, may be missing."""
         if size in self._steps or not self.planning.chunks:
             return self.at(size)
         allow = tuple(choice for choice in self.planning.allow if choice != "chunk")
@@ -96,7 +97,7 @@ class SizedSteps:
             inputs = self._make_inputs(size)
             if self._make_loss_fn is not None:
                 loss_fn = self._make_loss_fn(size)
-        except Exception as error:  # the user's code; it may know of sizes that it cannot make
+        except Exception as error:  # the user's code; it may not support every size
             self.skipped[size] = f"make_inputs({size}) failed: {type(error).__name__}: {error}"
             return None
         self._check(size, inputs)

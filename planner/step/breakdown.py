@@ -1,7 +1,7 @@
-"""What holds how much memory at one moment of a training step, and when it is fullest.
+"""Memory breakdown of a training step at one position, and at its peak.
 
-Forward, loss and backward are unrolled by `solvers.simulator`; what is resident, and the
-optimizer's step, are those of `planner.step.budget`.
+Forward, loss and backward are unrolled by `solvers.simulator`; resident memory and the optimizer's
+step come from `planner.step.budget`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from planner.units import format_bytes
 
 
 class Holder(NamedTuple):
-    """What one op, or a kind of memory, holds at one position of the step."""
+    """Memory of one op, or of one kind, at one position of the step."""
 
     size_bytes: int
     what: str
 
 
 def breakdown(variant: Variant, timeline: Timeline) -> StepBreakdown:
-    """The memory of the step whose forward and backward run as `timeline` says."""
+    """The memory breakdown of the step whose forward and backward run as in `timeline`."""
     return variant.budget.breakdown(
         timeline.peak_bytes, memory_at(variant.graph, timeline, timeline.peak_position))
 
 
 def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[str, int]:
-    """Category to bytes at one position of forward, loss and backward, without resident memory.
+    """Bytes by category at one position of forward, loss and backward, without resident memory.
 
     Sums to `timeline.memory_bytes[position]`.
     """
@@ -40,7 +40,7 @@ def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[s
 
 
 def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, list[int]]:
-    """The same at every position, by kind."""
+    """Bytes by kind at every position."""
     buffers = graph.buffers
     changes = {kind: [0] * (len(timeline.schedule) + 1) for kind in BufferKind}
 
@@ -56,13 +56,13 @@ def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, li
     for position, index in timeline.runs:
         taken = timeline.inplace_of[position]
         hold(BufferKind.TEMPORARY, position, position, graph.ops[index].workspace_bytes)
-        if taken is not None:  # A buffer that the output took over counts once, as the output.
+        if taken is not None:  # A buffer that the output reuses counts once, as the output.
             hold(buffers[taken].kind, position, position, -buffers[taken].size_bytes)
     return {kind: list(accumulate(row[:-1])) for kind, row in changes.items()}
 
 
 def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[Holder]:
-    """What is alive at one position of forward, loss and backward, by op, largest first."""
+    """Memory alive at one position of forward, loss and backward, by op, largest first."""
     held: Counter[str] = Counter()
     for what, size_bytes in _alive_at(graph, timeline, position):
         held[what] += size_bytes
@@ -71,7 +71,7 @@ def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[
 
 
 def describe_bottleneck(variant: Variant, timeline: Timeline, *, top: int = 5) -> str:
-    """In words: when the step of `timeline` is fullest, and what holds the memory then."""
+    """Describe the peak of the step of `timeline` and the memory alive there, in words."""
     graph, budget, optimizer = variant.graph, variant.budget, variant.budget.optimizer
     resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in budget.resident.items()
                          if size and name != "gradients")
@@ -100,11 +100,11 @@ def describe_bottleneck(variant: Variant, timeline: Timeline, *, top: int = 5) -
 
 def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
               ) -> Iterator[tuple[str, int]]:
-    """Description and bytes of all that is alive at one position."""
+    """Description and bytes of everything alive at one position."""
     taken = timeline.inplace_of[position]
     for instance in timeline.instances:
         is_taken = instance.storage == taken and instance.death == position
-        # A buffer that the output took over counts once, as the output.
+        # A buffer that the output reuses counts once, as the output.
         if instance.birth <= position <= instance.death and not is_taken:
             buffer = graph.buffers[instance.storage]
             is_gradient = buffer.kind is BufferKind.GRADIENT and buffer.label
@@ -120,8 +120,8 @@ def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
 
 def _replay_states(graph: TrainingGraph, timeline: Timeline
                    ) -> Iterator[tuple[TrainingOp, int, int]]:
-    """Ops that run again and need something of their first run for that, with the positions of the
-    first and the last run."""
+    """Ops that run again and need state of their first run, with the positions of the first and the
+    last run."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for when, index in timeline.runs:

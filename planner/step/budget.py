@@ -1,17 +1,17 @@
-"""The limit on a whole step, and what it leaves for the schedule of forward and backward.
+"""The limit on a whole step, and the part of it that remains for forward and backward.
 
-The model of the world: resident memory (parameters, buffers, inputs, optimizer state) is there from
-before the step to after it.  Above it the step has two phases: forward, loss and backward, which a
-schedule orders; then the optimizer's step, during which all that is kept to the end of the first
-phase (gradients, the model's output) is alive, and its own temporaries.  The peak is the maximum
-over both, and no schedule changes the second.  Gradients of earlier micro-batches are resident
-until the new ones are added to them, which is after the backward; so is what other calls of the
-step have saved for theirs.
+Model of the world: resident memory (parameters, buffers, inputs, optimizer state) is allocated
+throughout the step.  Above it the step has two phases: forward, loss and backward, which a schedule
+orders; then the optimizer's step, with everything that is kept to the end of the first phase
+(gradients, the model's output) and its own temporaries.  The peak is the maximum over both, and no
+schedule changes the second.  Gradients of earlier micro-batches are resident until the new ones are
+added to them, after the backward; so is memory that other calls of the step have saved for their
+backward.
 
 Bytes are of the whole step, except where the name says *net*: above resident memory, during
 forward, loss and backward, as the solvers count.
 
-Blind spots: the first step, when optimizer state does not exist yet, is taken for any other;
+Blind spots: the first step, when optimizer state does not exist yet, is treated like any other;
 fragmentation and the allocator's caches do not count (see `planner.step.reserved`).
 """
 
@@ -30,7 +30,7 @@ class StepBreakdown:
     """Memory of one training step under one schedule."""
 
     memory: MemoryByCategory
-    """At the peak of the whole step; sums to it."""
+    """Memory at the peak of the whole step; sums to it."""
     forward_backward_peak_bytes: int
     """Peak of forward, loss and backward, resident memory included."""
 
@@ -42,13 +42,14 @@ class StepBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """What a step takes whatever its schedule, and so what a limit on it leaves."""
+    """The memory of a step that no schedule changes, and conversions between its limit and net
+    bytes."""
 
     optimizer: OptimizerMemory | None
     resident: MemoryByCategory
-    """Held before the step begins and throughout it."""
+    """Allocated before the step begins and throughout it."""
     optimizer_step: MemoryByCategory
-    """Held when the optimizer's step is fullest; nothing without an optimizer."""
+    """Memory at the peak of the optimizer's step; empty without an optimizer."""
 
     @classmethod
     def of(cls, graph: TrainingGraph, optimizer: OptimizerMemory | None) -> StepBudget:
@@ -68,7 +69,7 @@ class StepBudget:
 
     @property
     def resident_bytes(self) -> int:
-        """What is held before the step begins and throughout it."""
+        """Bytes allocated before the step begins and throughout it."""
         return self.resident.total_bytes
 
     @property
@@ -78,30 +79,30 @@ class StepBudget:
 
     @property
     def least_net_bytes(self) -> int:
-        """What forward and backward may take without the step taking more than that of the
-        optimizer does: no plan needs less."""
+        """The net bytes at which forward and backward peak as high as the optimizer's step: no plan
+        needs less."""
         return max(0, self.net_bytes(self.optimizer_step_bytes))
 
     def is_possible(self, limit_bytes: int) -> bool:
-        """Whether a limit leaves anything, and the optimizer's step is within it."""
+        """True if the limit exceeds resident memory and the optimizer's step."""
         return self.net_bytes(limit_bytes) >= 0 and self.optimizer_step_bytes <= limit_bytes
 
     def net_bytes(self, limit_bytes: int) -> int:
-        """What a limit on the whole step leaves for forward and backward; negative where resident
-        memory takes more."""
+        """The part of a limit that remains for forward and backward; negative if resident memory
+        exceeds the limit."""
         return limit_bytes - self.resident_bytes
 
     def whole_bytes(self, net_bytes: int) -> int:
-        """Peak of the whole step whose forward and backward take `net_bytes`."""
+        """Peak of the whole step whose forward and backward peak at `net_bytes`."""
         return max(self.resident_bytes + net_bytes, self.optimizer_step_bytes)
 
     def with_resident(self, made: Mapping[str, int]) -> MemoryByCategory:
-        """Resident memory, and what forward and backward have made besides, by category."""
+        """Resident memory plus the bytes `made` by forward and backward, by category."""
         return _plus(self.resident, made)
 
     def breakdown(self, net_peak_bytes: int, made: Mapping[str, int]) -> StepBreakdown:
-        """The breakdown of a step whose forward and backward peak at `net_peak_bytes`, when they
-        have `made` so much by category."""
+        """The breakdown of a step whose forward and backward peak at `net_peak_bytes`; `made`:
+        their bytes by category at that peak."""
         forward_backward, floor = self.resident_bytes + net_peak_bytes, self.optimizer_step_bytes
         memory = self.optimizer_step if floor > forward_backward else self.with_resident(made)
         assert memory.total_bytes == max(forward_backward, floor), "every byte has a category"

@@ -1,4 +1,5 @@
-"""Bytes by category: dataclasses whose fields are also the keys of a mapping, and rows of them."""
+"""Bytes by category: dataclasses that are also mappings from field to bytes, and timelines of
+them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class MemoryByCategory(ByCategory):
     optimizer: int = 0
     """State of the optimizer; the temporaries of its step are temporaries."""
     activations: int = 0
-    """Made by the forward, with what their recomputation needs (the random generator's state)."""
+    """Results of the forward, and state for their recomputation (of the random generator)."""
     temporaries: int = 0
     """Gradients of activations, workspace of single ops, temporaries of the optimizer's step."""
 
@@ -55,17 +56,17 @@ CATEGORIES = tuple(field.name for field in fields(MemoryByCategory))
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """Bytes by category, moment after moment."""
+    """Bytes by category at each position."""
 
     bytes_of: tuple[tuple[int, ...], ...]
-    """For each moment, the bytes of each category, in the order of `CATEGORIES`."""
+    """For each position, the bytes of each category, in the order of `CATEGORIES`."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that there is at any moment."""
+        """The highest total at any position."""
         return max(map(sum, self.bytes_of))
 
     def by_category(self) -> dict[str, list[int]]:
-        """Category to its bytes at each moment."""
+        """Bytes at each position, by category."""
         return {name: [row[place] for row in self.bytes_of]
                 for place, name in enumerate(CATEGORIES)}

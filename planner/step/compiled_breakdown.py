@@ -1,7 +1,7 @@
-"""What the compiled step takes under one rewrite spec after the other.
+"""Memory of the compiled step under a sequence of rewrite specs.
 
-Code is generated once for each different decision about a block (or about the whole model), and
-serves all rewrite specs that decide the same.
+Code is generated once per distinct decision about a block (or about the whole model), and shared by
+all rewrite specs with the same decision.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 _TO_CAPTURE = 1.3
-"""What it takes to generate the code of a whole step, as a part of what its capture took, until
-some was generated (Llama of 12 and 48 layers 1.2 and 1.4, Swin 1.3, ConvNeXt 1)."""
+"""Time to generate the code of a whole step, relative to its capture, until some was generated
+(Llama of 12 and 48 layers 1.2 and 1.4, Swin 1.3, ConvNeXt 1)."""
 
 
 class _Decided(NamedTuple):
-    """All that the code of a block depends on."""
+    """Everything that the code of a block depends on."""
 
     decisions: tuple[object, ...]
     kernel_order: bool
@@ -38,7 +38,7 @@ class _Generated(NamedTuple):
     backend: InductorBackend
     code: GraphCode
     shared: SharedCode
-    """The blocks that it was generated for."""
+    """The blocks that the code was generated for."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class CompiledBreakdown:
     saved_by_default: frozenset[int]
     """Buffers that Inductor's own partitioner saves for the backward."""
     saving_costs: SavingCosts
-    """What Inductor's kernels take to save results for the backward."""
+    """Time of Inductor's kernels to save results for the backward."""
     whole_seconds: float = 0.0
-    """What it takes, about, to generate the code of a whole step that is one region."""
+    """Approximate time to generate the code of a whole step with a single region."""
     leaves_out_layers: bool | None = None
-    """Whether some estimate took less than the code of the whole step; `None` before any."""
+    """True if some estimate left out layers; `None` before any estimate."""
     compiled_ops: int = 0
-    """Ops of the graphs that the last estimate had compiled."""
+    """Number of graph ops compiled for the last estimate."""
     _known: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
     _estimated: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
     _seconds: dict[RewriteSpec, float] = field(default_factory=dict)
@@ -66,8 +66,8 @@ class CompiledBreakdown:
         self.whole_seconds = _TO_CAPTURE * self.tracer.capture_seconds
 
     def estimate(self, spec: RewriteSpec) -> CompiledStep:
-        """As `trace`, from the code of a step that lacks most of the layers that are alike, where
-        it has such: what that takes does not grow with depth."""
+        """Like `trace`, but from the code of a step without most of its repeated layers, if it has
+        any; the time does not grow with depth."""
         if spec in self._known or len(spec.regions) > 1:
             return self.trace(spec)
         if spec not in self._estimated:
@@ -78,7 +78,7 @@ class CompiledBreakdown:
             begun = time.monotonic()
             step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
             self.compiled_ops = short.backend.compiled_ops
-            cut = max(begun, short.backend.cut_at)  # what comes before is made of all layers
+            cut = max(begun, short.backend.cut_at)  # passes before the cut process all layers
             self.whole_seconds = cut - begun + (time.monotonic() - cut) * (
                 short.backend.planned_ops / self.compiled_ops)
             self._estimated[spec] = step
@@ -89,11 +89,11 @@ class CompiledBreakdown:
         return self._estimated[spec]
 
     def is_known(self, spec: RewriteSpec) -> bool:
-        """Whether the code of the whole step was followed."""
+        """True if the code of the whole step was traced."""
         return spec in self._known
 
     def trace(self, spec: RewriteSpec) -> CompiledStep:
-        """The memory of the step under a rewrite spec, above what is resident."""
+        """The memory of the step under a rewrite spec, above resident memory."""
         if spec not in self._known:
             of_block: dict[str, GraphCode] = {}
             begun = time.monotonic()
@@ -118,7 +118,7 @@ class CompiledBreakdown:
         return self._seconds[spec]
 
     def with_code(self, spec: RewriteSpec) -> RewriteSpec:
-        """A rewrite spec with what the code of its graphs takes, if it was traced."""
+        """The rewrite spec with the memory of its graphs' code, if it was traced."""
         if not self.is_known(spec):
             return spec
         regions = list(spec.regions)
@@ -127,7 +127,7 @@ class CompiledBreakdown:
             memory = found.backend.memory_of_code()
             count = len(shared.decisions)
             for position, index in enumerate(shared.regions):
-                # Of the regions that are alike, the one that code was generated for.
+                # Of equal regions, use the one that code was generated for.
                 code = next((memory[i] for i in found.shared.regions[position % count::count]
                              if memory[i]), ())
                 regions[index] = replace(regions[index], code=code)

@@ -1,10 +1,10 @@
-"""The way to the host that a plan may store results by, and which plans may.
+"""The link to the host over which a plan may store results.
 
-The model of the world: the slot of the GPU carries what its generation of PCIe does, each way and
-at the same time, less what protocols take; each copy is started like an op.
+Model of the world: the GPU's slot has the bandwidth of its PCIe generation, in both directions at
+the same time, minus protocol overhead; each copy is launched like an op.
 
-Blind spots: a slot with fewer lanes, a switch or a host shared with other GPUs, memory of a host
-with several sockets.  `planner.Gpu(host_link_gb=...)` states another figure.
+Blind spots: a slot with fewer lanes, a switch or a host shared with other GPUs, hosts with several
+sockets.  `planner.Gpu(host_link_gb=...)` sets another bandwidth.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from planner.solvers.problem import Link
 
 
 def host_link(planning: Planning, device: str) -> Link | None:
-    """The link of the device that `planning` is for; `None` where nothing may be stored.
+    """The host link of the device of `planning`; `None` if storing is not allowed.
 
-    Raises `ValueError` where the device has no memory of its own.
+    Raises `ValueError` if the device has no memory of its own.
     """
     if "offload" not in planning.allow:
         return None

@@ -1,18 +1,18 @@
-"""The whole training loop, put together from its parts: every block that it takes, in order.
+"""The whole training loop composed from its parts: every block that it allocates, in order.
 
-The model of the world: parameters and buffers are loaded and the optimizer is made; then come
-iterations, each of one or more micro-batches (forward, loss, backward) and a step of the optimizer.
-Where that step evaluates the model itself, by a closure, the micro-batches are within it, after a
-reset of the gradients, and the last gradients stay until the next one.
-Two iterations stand for all: in the first the optimizer makes its state and the parameters get
-their gradients; from the second on everything repeats.  Two micro-batches stand for any larger
-number: the first after a reset of the gradients, and one that adds to them.
+Model of the world: parameters and buffers are loaded and the optimizer is created; then come
+iterations, each of one or more micro-batches (forward, loss, backward) and an optimizer step. If
+that step evaluates the model itself, by a closure, the micro-batches are within it, after a reset
+of the gradients, and the last gradients stay until the next one. Two iterations represent all: in
+the first the optimizer allocates its state and the parameters get their gradients; from the second
+on everything repeats.  Two micro-batches represent any larger number: the first after a reset of
+the gradients, and one that adds to them.
 
-Parts are traced or planned one by one (`graph_capture.plain_step.micro_batch`,
-`graph_capture.optimizer.step`, `planner.step.planned_micro_batch`); what outlives a part, and
-until when, is decided here.
+Parts are traced or planned separately (`graph_capture.plain_step.micro_batch`,
+`graph_capture.optimizer.step`, `planner.step.planned_micro_batch`); this module decides what
+outlives a part, and until when.
 
-Blind spots: what the loop does beside these parts (metrics, an average of the weights); a copy of
+Blind spots: memory of the loop outside these parts (metrics, an average of the weights); a copy of
 the next batch that is made ahead.
 """
 
@@ -29,46 +29,46 @@ if TYPE_CHECKING:
     from planner._graph_capture.optimizer.step import OptimizerTrace
 
 MicroBatches = Callable[[frozenset[str]], MicroBatch]
-"""The micro-batch before which the parameters of these names have a gradient."""
+"""Function from the names of parameters that have a gradient before to the micro-batch."""
 
 
 class StepPhase(StrEnum):
     """The parts of a training loop, in their order."""
 
     LOADING = "loading"
-    """Parameters and buffers are put on the device, the optimizer is made."""
+    """Parameters and buffers are moved to the device, the optimizer is created."""
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"
     OPTIMIZER_STEP = "optimizer step"
-    """Unscaling and clipping of the gradients included."""
+    """Includes unscaling and clipping of the gradients."""
     NEXT_ITERATION = "next iteration"
-    """What is left when the next batch comes."""
+    """Memory that remains when the next batch is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLoop:
-    """How the user's loop goes about a step."""
+    """Settings of the user's training loop."""
 
     accumulation: int = 1
-    """Micro-batches to each step of the optimizer."""
+    """Micro-batches per optimizer step."""
     set_to_none: bool = True
     """As in `optimizer.zero_grad`: gradients are released between steps, or stay as zeros."""
     zero_grad: Literal["after_step", "before_backward"] = "after_step"
-    """Where gradients are reset.  Just before the backward, those of the last step are there
-    during the forward; before the forward is the same as after the step."""
+    """Point at which gradients are reset.  If just before the backward, those of the last step are
+    alive during the forward; a reset before the forward is the same as after the step."""
     hold_output: Literal["backward", "step", "loop"] = "step"
-    """How long the model's output, and the loss, are held.  `backward`: they go as the backward
-    ends.  `step`: the names are local to a function that makes a whole step, and bound anew in
-    each micro-batch.  `loop`: they live on until the next iteration binds them, and so does the
-    batch: a loop that is no function."""
+    """Lifetime of the model's output and of the loss.  `backward`: to the end of the backward.
+    `step`: they are local variables of a function that makes a whole step, rebound in each
+    micro-batch. `loop`: they, and the batch, live until the next iteration rebinds them: a loop
+    outside a function."""
     load_state_dict: bool = False
-    """Whether the parameters are loaded from a state dict that is on the device as well."""
+    """True if the parameters are loaded from a state dict on the same device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of the loop in one phase."""
+    """A contiguous part of the loop in one phase."""
 
     phase: StepPhase
     iteration: int
@@ -86,12 +86,12 @@ class LoopTrace:
 
     trace: MemoryTrace
     spans: tuple[Span, ...]
-    """In order; each begins where the one before ends."""
+    """In order; each begins at the end of the one before."""
 
 
 def compose(resident: Sequence[Block], micro_batches: MicroBatches,
             optimizer: OptimizerTrace | None, loop: TrainingLoop) -> LoopTrace:
-    """The trace of the loop.
+    """Compose the trace of the loop.
 
     `resident`: the blocks of parameters, buffers and inputs.  Without an optimizer its step is
     missing, and `model.zero_grad` resets the gradients.
@@ -153,7 +153,7 @@ class _Composer:
             self._play_optimizer(0, self.optimizer.first_begins)
 
     def _optimizer_step(self, iteration: int) -> tuple[int, int]:
-        """The events of the optimizer's step: the first and the last of its trace."""
+        """The first and the last event of the optimizer's step in its trace."""
         if self.optimizer is None:
             return 0, 0
         if iteration == 1:
@@ -161,8 +161,11 @@ class _Composer:
         return self.optimizer.steady_begins, len(self.optimizer.trace.events)
 
     def _step_by_closure(self, iteration: int, events: Sequence[int]) -> None:
-        """The optimizer's step evaluates the model after all but the first and last of `events`;
-        the loss of the first evaluation is what the step returns, the others it lets go."""
+        """Play an optimizer step that evaluates the model after all but the first and last of
+        `events`.
+
+        The step returns the loss of the first evaluation, and releases the others.
+        """
         returned: list[int] = []
         start, *evaluations, stop = events
         for event in evaluations:
@@ -187,8 +190,8 @@ class _Composer:
             self._play(self.optimizer.trace, start, stop, self.of_optimizer)
 
     def _grow(self) -> None:
-        """From the state after the first step to that before the last, which stands for all later
-        ones."""
+        """Advance the optimizer's state from the first step to the last one, which represents all
+        later ones."""
         if self.optimizer is None:
             return
         trace = self.optimizer.trace
@@ -243,7 +246,7 @@ class _Composer:
                       if block.category is Category.INPUTS]
 
     def _next_batch(self) -> None:
-        """A loop that is no function still holds the last batch when the next one comes."""
+        """Outside a function, the last batch is alive until the next one is made."""
         if self.loop.hold_output == "loop":
             last = self.batch
             self._make_batch()
@@ -262,12 +265,13 @@ class _Composer:
         return len(self.blocks) - 1
 
     def _release(self, blocks: list[int]) -> None:
-        """Release these, and forget them."""
+        """Release the blocks and clear the list."""
         self.events.extend(~block for block in blocks)
         blocks.clear()
 
     def _play(self, trace: MemoryTrace, start: int, stop: int, ours: dict[int, int]) -> None:
-        """The events of a part from `start` to `stop`; `ours`: its blocks to those of the loop."""
+        """Append the events of a part from `start` to `stop`; `ours`: maps its blocks to those of
+        the loop."""
         runs = [run for run in trace.runs if start <= run.event < stop]
         placed: list[tuple[OpRun, int]] = []
         following = iter(runs)

@@ -1,12 +1,12 @@
-"""From a training graph to the problem that the solvers know, op by op and buffer by buffer.
+"""Lower a training graph to the solvers' problem, op by op and buffer by buffer.
 
-Only ops of the forward may run again, and only where the applied model can put them: in the
-forward that they belong to and in that region's own backward.  The loss, the sums of gradients
-between regions and the copies that autograd makes of finished gradients are not ours: nothing is
-replayed in them, and a recomputation just before them has no place to stand.
+Only ops of the forward may run again, and only where the applied model can place them: in their own
+forward and in the same region's backward.  The loss, the sums of gradients between regions and
+autograd's copies of finished gradients are outside the captured graphs: nothing is replayed in
+them, and a recomputation cannot be placed just before them.
 
-Where there is a link to the host, what the forward saves for its own backward, and nothing else,
-may be stored there.
+With a link to the host, buffers that the forward saves for its own backward, and no others, may be
+stored there.
 
 Resident memory is not part of the problem; `planner.step.breakdown` adds it.
 """
@@ -26,7 +26,7 @@ from planner.solvers.problem import Link, Op, Problem, Segment, Storage
 
 def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:
     """The scheduling problem of `graph`: op i is op i, buffer j is storage j, seconds are cost.
-    `link`: to the host, where results may be stored there."""
+    `link`: to the host, if results may be stored there."""
     saved = frozenset[int]() if link is None else _saved_within_regions(graph)
     return Problem(
         ops=tuple(_lower_op(op) for op in graph.ops),
@@ -53,8 +53,8 @@ def _lower_op(op: TrainingOp) -> Op:
 
 
 def _saved_within_regions(graph: TrainingGraph) -> frozenset[int]:
-    """Buffers that the forward of a region makes for itself and its own backward: no other code, of
-    the model or of its caller, ever holds them."""
+    """Buffers that the forward of a region produces for itself and its own backward, and that no
+    other code of the model or of its caller references."""
     regions: list[set[int]] = [set() for _ in graph.buffers]
     read_in_backward: set[int] = set()
     for op in graph.ops:
@@ -72,8 +72,8 @@ def _saved_within_regions(graph: TrainingGraph) -> frozenset[int]:
 
 
 def _segments(graph: TrainingGraph) -> tuple[Segment, ...]:
-    """One segment for each run of ops of the same region and direction; pseudo-ops of the backward
-    (they have no digest) are segments without replays."""
+    """One segment per run of ops of the same region and direction; pseudo-ops of the backward
+    (without a digest) are segments without replays."""
     segments: list[Segment] = []
     forward_of: dict[int, int] = {}  # region to the segment of its forward
     previous: tuple[int, Phase, bool] | None = None

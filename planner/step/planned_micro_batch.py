@@ -1,10 +1,10 @@
-"""Forward, loss and backward under a plan, as blocks that are made and released.
+"""Forward, loss and backward under a plan, as allocated and released blocks.
 
-The model of the world is the simulator's (`solvers.simulator`); here its timeline becomes the same
-record that a traced plain step has, so that the breakdown of the whole loop is one for both.
+Model of the world: that of the simulator (`solvers.simulator`); its timeline is converted to the
+record of a traced plain step, so that the breakdown of the whole loop handles both.
 
-The planned graphs hand all gradients of a region over as its backward ends.  A parameter that has
-a gradient from before therefore meets the new one whole, and only then are the two summed.
+The planned graphs return all gradients of a region at the end of its backward.  A parameter with an
+earlier gradient therefore has both in full before they are summed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def planned_micro_batch(graph: TrainingGraph, timeline: Timeline, parameters: Co
                         with_gradient: frozenset[str] = frozenset()) -> MicroBatch:
     """The micro-batch of the schedule that `timeline` unrolls.
 
-    `parameters`: names of the model's parameters; `with_gradient`: of those that have a gradient
-    before.
+    `parameters`: names of the model's parameters; `with_gradient`: those with an earlier gradient.
     """
     return _Planned(graph, timeline, frozenset(parameters), with_gradient).run()
 
@@ -83,7 +82,7 @@ class _Planned:
                                   if kind is BufferKind.GRADIENT and b not in gradients))
 
     def _place_instances(self, first_of: dict[int, int]) -> None:
-        """When each life of a buffer begins and ends."""
+        """Record the birth and death of each instance of a buffer."""
         last = len(self.timeline.schedule) - 1
         seen: set[int] = set()
         for number, instance in enumerate(self.timeline.instances):
@@ -97,11 +96,12 @@ class _Planned:
                 self.gone[death].append(number)
 
     def _summed(self, buffer: Buffer, birth: int, first_of: dict[int, int]) -> int | None:
-        """When a kept buffer goes after all: a gradient that is added to one from before."""
+        """Position at which a kept gradient is added to an earlier one and released; `None` if it
+        is not."""
         if buffer.kind is not BufferKind.GRADIENT or buffer.label not in self.with_gradient:
             return None
         region = self.graph.ops[buffer.producer].region
-        if region < 0:  # made by code that is not captured: autograd sums it at once
+        if region < 0:  # from uncaptured code: autograd sums it at once
             return birth
         backward = self.graph.regions[region].backward
         return first_of[backward.stop - 1]
@@ -116,7 +116,7 @@ class _Planned:
         leaving = self.gone[position]
         for number in list(leaving):
             if self.timeline.instances[number].storage == taken and number in self.alive:
-                self._release(number)  # the output takes over its buffer
+                self._release(number)  # the output reuses its buffer
                 leaving.remove(number)
         for number in self.born[position]:
             buffer = self.graph.buffers[self.timeline.instances[number].storage]
@@ -138,7 +138,7 @@ class _Planned:
             self.events.append(~self.replay_state.pop(index))
 
     def _move(self, position: int, maker: TrainingOp) -> None:
-        """A transfer, of what `maker` made."""
+        """Record a transfer of a result of `maker`."""
         for number in self.born[position]:
             size_bytes = self.graph.buffers[self.timeline.instances[number].storage].size_bytes
             self.alive[number] = self._make(maker, size_bytes, Category.ACTIVATIONS)
@@ -162,5 +162,5 @@ class _Planned:
 
 
 def _name(op: TrainingOp) -> str:
-    """Without its overload, as the tracer of plain steps has it."""
+    """The op's name without its overload, as the tracer of plain steps writes it."""
     return op.target.rpartition(".")[0] if op.target.count(".") > 1 else op.target

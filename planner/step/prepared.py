@@ -1,6 +1,7 @@
-"""A captured step made ready for planning: once, whatever the budgets.
+"""Prepare a captured step for planning under any budget.
 
-Each form of the step is lowered to a problem; what no schedule changes goes into its budget.
+Each graph variant of the step is lowered to a problem; memory that no schedule changes goes into
+its budget.
 """
 
 from __future__ import annotations
@@ -27,77 +28,77 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A captured step, lowered to problems: all that planning needs, whatever the budget."""
+    """A captured step, lowered to problems: the input of planning, for any budget."""
 
     variants: tuple[Variant, ...]
-    """The base variant first, then what else the step may run as."""
+    """The base variant first, then the other graph variants."""
     baseline_peak_bytes: int
     """Peak of the plain eager step, resident memory and optimizer included."""
     plain: PlainTimeline
-    """The plain eager step, moment after moment."""
+    """Memory timeline of the plain eager step."""
     tensors: tuple[ParameterKey, ...]
     inputs: Any
     signature: CallSignature | None
     training: bool
     overrides: tuple[tuple[str, object], ...]
     holds_output: bool
-    """Whether the caller holds the model's output until the backward ends."""
+    """True if the caller keeps the model's output until the backward ends."""
     backend: str
     cost_model: str
     parallel: DataParallel | None = None
-    """`None`: there is one rank."""
+    """`None`: a single rank."""
     budget_of: str = "allocated"
-    """What a budget is a limit on, as in `planner.plan`."""
+    """The memory that a budget limits, as in `planner.plan`."""
     surroundings: StepSurroundings | None = None
-    """What stands around forward and backward; `None` where it is not known what is reserved."""
+    """The rest of the training loop; `None` if reserved memory cannot be predicted."""
     baseline_reserved_bytes: int | None = None
-    """What torch reserves for the plain eager step."""
+    """Reserved memory of the plain eager step."""
 
     @property
     def plain_bytes(self) -> int:
-        """What the plain eager step takes of that which a budget limits."""
+        """Memory of the plain eager step, in the unit that a budget limits."""
         if self.budget_of == "allocated" or self.baseline_reserved_bytes is None:
             return self.baseline_peak_bytes
         return self.baseline_reserved_bytes
 
     def reserved_bytes(self, variant: Variant, timeline: Timeline) -> int | None:
-        """What torch reserves under a schedule of one form of the step."""
+        """Reserved memory under a schedule of one graph variant."""
         around = self.surroundings
         return None if around is None else (
             around.replay(around.planned(variant.graph, timeline)).reserved_bytes)
 
     def with_link(self, link: Link) -> PreparedStep:
-        """The step whose results may be stored on the host, by this link."""
+        """The step with results that may be stored on the host over `link`."""
         return replace(self, variants=tuple(replace(variant, problem=lower(variant.graph, link))
                                             for variant in self.variants))
 
     @property
     def base(self) -> Variant:
-        """The step as it was captured."""
+        """The step as captured."""
         return self.variants[0]
 
     @property
     def budget(self) -> StepBudget:
-        """What the step takes whatever the schedule."""
+        """Memory of the step that no schedule changes."""
         return self.base.budget
 
     @property
     def resident_bytes(self) -> int:
-        """Held whatever the schedule."""
+        """Resident memory, the same for any schedule."""
         return self.budget.resident_bytes
 
     @property
     def keep_all_peak_bytes(self) -> int:
-        """Peak of the step in which nothing is recomputed."""
+        """Peak of the step without recomputation."""
         return self.base.peak_bytes(self.base.problem.keep_all_schedule)
 
     @property
     def proven_minimum_bytes(self) -> int:
-        """No plan of the step peaks below it."""
+        """Lower bound on the peak of any plan of the step."""
         return min(variant.budget.whole_bytes(variant.floor_bytes) for variant in self.variants)
 
     def takes_bytes(self, variant: Variant, schedule: Schedule) -> int:
-        """What a schedule of one variant takes of that which a budget limits."""
+        """Memory of a schedule of one variant, in the unit that a budget limits."""
         if self.budget_of == "reserved":
             reserved = self.reserved_bytes(variant, unroll(variant.problem, schedule))
             assert reserved is not None, "such a step is not planned by what is reserved"
@@ -105,13 +106,13 @@ class PreparedStep:
         return variant.peak_bytes(schedule)
 
     def variant_of(self, spec: RewriteSpec) -> Variant:
-        """The form that a plan with this rewrite spec is of."""
+        """The graph variant of a plan with this rewrite spec."""
         return next((variant for variant in self.variants if (
             variant.low_peak, variant.chunks, variant.inner_chunks) == (
                 spec.low_peak, spec.chunks, spec.inner_chunks)), self.base)
 
     def may_fit(self, limit_bytes: int) -> bool:
-        """Whether no bound says that every plan of the whole step takes more."""
+        """True unless a bound proves that every plan exceeds the limit."""
         net_bytes = self.budget.net_bytes(limit_bytes)
         return self.budget.is_possible(limit_bytes) and any(
             variant.may_fit(net_bytes) for variant in self.variants)
@@ -125,11 +126,11 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     """Lower a captured step.
 
     `tensors`: every parameter and buffer of the model; `inputs`: a description of the step's
-    inputs, in JSON values.  With `accumulation`, any micro-batch but the first is planned: the
-    gradients of those before are resident.  `plain_net_bytes`: the peak of the plain step above
-    what is resident, where other calls than this one decide it.
+    inputs, in JSON values.  With `accumulation`, any micro-batch but the first is planned: earlier
+    gradients are resident.  `plain_net_bytes`: net peak of the plain step, if other calls determine
+    it.
 
-    Raises `ValueError` where a budget is of what is reserved and that is not known.
+    Raises `ValueError` for a budget of reserved memory that cannot be predicted.
     """
     earlier_bytes = None
     if parallel is not None and not parallel.requires_gradient_sync and step.tracing.layout:
@@ -174,7 +175,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
 
 def _variant(step: CapturedStep, variant: StepVariant, accumulation: int, earlier_bytes: int | None
           ) -> Variant:
-    """One form of a step, for Inductor with the breakdown of what is compiled."""
+    """One graph variant of a step; for Inductor, with the breakdown of compiled code."""
     graph = variant.graph if accumulation == 1 else _accumulating(variant.graph, accumulation,
                                                                   earlier_bytes)
     problem, budget = lower(graph), StepBudget.of(graph, step.optimizer)
@@ -188,8 +189,8 @@ def _variant(step: CapturedStep, variant: StepVariant, accumulation: int, earlie
 
 def _accumulating(graph: TrainingGraph, accumulation: int, earlier_bytes: int | None
                   ) -> TrainingGraph:
-    """A micro-batch after the first: its graph, gradients of the one before being there;
-    `earlier_bytes`: of those, where they are others than its own."""
+    """The graph of a micro-batch after the first, with earlier gradients resident; `earlier_bytes`:
+    their size, if it differs from that of its own gradients."""
     if earlier_bytes is None:
         earlier_bytes = graph.gradient_bytes
     return replace(
@@ -200,7 +201,7 @@ def _accumulating(graph: TrainingGraph, accumulation: int, earlier_bytes: int | 
 
 
 def _compared(variant: Variant, source: StepVariant, base: Variant) -> Variant:
-    """Another form than the base, with a note of what it costs."""
+    """A variant other than the base, with a note on its extra time."""
     base_seconds = base.graph.step_seconds
     extra_seconds = variant.graph.step_seconds - base_seconds
     share = format_fraction(extra_seconds / base_seconds if base_seconds else 0.0)
@@ -217,7 +218,7 @@ def _compared(variant: Variant, source: StepVariant, base: Variant) -> Variant:
 
 
 def _as_json(value: Any) -> Any:
-    """A value as it comes back from a JSON file: tuples are lists, keys are text."""
+    """The value as read back from a JSON file: tuples become lists, keys become text."""
     if isinstance(value, dict):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

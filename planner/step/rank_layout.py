@@ -1,9 +1,9 @@
-"""What stays where on a rank: parameters, buckets, shards, and the optimizer's part.
+"""Layout of the model on one rank: parameters, buckets, shards, and the optimizer's share.
 
-A layout (see `graph_capture.rank`) says how one rank holds the model, whatever the step does:
-bytes of parameters, of resident gradients (in buckets that are views) and of resident buffers
-(buckets beside the gradients).  Its `wrapper` runs along with the traced step, and its `optimizer`
-tells what that takes on the rank that holds most of its state.
+A layout (see `graph_capture.rank`) gives the memory of the model on one rank, independent of the
+step: bytes of parameters, of resident gradients (in buckets that they are views of) and of resident
+buffers (buckets separate from the gradients).  Its `wrapper` runs with the traced step, and its
+`share_of` gives the optimizer of the rank with the largest state.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _MIB = 2 ** 20
 
 
 class _Layout:
-    """What layouts have in common."""
+    """Base of the layouts."""
 
     parameters_bytes: int
     gradients_bytes: int = 0
-    """Of buckets whose views the gradients are."""
+    """Bytes of buckets that the gradients are views of."""
     communication_bytes: int = 0
-    """Of buckets beside the gradients."""
+    """Bytes of buckets separate from the gradients."""
     bucket_bytes: tuple[int, ...] = ()
     units: tuple[tuple[str, int], ...] = ()
     holds_optimizer: bool = True
@@ -67,7 +67,7 @@ class _Layout:
 
     @property
     def resident(self) -> ResidentMemory:
-        """Held between steps; buckets count as buffers."""
+        """Memory allocated between steps; buckets count as buffers."""
         held = self._fake_copy.resident
         return ResidentMemory(
             self.parameters_bytes,
@@ -76,7 +76,7 @@ class _Layout:
 
 
 class Replicated(_Layout):
-    """Each rank holds the whole model, and buckets for its gradients (`ddp`, `zero1`)."""
+    """Each rank has the whole model, and buckets for its gradients (`ddp`, `zero1`)."""
 
     def __init__(self, model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel) -> None:
         super().__init__(model, fake_copy, parallel)
@@ -105,11 +105,11 @@ class Replicated(_Layout):
 
 
 class FullyShardedLayout(_Layout):
-    """Each rank holds a shard of each parameter (`zero2`, `zero3`, `fsdp2`)."""
+    """Each rank has a shard of each parameter (`zero2`, `zero3`, `fsdp2`)."""
 
     @property
     def whole_gradient_bytes(self) -> int:
-        """See `graph_capture.rank.RankLayout`; they wait in the dtype in which they are reduced."""
+        """See `graph_capture.rank.RankLayout`; in the dtype in which they will be reduced."""
         dtype = self._precision.reduced
         return sum(allocated_bytes(p.numel() * (dtype or p.dtype).itemsize, self._fake_copy.device)
                    for p in self._fake_copy.model.parameters() if p.requires_grad)
@@ -121,7 +121,7 @@ class FullyShardedLayout(_Layout):
         self._names = unit_names(fake_copy.model, parallel.units)
         units = make_units(fake_copy.model, self._names, self._reshard)
         self._precision = _precision(model, parallel)
-        # In the host's memory, which on a CPU is the device's own, too.
+        # Offloaded parameters are in host memory, which on a CPU is the device's own, too.
         self.holds_optimizer = not parallel.offloads or fake_copy.device.type == "cpu"
         self.parameters_bytes = 0 if not self.holds_optimizer else sum(
             allocated_bytes(padded_shard_bytes(p, parallel.ranks, self._precision.shards),
@@ -137,7 +137,7 @@ class FullyShardedLayout(_Layout):
     def share_of(self, optimizer: object) -> tuple[object, FakeCopy]:
         """See `graph_capture.rank.RankLayout`."""
         ranks, given = self._parallel.ranks, instances(optimizer)
-        # While a model runs, some of its parameters are gathered: no optimizer knows those.
+        # While a model runs, some of its parameters are gathered; no optimizer refers to those.
         parameters = self._model.parameters() if given is None else (
             p for each in given for group in each.param_groups for p in group["params"])
         shards: dict[torch.Tensor, torch.Size] = {
@@ -158,18 +158,18 @@ def _precision(model: nn.Module, parallel: DataParallel) -> Precision:
 
 def layout_of(model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel
               ) -> Replicated | FullyShardedLayout:
-    """How a rank of a run under `parallel` holds the model that the fake copy was made from."""
+    """The layout, on a rank under `parallel`, of the model that the fake copy was made from."""
     return (Replicated if parallel.is_replicated else FullyShardedLayout)(
         model, fake_copy, parallel
     )
 
 
 def assign_buckets(parameters: Sequence[torch.Tensor], cap_mb: float | None) -> list[int]:
-    """Sizes of the buckets into which DDP's reducer puts the gradients of these parameters: in the
-    reverse order, a bucket is closed when it has reached its limit.
+    """Sizes of DDP's buckets for the gradients of these parameters: filled in reverse order, each
+    bucket is closed when it reaches its limit.
 
     Blind spot: after its first step the reducer orders by when gradients were ready; that changes
-    which is in which bucket, not what all of them take.
+    the contents of buckets, not their total size.
     """
     first = _FIRST_BUCKET_BYTES if cap_mb is None else int(cap_mb * _MIB)
     limit = _BUCKET_BYTES if cap_mb is None else first
@@ -188,8 +188,8 @@ def assign_buckets(parameters: Sequence[torch.Tensor], cap_mb: float | None) -> 
 
 
 def partition(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
-    """Whole parameters for each rank, as ZeroRedundancyOptimizer deals them out: the largest first,
-    each to the rank that has the least."""
+    """Partition whole parameters over ranks like ZeroRedundancyOptimizer: the largest first, each
+    to the rank with the least."""
     parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     sizes = [0] * ranks
     for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
@@ -225,11 +225,11 @@ def unit_names(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, .
 
 def regions_of_rank(model: nn.Module, parallel: DataParallel,
                     regions: str | Sequence[str] | None) -> str | Sequence[str]:
-    """What is compiled as one chunk on a rank; `regions`: as for `planner.plan`.
+    """The regions that are compiled on a rank; `regions`: as for `planner.plan`.
 
-    By default the repeated blocks, if there are any: one graph would hand over all gradients at its
-    end, with nothing left to do while they are sent, and units are gathered and released between
-    chunks.  Raises `ValueError` for a unit inside of a chunk.
+    The default is the repeated blocks, if any: a single graph would deliver all gradients at its
+    end, leaving no computation to overlap with communication, and units are gathered and released
+    between regions.  Raises `ValueError` for a unit inside a region.
     """
     chosen = regions or (REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL)
     if parallel.is_replicated:
@@ -251,7 +251,7 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
 
 
 class _ShapesOnly(nn.Module):
-    """Parameters of given shapes, and nothing else."""
+    """Module with parameters of given shapes."""
 
     def __init__(self, shapes: Mapping[torch.Tensor, torch.Size], dtype: torch.dtype | None
                  ) -> None:
@@ -264,8 +264,8 @@ class _ShapesOnly(nn.Module):
 
 def _share(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object, device: torch.device,
            dtype: torch.dtype | None = None) -> tuple[object, FakeCopy]:
-    """The optimizer on parts of its parameters; `dtype`: of floats among them, where it is another
-    than theirs."""
+    """The optimizer on shards of its parameters; `dtype`: of floating-point shards, if
+    different."""
     stand_in = _ShapesOnly(shapes, dtype)
     if (given := instances(optimizer)) is not None:
         optimizer = [_moved(each, stand_in.of) for each in given]
@@ -274,7 +274,7 @@ def _share(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object, device:
 
 
 def _moved(optimizer: Optimizer, part_of: Mapping[int, nn.Parameter]) -> Optimizer:
-    """An optimizer of the same groups and settings on the parts, without state."""
+    """An optimizer of the same groups and settings on the shards, without state."""
     moved = object.__new__(type(optimizer))
     vars(moved).update(vars(optimizer))
     moved.param_groups = [

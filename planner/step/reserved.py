@@ -1,17 +1,17 @@
-"""What torch reserves of a GPU for training, of which what is allocated is a part.
+"""Predict the memory that torch reserves on a GPU for training, which includes allocated memory.
 
-The model of the world: the blocks of a whole training loop (`planner.step.loop_trace`) go through a
-model of torch's caching allocator (`graph_capture.memory.caching_allocator`), one after the other:
-loading, the first step, in which the optimizer makes its state, a later one, and that again until
-nothing more is reserved.  What is reserved then stays reserved, since torch keeps what it has.
+Model of the world: the blocks of a whole training loop (`planner.step.loop_trace`) are replayed on
+a model of torch's caching allocator (`graph_capture.memory.caching_allocator`): loading, the first
+step, in which the optimizer allocates its state, a later one, and that again until the reserved
+memory no longer grows.  Torch does not return reserved memory.
 
-cuBLAS keeps a workspace for each thread that has multiplied matrices: the one that runs the forward
-and the one of autograd that runs the backward.  Torch takes both from the same allocator, so that
-they are reserved memory, too.
+cuBLAS keeps a workspace for each thread that has multiplied matrices: the thread of the forward and
+autograd's thread of the backward.  Both come from the same allocator, so they are reserved memory,
+too.
 
-Blind spots: those of the allocator's model; what stands outside of torch's allocator, which is the
-context of CUDA and the buffers of NCCL; what the user's code allocates elsewhere; for several ranks
-the streams of their wrappers, which share no blocks.
+Blind spots: those of the allocator's model; memory outside torch's allocator (the CUDA context and
+the buffers of NCCL); allocations of other user code; for several ranks the streams of their
+wrappers, which share no blocks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from planner._graph_capture.optimizer.step import OptimizerTrace
 
 _MOST_STEPS = 4
-"""So many steps are replayed at most."""
+"""Limit on replayed steps."""
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the environment that torch reads, the first that is set."""
+"""Environment variables of torch's allocator; the first that is set counts."""
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
 
 
 def expandable_segments() -> bool:
-    """Whether the environment asks torch for expandable segments."""
+    """True if the environment sets expandable segments in torch."""
     settings = next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
     words = settings.replace(" ", "").split(",")
     return "expandable_segments:True" in words
@@ -53,17 +53,17 @@ def expandable_segments() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A training loop seen by the allocator."""
+    """Result of replaying a training loop on the allocator's model."""
 
     reserved_bytes: int
     allocated_bytes: int
-    """The most at any time, workspaces of cuBLAS included."""
+    """Peak of allocated memory, workspaces of cuBLAS included."""
     steps: int
-    """How many steps were replayed."""
+    """Number of replayed steps."""
 
 
 def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool = False) -> Replay:
-    """Loading and two steps, and the second one again until nothing more is reserved.
+    """Replay loading and two steps, and the second one again until reserved memory no longer grows.
 
     `workspace_bytes`: of cuBLAS, for each of the two threads.
     """
@@ -93,7 +93,7 @@ def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool =
 
 
 def _first_products(loop: LoopTrace) -> list[int]:
-    """Number of events before matrices are multiplied first, in the forward and in the backward."""
+    """Number of events before the first matrix product, in the forward and in the backward."""
     found: dict[StepPhase, int] = {}
     products = (run.event for run in loop.trace.runs if run.op in _MATRIX_PRODUCTS)
     spans = iter(loop.spans)
@@ -109,7 +109,7 @@ def _first_products(loop: LoopTrace) -> list[int]:
 
 
 def _leaves_nothing(events: Iterable[int]) -> bool:
-    """Whether what is made is released and nothing else is: then the same may come again."""
+    """True if exactly the allocated blocks are released, so that the events can be repeated."""
     made: set[int] = set()
     released: set[int] = set()
     for event in events:
@@ -119,7 +119,7 @@ def _leaves_nothing(events: Iterable[int]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSurroundings:
-    """All of a training loop but its forward and backward, and the allocator's settings."""
+    """A training loop without its forward and backward, and the allocator's settings."""
 
     resident: tuple[Block, ...]
     parameters: frozenset[str]
@@ -127,16 +127,16 @@ class StepSurroundings:
     optimizer: OptimizerTrace | None
     loop: TrainingLoop
     workspace_bytes: int
-    """Of cuBLAS, for each thread."""
+    """Workspace of cuBLAS per thread."""
     expandable: bool
     plain: MicroBatches | None
-    """Forward and backward as they run today; `None` where they were not followed."""
+    """Forward and backward of the plain step; `None` if they were not traced."""
 
     @classmethod
     def of(cls, step: CapturedStep, accumulation: int) -> StepSurroundings | None:
-        """Those of a captured step; `None` where nothing is known of what is reserved: on a CPU,
-        which has no such allocator, for the code that Inductor generates, and where shards of
-        gradients add up."""
+        """The surroundings of a captured step; `None` if reserved memory cannot be predicted: on a
+        CPU, which has no such allocator, for code generated by Inductor, and if gradients of shards
+        accumulate."""
         if not step.graph.device.startswith("cuda") or step.compiled is not None:
             return None
         if accumulation > 1 and step.tracing.layout is not None:
@@ -160,18 +160,18 @@ class StepSurroundings:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know about the prediction of reserved memory."""
+        """Notes on the prediction of reserved memory."""
         return (() if not self.expandable else
                 ("what is reserved is predicted with expandable segments, which the environment "
                  "asks for",))
 
     def replay(self, micro_batches: MicroBatches) -> Replay:
-        """The loop whose forward and backward are these."""
+        """Replay the loop with these forwards and backwards."""
         loop = compose(self.resident, micro_batches, self.optimizer, self.loop)
         return replay_loop(loop, self.workspace_bytes, expandable=self.expandable)
 
     def plain_reserved_bytes(self) -> int | None:
-        """What is reserved as the step runs today."""
+        """Reserved memory of the plain step."""
         return None if self.plain is None else self.replay(self.plain).reserved_bytes
 
     def planned(self, graph: TrainingGraph, timeline: Timeline) -> MicroBatches:

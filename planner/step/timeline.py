@@ -1,7 +1,7 @@
-"""Memory over the course of a step, for drawing: under a schedule, and as the step runs today.
+"""Memory timelines of a step, for drawing: under a schedule, and of the plain step.
 
-Moments are runs of ops, recomputations included; of a step that Inductor compiles, each allocation
-and each release.  They are not of equal duration.
+Positions are runs of ops, including recomputations; for a step that Inductor compiles, each
+allocation and each release.  They have unequal durations.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from planner.step.categories import MemoryByCategory
 
 @dataclass(frozen=True, slots=True)
 class PlainTimeline:
-    """The plain step, moment after moment."""
+    """Memory timeline of the plain step."""
 
     whole_bytes: tuple[int, ...]
     """All memory of the step, resident memory included."""
     backward_begins: int
-    """The first moment of the backward."""
+    """First position of the backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """Forward, loss and backward under a plan, moment after moment."""
+    """Memory timeline of forward, loss and backward under a plan."""
 
     gradients: tuple[int, ...]
-    """Bytes, those of earlier micro-batches included."""
+    """Bytes, including gradients of earlier micro-batches."""
     activations: tuple[int, ...]
     temporaries: tuple[int, ...]
-    """Parameters that are gathered for a while among them."""
+    """Includes temporarily gathered parameters."""
     backward_begins: int
-    """The first moment of the backward."""
+    """First position of the backward."""
     plain: PlainTimeline
-    """The step as it runs today."""
+    """The plain step."""
 
     @classmethod
     def of(cls, made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
            resident: MemoryByCategory, plain: PlainTimeline) -> StepTimeline:
-        """From what forward and backward make, by kind, and what is there before them."""
+        """Build from the bytes of forward and backward, by kind, and resident memory."""
         return cls(tuple(resident.gradients + size for size in made[BufferKind.GRADIENT]),
                    tuple(resident.activations + size for size in made[BufferKind.ACTIVATION]),
                    tuple(map(sum, zip(made[BufferKind.TEMPORARY], made[BufferKind.PARAMETER],

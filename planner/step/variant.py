@@ -1,8 +1,8 @@
-"""One form in which a step may run: a graph, the problem that it is for the solvers, its memory.
+"""One graph variant of a step: its graph, scheduling problem and memory.
 
-The step as it was captured is the base variant.  A second variant may hold less during the backward
+The step as captured is the base variant.  A second variant may use less memory during the backward
 at the price of copies (`graph_capture.joint_graph.low_peak_backward`); a part of the step may run
-in chunks (`graph_capture.joint_graph.chunks`).  What that takes is paid whether or not anything is
+in chunks (`graph_capture.joint_graph.chunks`).  Their cost is paid whether or not anything is
 recomputed, and counts as extra time.
 """
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """A form of a step, ready to be planned whatever the budget.  Each is equal to itself only."""
+    """A graph variant of a step, for any budget.  Each is equal to itself only."""
 
     graph: TrainingGraph
     problem: Problem
     budget: StepBudget
     compiled: CompiledBreakdown | None = None
-    """Judges schedules by the code that Inductor generates; `None` for the eager backend."""
+    """Evaluates schedules by the code that Inductor generates; `None` for the eager backend."""
     low_peak: bool = False
-    """Whether gradients are copied so that the backward holds less."""
+    """True if gradients are copied so that the backward uses less memory."""
     chunks: int = 1
-    """In how many chunks its widest part runs."""
+    """Number of chunks of its widest part."""
     inner_chunks: int = 1
-    """In how many chunks the insides of its layers run."""
+    """Number of chunks of the insides of its layers."""
     extra_seconds: float = 0.0
-    """What copies and smaller ops take: part of the extra time of its plans."""
+    """Time of copies and smaller ops: part of the extra time of its plans."""
 
     @property
     def base_seconds(self) -> float:
@@ -47,18 +47,17 @@ class Variant:
         return self.graph.step_seconds - self.extra_seconds
 
     def may_fit(self, net_bytes: int) -> bool:
-        """Whether no bound says that every schedule takes more than `net_bytes` above resident
-        memory."""
+        """True unless a bound proves that every schedule exceeds `net_bytes`."""
         return self.floor_bytes <= net_bytes
 
     @property
     def floor_bytes(self) -> int:
-        """What every schedule takes at least, above resident memory."""
+        """Lower bound on the net peak of every schedule."""
         return working_set_floor(self.problem if self.problem.link is None
                                  else relaxed(self.problem))
 
     def net_peak_bytes(self, schedule: Schedule) -> int:
-        """Peak of forward and backward under a schedule, above resident memory."""
+        """Net peak of a schedule: of forward and backward, above resident memory."""
         return simulate(self.problem, schedule).peak_bytes
 
     def peak_bytes(self, schedule: Schedule) -> int:
@@ -79,24 +78,24 @@ class Variant:
                      if instance.birth <= end < instance.death)
 
     def offloaded_bytes(self, schedule: Schedule) -> int:
-        """What a schedule stores on the host."""
+        """Bytes that a schedule stores on the host."""
         return sum(self.problem.storages[action.storage].size_bytes for action in schedule
                    if isinstance(action, Store))
 
     def transfer_seconds(self, schedule: Schedule) -> float:
-        """Time of its copies, to the host and back."""
+        """Time of a schedule's copies to the host and back."""
         link = self.problem.link
         return 0.0 if link is None else sum(
             link.cost(self.problem.storages[action.storage].size_bytes) for action in schedule
             if isinstance(action, Store | Fetch))
 
     def cost(self, schedule: Schedule) -> float:
-        """What all runs of a schedule cost, in the unit of the problem."""
+        """Cost of all runs of a schedule, in the unit of the problem."""
         return simulate(self.problem, schedule).cost
 
     def overhead(self, schedule: Schedule) -> float:
-        """Seconds of recomputations and copies, and of waiting for the host, as a fraction of the
-        step without them; 0 where nothing takes time."""
+        """Seconds of recomputations, copies and waits for the host, as a fraction of the step
+        without them; 0 if the ops have no durations."""
         seen: set[int] = set()
         extra = self.graph.step_seconds - self.base_seconds
         if self.problem.link is not None:

@@ -1,11 +1,11 @@
-"""Models that are wrapped for many ranks: what they are beneath, and how the run is spread.
+"""Models wrapped for many ranks: the module inside, and the data parallelism of the run.
 
-The model of the world: `DistributedDataParallel` holds the user's module, and is seen from inside
-while its forward runs; `fully_shard` changes modules in place, which then are seen as they were
-before (`graph_capture.fake_copies.before_sharding`).
+Model of the world: `DistributedDataParallel` contains the user's module, and is detected from
+inside while its forward runs; `fully_shard` changes modules in place, which are then treated as
+before sharding (`graph_capture.fake_copies.before_sharding`).
 
-Blind spots: of modules that are sharded in different ways the first speaks for all; a
-ZeroRedundancyOptimizer is counted as what it is, an optimizer of a part of the parameters.
+Blind spots: if modules are sharded in different ways, the first determines the settings; a
+ZeroRedundancyOptimizer is counted as an optimizer of a part of the parameters.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
 
 
 def parallel_of(model: nn.Module) -> DataParallel | None:
-    """How the run that a model takes part in is spread over ranks, as far as its wrappers tell;
-    `None`: there is one rank."""
+    """Data parallelism of the model's run, as far as its wrappers show; `None`: a single rank."""
     if sharded_module(model) is not None:
         return _of_shards(model)
     running = model if isinstance(model, DistributedDataParallel) else wrapping_data_parallel()
@@ -38,21 +37,21 @@ def parallel_of(model: nn.Module) -> DataParallel | None:
 
 
 def other_ranks(planned: DataParallel | None, model: nn.Module) -> str:
-    """Why a plan for one rank of `planned` is none for this run, in words; empty if it may be."""
+    """Reason why a plan for one rank of `planned` does not apply to this run; empty if it may."""
     if planned is None or not dist.is_available() or not dist.is_initialized():
         return ""
     found = parallel_of(model)
-    # Where the model is not wrapped yet, its group may be a part of all ranks.
+    # The group of a model that is not wrapped yet may be a part of all ranks.
     here = dist.get_world_size() if found is None else found.ranks
     fits = here == planned.ranks if found is not None else here % planned.ranks == 0
-    # A rank of DistributedDataParallel holds the same, however many there are.
+    # A rank of DistributedDataParallel has the same memory for any number of ranks.
     return "" if fits or planned.kind == "ddp" else (
         f"the plan is for one of {planned.ranks} ranks under {planned.kind}, and there are {here} "
         f"here, each of which holds more or less of the model: plan again with ranks={here}")
 
 
 def group_of(model: nn.Module) -> list[int]:
-    """The ranks, in the whole run, that train this model together, as far as its wrappers tell."""
+    """Global ranks that train this model together, as far as its wrappers show."""
     if sharded_module(model) is not None:
         from planner._graph_capture.torch_compat.sharding import sharded_modules
 
@@ -63,7 +62,8 @@ def group_of(model: nn.Module) -> list[int]:
 
 
 def defers_reduction(model: nn.Module) -> bool:
-    """Whether `fully_shard` leaves the gradients of this step whole, for a later one to reduce."""
+    """True if `fully_shard` leaves the gradients of this step unreduced, for a later step to
+    reduce."""
     if sharded_module(model) is None:
         return False
     from planner._graph_capture.torch_compat.sharding import sharded_modules
@@ -72,10 +72,9 @@ def defers_reduction(model: nn.Module) -> bool:
 
 
 def with_wrappers(model: nn.Module, planning: Planning) -> Planning:
-    """The arguments for a model as it is wrapped, where the user does not say how the run is
-    spread.
+    """The arguments with the data parallelism of the model's wrappers, unless the user gave one.
 
-    Raises `ValueError` where the user says it otherwise.
+    Raises `ValueError` if the user's setting contradicts the wrappers.
     """
     found, given = parallel_of(model), planning.parallel
     if found is None:
@@ -95,7 +94,7 @@ def with_wrappers(model: nn.Module, planning: Planning) -> Planning:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module, which DistributedDataParallel holds."""
+    """The user's module inside DistributedDataParallel."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
@@ -104,7 +103,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def beneath_wrappers(model: nn.Module, parallel: DataParallel | None) -> nn.Module:
     """The model as a step computes with it: whole, in the dtype in which it is gathered.
 
-    Raises `CaptureError` for one that DeepSpeed has partitioned (ZeRO-3).
+    Raises `CaptureError` for a model that DeepSpeed has partitioned (ZeRO-3).
     """
     if any(hasattr(parameter, "ds_status") for parameter in model.parameters()):
         raise CaptureError(

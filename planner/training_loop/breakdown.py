@@ -1,7 +1,6 @@
-"""The breakdown of the whole training loop: what each phase holds when it is fullest, and why.
+"""Memory breakdown of the whole training loop: the peak of each phase, by category.
 
-Reads a `planner.step.loop_trace.LoopTrace`, however that was made: from the plain eager step,
-or from the step under a plan.
+Reads a `planner.step.loop_trace.LoopTrace` of the plain eager step or of the step under a plan.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from planner.step.loop_trace import LoopTrace, Span, StepPhase
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """One phase of an iteration at its fullest."""
+    """The peak of one phase of an iteration."""
 
     phase: StepPhase
     peak_bytes: int
     memory: MemoryByCategory
-    """At that moment; sums to `peak_bytes`."""
+    """At the peak; sums to `peak_bytes`."""
     event: int
-    """Number of events before that moment."""
+    """Number of events before the peak."""
     micro_batch: int
-    """Which of the traced micro-batches is the fullest, from 0."""
+    """Index of the traced micro-batch with the peak, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationMemory:
-    """One iteration, phase by phase; of several micro-batches the fullest."""
+    """Peaks of one iteration, phase by phase; of several micro-batches the highest."""
 
     phases: tuple[PhaseMemory, ...]
 
     @property
     def fullest(self) -> PhaseMemory:
-        """The phase with the highest peak, the first of several."""
+        """The phase with the highest peak, the first if several."""
         return max(self.phases, key=lambda phase: phase.peak_bytes)
 
     @property
@@ -58,39 +57,39 @@ class LoopBreakdown:
 
     loading: PhaseMemory
     first: IterationMemory
-    """The first iteration: the optimizer has yet to make its state."""
+    """The first iteration: the optimizer has not allocated its state yet."""
     steady: IterationMemory
-    """Any later one."""
+    """Any later iteration."""
     resident: MemoryByCategory
-    """Between steps, from the second on."""
+    """Memory allocated between steps, from the second on."""
 
     @property
     def fullest(self) -> PhaseMemory:
-        """The fullest phase of all, the first of several."""
+        """The phase with the highest peak of all, the first if several."""
         return max((self.loading, *self.first.phases, *self.steady.phases),
                    key=lambda phase: phase.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the loop ever takes."""
+        """The peak of the loop."""
         return self.fullest.peak_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes held between steps."""
+        """Bytes allocated between steps."""
         return self.resident.total_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryHolder:
-    """Blocks of one kind that were alive at a moment."""
+    """Blocks of one kind that are alive at one event."""
 
     size_bytes: int
     category: str
     module: str
-    """Qualified name, empty for none."""
+    """Qualified name; empty for none."""
     op: str
-    """The op that made them, empty for what the step did not make."""
+    """The op that allocated them; empty for blocks from before the step."""
     count: int
     """Number of blocks."""
 
@@ -100,17 +99,17 @@ class Floor:
     """Memory that no recomputation lowers."""
 
     size_bytes: int
-    """Everything that is held during the op whose own tensors need the most."""
+    """Memory alive during the op with the largest working set."""
     phase: StepPhase
     module: str
     op: str
     working_set_bytes: int
-    """Of these bytes, those that the op itself reads, writes and works with: activations,
-    gradients of activations, workspace."""
+    """The op's part of these bytes: activations, gradients of activations and workspace that it
+    reads, writes and uses."""
 
     @property
     def is_of_optimizer(self) -> bool:
-        """True if that is the optimizer's step, as a whole."""
+        """True if the floor is the peak of the optimizer's step."""
         return self.phase is StepPhase.OPTIMIZER_STEP
 
 
@@ -134,7 +133,7 @@ def breakdown_of(loop: LoopTrace) -> LoopBreakdown:
 
 
 def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
-    """Tensors alive after so many events, by category, module and op, largest first."""
+    """Tensors alive after `event` events, by category, module and op, largest first."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
     for number in trace.alive_after(event):
@@ -148,11 +147,11 @@ def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
 
 
 def floor_of(loop: LoopTrace) -> Floor:
-    """The least that any recomputation of activations leaves, with the kernels that ran.
+    """Lower bound on the peak under any recomputation of activations, with the kernels that ran.
 
-    At each run of an op there must be its own tensors (an operand that its result can be written
-    over counts once with it), and whatever is no activation and no gradient of one: parameters,
-    gradients of parameters, state, and all of the optimizer's step.
+    Each run of an op needs its own tensors (an operand that its result can overwrite counts once
+    with it), and all memory other than activations and their gradients: parameters, gradients of
+    parameters, state, and the whole optimizer step.
     """
     trace = loop.trace
     best = Floor(0, StepPhase.LOADING, "", "", 0)
@@ -189,7 +188,7 @@ def _is_fixed(block: Block) -> bool:
 
 
 def _place(block: Block) -> str:
-    """Where a block belongs: the module that made it, or for a named tensor the one that has it."""
+    """The module of a block: the one that allocated it, or the owner of a named tensor."""
     return block.module or block.label.rpartition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""Checks a training loop against a budget, and whether recomputation could help."""
+"""Check a training loop against a budget, and whether recomputation could help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class PhaseOver:
-    """A phase that takes more than the budget."""
+    """A phase that exceeds the budget."""
 
     step: str
     """`loading`, `first step` or `later steps`."""
@@ -22,22 +22,22 @@ class PhaseOver:
 
 @dataclass(frozen=True, slots=True)
 class BudgetCheck:
-    """A loop beside a budget."""
+    """Result of comparing a training loop with a budget."""
 
     budget_bytes: int
     peak_bytes: int
-    """Of the loop; what is reserved for it where the budget is of that."""
+    """Peak of the loop, or its reserved memory if the budget limits that."""
     over: tuple[PhaseOver, ...]
-    """Phases that allocate more than the budget, in the order of the loop; empty where it fits, and
-    where only what is reserved does not."""
+    """Phases that allocate more than the budget, in the order of the loop; empty if the loop fits,
+    or if only reserved memory exceeds the budget."""
     remedy: str
-    """Advice to make it fit; empty where it fits."""
+    """Advice to make it fit; empty if it fits."""
     bottleneck: str
     """The largest tensors at the peak, in words."""
 
     @property
     def fits(self) -> bool:
-        """True if the loop never takes more than the budget."""
+        """True if the loop stays within the budget."""
         return self.peak_bytes <= self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,9 +62,9 @@ class BudgetCheck:
 
 def check_budget(report: MemoryReport, budget_bytes: int, budget_of: str = "allocated"
                  ) -> BudgetCheck:
-    """The loop of `report` beside a budget of the peak, or of what is reserved, in bytes.
+    """Compare the loop of `report` with a budget in bytes, of allocated or of reserved memory.
 
-    Raises `ValueError` where that is not known.
+    Raises `ValueError` if reserved memory is not known.
     """
     takes = report.peak_bytes if budget_of == "allocated" else report.reserved_bytes
     if takes is None:

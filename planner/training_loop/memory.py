@@ -1,4 +1,4 @@
-"""`planner.memory`: the breakdown of the whole training loop, as it runs today or under a plan."""
+"""`planner.memory`: memory breakdown of the whole training loop, without or with a plan."""
 
 from __future__ import annotations
 
@@ -40,26 +40,25 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
            probe: bool = True,
            progress: Progress | None = None) -> MemoryReport:
     """Predict the memory of a training loop of `model`, phase by phase: loading, forward, loss,
-    backward, the optimizer's step, and what is left for the next iteration; in the first step and
-    in later ones.
+    backward, the optimizer's step, and the next iteration; in the first step and in later ones.
 
-    The model is not executed: the plain step, and two steps of the optimizer, are traced on
-    tensors without memory.  Nothing of the model changes.
+    The model is not executed: the plain step and two optimizer steps are traced on tensors without
+    memory.  The model is not changed.
 
     Args:
         model, inputs, loss_fn, device, gpu, probe, progress: as for `planner.plan`.
         optimizer: an instance, a class, or a name such as `"adamw"`; or several instances, which
-            step one after the other.  Its own `step` is traced, so that any optimizer written in
-            torch will do, and with an instance its groups and settings count.  An instance that
-            updates copies of the parameters (fp32 master weights) is taken to get the model's
-            gradients copied before each step.  Where `step` takes a closure (L-BFGS), the closure
-            is taken to reset the gradients and to make the micro-batches, and nothing precedes it.
-        plan: a plan for this model and these inputs; `None`: the step as it runs today.
-        accumulation: micro-batches to each step of the optimizer; `inputs` are those of one.
-        autocast: forward and loss run within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`),
-            the backward outside; an autocast that is active at the time of the call counts too.
+            step one after the other.  Its own `step` is traced, so any optimizer written in torch
+            works; of an instance, groups and settings count.  An instance that updates copies of
+            the parameters (fp32 master weights) is assumed to get the model's gradients copied
+            before each step.  If `step` takes a closure (L-BFGS), the closure is assumed to reset
+            the gradients and to run the micro-batches, with nothing before it.
+        plan: a plan for this model and these inputs; `None`: the plain step.
+        accumulation: micro-batches per optimizer step; `inputs` are those of one.
+        autocast: run forward and loss within `torch.autocast` to this dtype (`"bf16"`, `"fp16"`)
+            and the backward outside; an autocast that is active during this call counts, too.
         grad_clip: largest norm of the gradients, by `torch.nn.utils.clip_grad_norm_`.
-        grad_scaler: whether a `torch.amp.GradScaler` scales the loss and makes the step.
+        grad_scaler: a `torch.amp.GradScaler` scales the loss and makes the step.
         set_to_none: as in `optimizer.zero_grad`; `False` keeps the gradients between steps.
         zero_grad: whether gradients are reset `"after_step"` (before the next forward is the same)
             or only `"before_backward"`, so that the old ones are there during the forward.
@@ -75,7 +74,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     Raises:
         CaptureError: the step cannot be traced; a sparse gradient with more than one micro-batch.
         PlanMismatch: the plan was made for another step.
-        TypeError, ValueError: an argument is wrong in itself, an unknown optimizer for one.
+        TypeError, ValueError: an argument is invalid by itself, such as an unknown optimizer.
     """
     dtype = Planning(loss_fn=loss_fn, gpu=gpu, accumulation=accumulation,
                      autocast=autocast).autocast_dtype
@@ -105,7 +104,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         raise ValueError(f"plan: the blocks of a plan for the backend {plan.backend!r} are not "
                          "known one by one; its own figures (peak_bytes, memory) are the breakdown")
     if optimizer is not None:
-        optimizer_name(optimizer)  # a wrong name fails before the model is looked at
+        optimizer_name(optimizer)  # a wrong name fails before the model is traced
     args, kwargs = split_inputs(model, inputs)
     settings = OptimizerSettings(grad_clip=grad_clip, grad_scaler=grad_scaler,
                                  set_to_none=set_to_none)

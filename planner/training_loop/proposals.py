@@ -1,11 +1,10 @@
-"""Proposals that lower the peak of a training loop: known remedies, each with the peak that it
-gives.
+"""Propose known remedies that lower the peak of a training loop, each with the resulting peak.
 
-Where a remedy changes only how the loop goes about its parts, or the optimizer, the changed loop is
-put together and accounted for like the present one, and the figure is exact.  Where it would change
-the model's own step, the figure is an estimate from the blocks that it concerns.
+If a remedy changes only the loop or the optimizer, the changed loop is composed and evaluated like
+the present one, and the figure is exact.  If it changes the model's own step, the figure is an
+estimate from the blocks concerned.
 
-Blind spots: remedies are looked at one at a time; an estimate takes activations and temporaries to
+Blind spots: remedies are evaluated one at a time; estimates assume that activations and temporaries
 grow with the batch.
 """
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from planner._graph_capture.plain_step.loop import PlainLoop
 
 _WORTH = 0.99
-"""A remedy is proposed if it brings the peak below this part of what it is."""
+"""A remedy is proposed if it lowers the peak below this fraction of the present one."""
 _SHARE = 0.2
 """Share of the peak below which a tensor is not considered."""
 _CHUNKS = 8
@@ -37,14 +36,14 @@ _GROWS_WITH_BATCH = frozenset({Category.INPUTS, Category.ACTIVATIONS, Category.T
 
 @dataclass(frozen=True)
 class PresentLoop:
-    """A loop, and the parts that it is made of."""
+    """A training loop and its parts."""
 
     trace: LoopTrace
     loop: TrainingLoop
     plain: PlainLoop
     micro_batches: MicroBatches
     optimizer: Any
-    """As the user gave it; `None` for none."""
+    """As given by the user; `None` for none."""
     traced: OptimizerTrace | None
     settings: OptimizerSettings
     floor: Floor

@@ -17,7 +17,7 @@ from planner.training_loop.breakdown import (
 )
 
 _HOLDERS = 20
-"""How many of the holders at the peak `to_dict` lists."""
+"""Number of holders at the peak that `to_dict` lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Proposal:
     exact: bool
     """True if the changed loop was traced like the present one; else it is an estimate."""
     caveat: str = ""
-    """Side effects of the change, e.g. on the course of training."""
+    """Side effects of the change, for example on training results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,18 @@ class LoopTimeline(MemoryTimeline):
     """Bytes by category before any event of loading and two iterations, and after each."""
 
     phases: tuple[tuple[str, int, int, int], ...]
-    """Phase, iteration (0 is loading), and the first and last row that belong to it."""
+    """Phase, iteration (0 is loading), and the first and last row of that phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport(LoopBreakdown):
-    """Memory of a whole training loop, and what it comes from."""
+    """Memory of a whole training loop, by phase, category, module and op."""
 
     trace: LoopTrace = field(repr=False)
     """Every block of loading and of two iterations, in order."""
     loop: TrainingLoop
     device: str
-    """The device that the breakdown is for."""
+    """The device of the loop."""
     optimizer: str | None
     """Name of its class; `None`: no optimizer is counted."""
     planned: bool
@@ -62,12 +62,12 @@ class MemoryReport(LoopBreakdown):
     """Changes that lower the peak, the most effective first."""
     notes: tuple[str, ...]
     reserved_bytes: int | None = None
-    """Predicted bytes that torch's allocator reserves on a GPU for the loop, the workspaces of
-    cuBLAS included; `None` on a CPU, whose allocator reserves nothing beyond what is allocated."""
+    """Predicted bytes that torch's allocator reserves on a GPU for the loop, including the
+    workspaces of cuBLAS; `None` on a CPU, whose allocator reserves no more than is allocated."""
 
     @property
     def breakdown(self) -> LoopBreakdown:
-        """The memory of each phase by itself."""
+        """The memory breakdown without the other fields."""
         return LoopBreakdown(self.loading, self.first, self.steady, self.resident)
 
     @property
@@ -86,10 +86,10 @@ class MemoryReport(LoopBreakdown):
         return _timeline(self.trace)
 
     def save_snapshot(self, path: str | PathLike[str]) -> None:
-        """Write the whole loop as a snapshot that https://pytorch.org/memory_viz and
-        `torch.cuda._memory_viz` read; an existing file is replaced.
+        """Write the whole loop as a snapshot for https://pytorch.org/memory_viz and
+        `torch.cuda._memory_viz`; an existing file is replaced.
 
-        Raises `OSError` where the path cannot be written.
+        Raises `OSError` if the path cannot be written.
         """
         from planner.training_loop.snapshot import save_snapshot
 

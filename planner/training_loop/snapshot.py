@@ -1,13 +1,12 @@
 """A training loop as a memory snapshot of torch, for the viewer at https://pytorch.org/memory_viz.
 
-The format is that of `torch.cuda.memory._snapshot()`: what is allocated at the end, and every
-allocation and release before.  The viewer reads pickles of protocol 2 to 4 that hold nothing but
-lists, dictionaries, text and numbers; and where events have categories, one of them must be of the
-category `unknown`, or it stops with an error.
+The format is that of `torch.cuda.memory._snapshot()`: memory allocated at the end, and every
+allocation and release before.  The viewer reads pickles of protocol 2 to 4 that contain only lists,
+dictionaries, text and numbers; if events have categories, one of them must be of the category
+`unknown`, or it stops with an error.
 
-Blocks get addresses as a simple allocator would give them (the first gap that is large enough), in
-one segment of the size that this takes.  So a gap in the snapshot is not one that a real allocator
-leaves.
+Blocks get addresses from a simple first-fit allocator, in one segment of the required size.  Gaps
+in the snapshot are therefore not those of a real allocator.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ _STREAM = 0
 
 
 def save_snapshot(loop: LoopTrace, path: str | PathLike[str]) -> None:
-    """Write `snapshot(loop)` to `path`, all of it or nothing; an existing file is replaced.
+    """Write `snapshot(loop)` to `path` atomically; an existing file is replaced.
 
-    Raises `OSError` where the path cannot be written.
+    Raises `OSError` if the path cannot be written.
     """
     write_whole(path, pickle.dumps(snapshot(loop), protocol=_PROTOCOL))
 
 
 def snapshot(loop: LoopTrace) -> dict[str, Any]:
-    """The loop in torch's format: plain lists, dictionaries, text and whole numbers."""
+    """The loop in torch's format: plain lists, dictionaries, text and integers."""
     trace = loop.trace
     space = _AddressSpace()
     address: dict[int, int] = {}
@@ -69,14 +68,14 @@ def snapshot(loop: LoopTrace) -> dict[str, Any]:
 
 
 def _frames(block: Block, when: str) -> list[dict[str, Any]]:
-    """Two frames in place of a stack: who made the block, and when."""
+    """Two frames in place of a stack: the op that allocated the block, and the phase."""
     where = block.module or block.label or "model"
     return [{"name": block.op or block.category.value, "filename": where, "line": 0},
             {"name": when, "filename": "training loop", "line": 0}]
 
 
 def _nothing_unknown() -> list[dict[str, Any]]:
-    """An allocation of nothing, so that there is one of the category `unknown`."""
+    """An empty allocation of the category `unknown`, which the viewer requires."""
     event = {"addr": _BASE_ADDRESS, "size": 0, "stream": _STREAM}
     return [{"action": "alloc", **event, "frames": [], "category": "unknown"},
             {"action": "free_requested", **event, "frames": []},
@@ -107,7 +106,7 @@ def _gap(size: int) -> dict[str, Any]:
 
 
 class _AddressSpace:
-    """Hands out addresses: the first gap that is large enough, else more room at the end."""
+    """First-fit allocator of addresses, which grows at the end."""
 
     def __init__(self) -> None:
         self._gaps: list[tuple[int, int]] = []  # start and size, by start

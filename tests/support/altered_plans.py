@@ -1,8 +1,8 @@
-"""Plan files with one value changed, as an accident or an adversary would.
+"""Plan files with one value changed, by accident or by an adversary.
 
 `altered` changes one place of a document; `signed` states a matching fingerprint, and decisions
 that match the insertions; `forged` states everything else that follows from a changed step or
-schedule, so that only a look at the model's own graph can tell.
+schedule, so that only a look at the model's own graph reveals the change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Place = tuple[str | int, ...]
 
 
 def places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Every place in a document."""
+    """Yield every place in a document."""
     if place:
         yield place
     items = value.items() if isinstance(value, dict) else (
@@ -47,7 +47,8 @@ def at(document: Any, place: Place) -> Any:
 
 def altered(document: dict[str, Any], dice: random.Random, within: tuple[str, ...] = ()
             ) -> dict[str, Any]:
-    """A copy with one place changed, by default anywhere; `within`: fields of which it is one."""
+    """Return a copy with one place changed, by default anywhere; `within`: fields of which it is
+    one."""
     found = [place for place in places(document) if not within or place[0] in within]
     kinds: dict[tuple[object, ...], list[Place]] = {}  # so that long lists do not crowd out others
     for place in found:
@@ -61,7 +62,7 @@ def altered(document: dict[str, Any], dice: random.Random, within: tuple[str, ..
 
 
 def _alike(document: dict[str, Any], place: Place) -> list[str]:
-    """Other texts that a text could be confused with."""
+    """Return other texts that a text could be confused with."""
     old = at(document, place)
     if not isinstance(old, str):
         return []
@@ -100,7 +101,7 @@ def _change(holder: Any, key: Any, dice: random.Random, alike: list[str]) -> boo
 
 
 def signed(document: dict[str, Any]) -> dict[str, Any]:
-    """A copy whose decisions and fingerprint match the rest."""
+    """Return a copy whose decisions and fingerprint match the rest."""
     changed = copy.deepcopy(document)
     for region in changed["regions"]:
         again = Counter(action["op"] for group in region["insertions"]
@@ -116,9 +117,9 @@ def signed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def forged(original: dict[str, Any], document: dict[str, Any]) -> Plan | None:
-    """The plan of a changed document in which all that is derived is derived again, with a budget
-    that is just met; `None` where its schedule is none of its step, or the change is to memory
-    outside of the regions, which is taken as stated."""
+    """Return the plan of a changed document with all derived values derived again, and a budget
+    that is just met.  Returns `None` if its schedule does not fit its step, or if the change is to
+    memory outside of the regions, which is trusted."""
     ops = original["ops"]
     if any(old != new and old["region"] is None
            for old, new in zip(ops, document["ops"], strict=False)) or any(

@@ -1,4 +1,4 @@
-"""Whether Inductor can compile here: tests that let it need a C++ compiler."""
+"""Skip mark for tests in which Inductor compiles, which need a C++ compiler."""
 
 from __future__ import annotations
 

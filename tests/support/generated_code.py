@@ -1,4 +1,4 @@
-"""Functions that Inductor compiles, and what their code takes."""
+"""Functions that Inductor compiles, and the memory of their code."""
 
 import itertools
 from contextlib import AbstractContextManager
@@ -14,8 +14,8 @@ WIDE = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
 
 
 def outputs_peak_and_code(function, *args, inside: AbstractContextManager):
-    """What a function returns, compiled inside of a context, the allocator's peak in its second
-    call, and its code."""
+    """Compile a function inside of a context; return its outputs, the allocator's peak in its
+    second call, and its code."""
     torch.compiler.reset()
     with config.patch(fx_graph_cache=False), torch.no_grad(), inside:
         compiled = torch.compile(function)

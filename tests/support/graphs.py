@@ -28,10 +28,10 @@ from planner.step.prepared import PreparedStep, prepare
 
 @dataclass(frozen=True)
 class Baseline:
-    """What capture says of the plain step."""
+    """The captured data of the plain step."""
 
     peak_bytes: int
-    """Above what is resident."""
+    """Peak above resident memory."""
     backward_begins: int = 1
 
     @property
@@ -42,11 +42,11 @@ class Baseline:
 
 @dataclass(frozen=True)
 class HandMadeStep:
-    """What capture hands to the planner."""
+    """The input of the planner, as from capture."""
 
     graph: TrainingGraph
     baseline_peak_bytes: int
-    """Of the whole plain step."""
+    """Peak of the whole plain step."""
     optimizer: OptimizerMemory | None = None
     training: bool = True
     overrides: tuple[tuple[str, object], ...] = (("use_cache", False),)
@@ -64,7 +64,7 @@ class HandMadeStep:
 
 
 def prepared(step: HandMadeStep) -> PreparedStep:
-    """The step, ready to be planned."""
+    """Return the step, ready to be planned."""
     return prepare(step, tensors=(ParameterKey("weight", (2, 3), "float32", True),),
                    inputs={"args": [{"shape": [2, 3], "dtype": "float32"}], "kwargs": {}})
 
@@ -81,8 +81,8 @@ class GraphBuilder:
            pinned: str = "", replay_state_bytes: int = 0, kept: bool = False, label: str = "",
            kind: BufferKind | None = None, inplace: tuple[int, ...] = (),
            captured: bool = True) -> tuple[int, ...]:
-        """The new op's outputs, one for each of `sizes` (bytes).  What was not captured is a
-        pseudo-op."""
+        """Add an op; return its outputs, one for each of `sizes` (bytes).  An op that was not
+        captured is a pseudo-op."""
         index = len(self.ops)
         outputs = tuple(range(len(self.buffers), len(self.buffers) + len(sizes)))
         if kind is None:
@@ -102,15 +102,15 @@ class GraphBuilder:
 
     def graph(self, regions: tuple[Region, ...], *, parameters_bytes: int = 1000,
               buffers_bytes: int = 10, inputs_bytes: int = 100) -> TrainingGraph:
-        """The finished graph."""
+        """Return the finished graph."""
         return TrainingGraph(
             ops=tuple(self.ops), buffers=tuple(self.buffers), regions=regions,
             resident=ResidentMemory(parameters_bytes, buffers_bytes, inputs_bytes), device="cpu")
 
 
 def chain(layers: int, size_bytes: int = 100, *, gradient_bytes: int = 7) -> TrainingGraph:
-    """Layers in a row of equal activations; the backward of layer i reads the result of layer i - 1
-    and the gradient of its own, and makes a parameter's gradient."""
+    """Return layers in a row with equal activations.  The backward of layer i reads the result of
+    layer i - 1 and the gradient of its own, and makes a parameter's gradient."""
     build = GraphBuilder()
     results: list[int] = []
     for layer in range(layers):
@@ -132,7 +132,7 @@ def chain(layers: int, size_bytes: int = 100, *, gradient_bytes: int = 7) -> Tra
 
 @st.composite
 def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
-    """A captured step of one or two regions, each with up to `max_ops` forward ops."""
+    """Draw a captured step of one or two regions, each with up to `max_ops` forward ops."""
     build = GraphBuilder()
     sizes = st.integers(0, 50)
     forwards: list[range] = []
@@ -184,7 +184,7 @@ def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
 
 
 def legal_schedule(data, problem):
-    """A schedule with recomputations at random places where they are allowed."""
+    """Draw a schedule with recomputations at random places where they are allowed."""
     schedule = []
     for index in range(len(problem)):
         allowed = [op for op in range(index) if problem.may_replay(op, index)]

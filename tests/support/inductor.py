@@ -38,7 +38,7 @@ INPUT = batch()
 def step(model, seed=3):
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
-    output = model(INPUT)  # held to the end of the step, as a training loop does
+    output = model(INPUT)  # alive to the end of the step, as in a training loop
     loss = loss_of(output)
     loss.backward()
     return loss.detach()

@@ -1,4 +1,4 @@
-"""Real training loops on the CPU, measured phase by phase, for accounts to be judged by."""
+"""Real training loops on the CPU, measured phase by phase, to evaluate breakdowns."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MEASURED_PHASES = (StepPhase.FORWARD, StepPhase.LOSS, StepPhase.BACKWARD,
 
 @dataclass
 class RealLoop:
-    """A loop with the options of `planner.memory`; the model is trained as it is given."""
+    """A loop with the options of `planner.memory`; the model is trained unchanged."""
 
     model: nn.Module
     inputs: Any
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     step: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None
-    """What makes the optimizer's step and resets gradients, in place of the usual."""
+    """Replacement for the optimizer's step and the reset of gradients."""
     accumulation: int = 1
     autocast: torch.dtype | None = None
     grad_clip: float | None = None
@@ -43,7 +43,7 @@ class RealLoop:
     held: dict[str, Any] = field(default_factory=dict)
 
     def measure(self) -> list[dict[StepPhase, tuple[int, int]]]:
-        """For each step and phase: the peak, and what is left at its end, in bytes above the
+        """Return, for each step and phase, the peak and the bytes alive at its end, above the
         parameters, buffers and inputs."""
         stages: list[Callable[[], None]] = [self._make_optimizer]
         phases: list[tuple[int, StepPhase]] = []
@@ -122,7 +122,8 @@ class RealLoop:
 
 def deviations(breakdown: LoopBreakdown, measured: list[dict[StepPhase, tuple[int, int]]],
                ) -> dict[tuple[int, str], float]:
-    """Predicted over measured peak, less 1, of every step and phase, resident memory included."""
+    """Return predicted over measured peak, less 1, of every step and phase, with resident memory.
+    """
     memory = breakdown.loading.memory
     base = memory.parameters + memory.buffers + breakdown.resident.inputs
     found = {}
@@ -135,7 +136,7 @@ def deviations(breakdown: LoopBreakdown, measured: list[dict[StepPhase, tuple[in
 
 def resident_error_bytes(breakdown: LoopBreakdown,
                          measured: list[dict[StepPhase, tuple[int, int]]]) -> int:
-    """Predicted less measured bytes between steps, the larger of the last two."""
+    """Return predicted less measured bytes between steps, the larger of the last two."""
     memory = breakdown.loading.memory
     base = memory.parameters + memory.buffers + breakdown.resident.inputs
     return max((breakdown.resident_bytes - base - phases[StepPhase.OPTIMIZER_STEP][1]
@@ -143,7 +144,7 @@ def resident_error_bytes(breakdown: LoopBreakdown,
 
 
 class Network(nn.Module):
-    """An embedding, wide and narrow layers, a norm with buffers, and a head that is not reached."""
+    """An embedding, wide and narrow layers, a norm with buffers, and an unused head."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ def loss_fn(logits):
 
 
 def check(optimizer=None, *, model=None, step=None, exact=True, **options):
-    """The breakdown of this loop, after it has been compared with the real one."""
+    """Compare the breakdown of this loop with the real one, and return it."""
     model = Network() if model is None else model
     made = optimizer(model) if callable(optimizer) else optimizer
     report = planner.memory(model, (IDS,), loss_fn=loss_fn, optimizer=made, **options)

@@ -1,4 +1,4 @@
-"""A model with a loss head that can run in chunks, and what its steps give and take."""
+"""A model with a loss head that can run in chunks, and the results and memory of its steps."""
 
 from __future__ import annotations
 

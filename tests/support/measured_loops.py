@@ -1,4 +1,4 @@
-"""Training loops of others, with and without a budget: losses, and the peak of each step."""
+"""Third-party training loops, with and without a budget: losses, and the peak of each step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from planner._graph_capture.memory.allocator import begin_stage, record_stages
 
 @dataclass
 class MeasuredLoop:
-    """What happened while a loop trained a model."""
+    """Measurements of a loop that trained a model."""
 
     model: nn.Module
     losses: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-    """Of each step; parameters and buffers included."""
+    """Peak of each step, with parameters and buffers."""
     _is_step: list[bool] = field(default_factory=lambda: [False])
 
     def begin_step(self) -> None:
-        """A step of the loop begins; that before it ends, if it did not yet."""
+        """Begin a step of the loop, and end the one before if it has not ended."""
         self._begin(is_step=True)
 
     def end_step(self) -> None:
-        """What comes now, such as an evaluation, is no part of the step."""
+        """End the step; later work, such as an evaluation, is no part of it."""
         self._begin(is_step=False)
 
     def _begin(self, is_step: bool) -> None:
@@ -37,14 +37,14 @@ class MeasuredLoop:
         begin_stage()
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """The loss of the step."""
+        """Record the loss of the step."""
         self.losses.append(loss.item())
 
     def run(self, train: Callable[[], object]) -> None:
         """Train, with the same random numbers each time.
 
-        Garbage is collected where the code asks for it: by itself Python may do so on any thread,
-        that of pytest-xdist too, and releases on another thread are not seen.
+        Garbage is collected only where the code asks for it.  Otherwise Python may collect on any
+        thread, including that of pytest-xdist, and releases on another thread are not seen.
         """
         torch.manual_seed(7)
         gc.disable()
@@ -58,19 +58,20 @@ class MeasuredLoop:
                       in zip(records, self._is_step, strict=True) if is_step]
 
     def distance_from(self, other: MeasuredLoop) -> float:
-        """Between the trained models, in parts of the other."""
+        """Return the relative distance between the trained models."""
         mine, theirs = (torch.cat([p.detach().double().flatten() for p in loop.model.parameters()])
                         for loop in (self, other))
         return float((mine - theirs).norm() / theirs.norm())
 
     def loss_distances_from(self, other: MeasuredLoop) -> list[float]:
-        """Between the losses of each step, in parts of the other's."""
+        """Return the relative distances between the losses of each step."""
         return [abs(mine - theirs) / abs(theirs)
                 for mine, theirs in zip(self.losses, other.losses, strict=True)]
 
 
 class MeasuredTraining:
-    """Before a Trainer of transformers: it begins a stage of the measurement with each step."""
+    """A callback for a Trainer of transformers; it begins a stage of the measurement with each
+    step."""
 
     loop: MeasuredLoop
 
@@ -87,7 +88,7 @@ Train = Callable[[MeasuredLoop, int | None], object]
 
 @dataclass(frozen=True)
 class Trial:
-    """The same training as it is, and within a budget."""
+    """The same training without and within a budget."""
 
     plain: MeasuredLoop
     budgeted: MeasuredLoop
@@ -95,7 +96,7 @@ class Trial:
 
     @classmethod
     def of(cls, make: Callable[[], nn.Module], train: Train, share: float = 0.7) -> Trial:
-        """`share`: the budget, as a part of the plain peak."""
+        """Run both.  `share`: the budget, as a fraction of the plain peak."""
         plain, budgeted = MeasuredLoop(make()), MeasuredLoop(make())
         train(plain, None)
         budget = int(share * max(plain.peaks))
@@ -103,7 +104,7 @@ class Trial:
         return cls(plain, budgeted, budget)
 
     def check(self, steps: int) -> None:
-        """Every one of so many steps ran under a plan, and was within the budget."""
+        """Check that the given number of steps ran, each under a plan and within the budget."""
         assert len(self.budgeted.peaks) == steps
         plan = planner.plan_of(self.budgeted.model)
         assert max(self.budgeted.peaks) <= self.budget, (
@@ -113,18 +114,18 @@ class Trial:
         assert plan.recompute_flops > 0
 
     def check_equal(self) -> None:
-        """Losses and trained models are the same, bit for bit."""
+        """Check that losses and trained models are equal, bit for bit."""
         assert self.budgeted.losses == self.plain.losses
         trained = self.budgeted.model.state_dict()
         for name, value in self.plain.model.state_dict().items():
             assert torch.equal(trained[name], value), name
 
     def check_near(self, make: Callable[[], nn.Module], train: Train) -> None:
-        """Losses, step by step, and the trained model are near the plain run's.
+        """Check that losses, step by step, and the trained model are near the plain run's.
 
-        Near is twice the distance that torch's own graph capture shows; for losses that of its
-        farthest step (in bfloat16 the distance of one step is chance), or one rounding of float32
-        where it shows none.
+        Near is twice the distance that torch's own graph capture shows.  For losses it is that of
+        its farthest step (in bfloat16 the distance of one step is chance), or one rounding of
+        float32 if it shows none.
         """
         captured = MeasuredLoop(make())
         torch.compiler.reset()

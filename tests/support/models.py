@@ -1,7 +1,7 @@
-"""Models for the tests, each in a size of one's choice.
+"""Models for the tests, each in a selectable size.
 
 Every builder returns a `Case`: the model in training mode with seeded random weights, the inputs of
-one call (a tuple or a mapping) and a loss of its output, or `None` where the model makes its own.
+one call (a tuple or a mapping) and a loss of its output, or `None` if the model computes its own.
 `BUILDERS` lists them by name; `HF`, `CONVOLUTIONAL` and `VARIANTS` group the names.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Case(NamedTuple):
-    """What a training step needs."""
+    """The parts of a training step."""
 
     model: nn.Module
     inputs: tuple[Any, ...] | Mapping[str, Any]
@@ -195,11 +195,11 @@ def unet(batch: int = 2, image: int = 64, width: int = 8, depth: int = 2) -> Cas
                 lambda logits: F.cross_entropy(logits, labels))
 
 
-# --- Small models of one's own, each with one difficulty -----------------------------------------
+# --- Small models, each with one difficulty ------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block with a LoRA-like branch where `rank` is not 0."""
+    """Pre-norm transformer block with a LoRA-like branch if `rank` is not 0."""
 
     def __init__(self, width: int, dropout: float = 0.0, rank: int = 0) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ VARIANTS = tuple(name for name in BUILDERS if name not in HF + CONVOLUTIONAL)
 
 
 def step(case: Case, model: nn.Module | None = None) -> Tensor:
-    """One plain training step's forward and backward; returns the loss."""
+    """Run forward and backward of one plain training step; return the loss."""
     output = (model or case.model)(*case.args, **case.kwargs)
     loss = case.loss_fn(output) if case.loss_fn else output["loss"]
     loss.backward()

@@ -1,4 +1,5 @@
-"""Steps whose results may be stored on the host, on a machine where a stand-in takes its part."""
+"""Steps whose results may be stored on the host, on a machine where a substitute acts as the host.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from planner.step.prepared import PreparedStep
 
 
 def with_link(step: PreparedStep, bytes_per_second: float) -> PreparedStep:
-    """The step with a link to the host, which planning itself refuses for a CPU."""
+    """Return the step with a link to the host, which planning itself refuses for a CPU."""
     return step.with_link(Link(bytes_per_second))
 
 
 def random_transfers(problem: Problem, schedule: Schedule, seed: int, share: float = 0.5
                      ) -> Schedule:
-    """The runs of `schedule`, with about `share` of what may be away stored, released and fetched
-    at any legal time in its longest gap."""
+    """Return the runs of `schedule`, with about `share` of the offloadable storages stored,
+    released and fetched at any legal time in their longest gaps."""
     rng = random.Random(seed)
     order = as_order(schedule)
     timeline = unroll(problem, order)
@@ -33,6 +34,6 @@ def random_transfers(problem: Problem, schedule: Schedule, seed: int, share: flo
         before[store].append(Store(gap.storage))
         before[release].append(Release(gap.storage))
         before[fetch].append(Fetch(gap.storage))
-    # What is stored and released before the same run keeps that order: the sort is stable.
+    # Storages stored and released before the same run keep that order: the sort is stable.
     return tuple(action for position, index in enumerate(order)
                  for action in (*before[position], index))

@@ -7,7 +7,7 @@ from planner.torch_compile_backend import checkpoint_planner
 
 
 def register() -> None:
-    """Put the entry point, which an installed package has, into torch's registry."""
+    """Put the entry point of an installed package into torch's registry."""
     from torch._dynamo.backends import registry
 
     if "checkpoint_planner" not in torch._dynamo.list_backends(exclude_tags=None):
@@ -15,7 +15,7 @@ def register() -> None:
 
 
 QUICKLY = {"inductor": False, "time_limit": 1.5}
-"""Options."""
+"""Options for quick planning."""
 
 
 def compiled(model, dynamic=None, **options):
@@ -24,7 +24,7 @@ def compiled(model, dynamic=None, **options):
 
 
 class BreakingLayer(nn.Module):
-    """Dynamo breaks its graph within, and runs the same chunks for each layer."""
+    """Dynamo breaks its graph within, and runs the same parts for each layer."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Exact answers for tiny problems, by shortest paths over what is held; knows no product code but
-the types of `solvers.problem`.
+"""Exact results for tiny problems, by shortest paths over sets of live storages; uses no product
+code except the types of `solvers.problem`.
 
-A state is the next first run and what is held (with the segment in which it was made).  Replay
-state is not modelled: problems with one must not be asked about.
+A state is the next first run and the live storages (each with the segment in which it was made).
+Replay state is not modelled: problems with it are not supported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _State = tuple[int, frozenset[tuple[int, int]]]
 
 
 def cheapest(problem: Problem, budget_bytes: int) -> float | None:
-    """The least cost of any legal schedule within the budget; None if there is none."""
+    """Return the least cost of any legal schedule within the budget; `None` if there is none."""
     assert not any(op.replay_state_bytes for op in problem.ops)
     start: _State = (0, frozenset())
     best: dict[_State, float] = {start: 0.0}
@@ -39,7 +39,7 @@ def cheapest(problem: Problem, budget_bytes: int) -> float | None:
 
 
 def smallest_peak(problem: Problem) -> int:
-    """The least peak of any legal schedule."""
+    """Return the least peak of any legal schedule."""
     low, high = -1, sum(s.size_bytes for s in problem.storages) * 2 + sum(
         op.workspace_bytes for op in problem.ops)
     while high - low > 1:
@@ -49,7 +49,7 @@ def smallest_peak(problem: Problem) -> int:
 
 
 def _steps(problem: Problem, state: _State, budget: int) -> Iterator[tuple[int, _State]]:
-    """Every run that may come next, with every choice of what to hold after it."""
+    """Yield every run that may come next, with every choice of storages to keep after it."""
     following, held = state
     here = problem.segment_of[following]
     names = {storage for storage, _ in held}

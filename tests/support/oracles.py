@@ -1,4 +1,5 @@
-"""An independent judge of schedules, written from the rules and not from `solvers.simulator`."""
+"""An independent evaluation of schedules, written from the rules and not from `solvers.simulator`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from planner.solvers import Op, Problem, Segment, Storage
 
 
 def evaluate(problem: Problem, schedule: Sequence[int]) -> tuple[int, float] | None:
-    """Peak and cost of a schedule, or `None` where it is illegal: storage by storage and position
-    by position, straight from the definitions, in quadratic time."""
+    """Return peak and cost of a schedule, or `None` if it is illegal: storage by storage and
+    position by position, straight from the definitions, in quadratic time."""
     runs = list(schedule)
     total = len(problem.ops)
     first = {op: runs.index(op) for op in set(runs)}
@@ -61,8 +62,8 @@ def evaluate(problem: Problem, schedule: Sequence[int]) -> tuple[int, float] | N
 
 
 def training_chain(length: int, *, segments: bool = True) -> Problem:
-    """A forward chain of unit ops and its backward: step i back reads forward value i and the
-    gradient that the step before it made."""
+    """Return a forward chain of unit ops and its backward: step i back reads forward value i and
+    the gradient of the step before it."""
     ops = [Op(f"f{i}", 1.0, (i - 1,) if i else (), (i,)) for i in range(length)]
     for i in reversed(range(length)):
         made = len(ops)

@@ -30,8 +30,8 @@ def without_replay_state(problem: Problem) -> Problem:
 
 @st.composite
 def repeated(draw: st.DrawFn, times: int = 3) -> Problem:
-    """A stretch of forward ops several times in a row, each reading what the one before made, then
-    a backward that reads all of it in the opposite order."""
+    """Draw a stretch of forward ops several times in a row, each reading the result of the one
+    before, then a backward that reads all of it in the opposite order."""
     length = draw(st.integers(1, 3))
     described = [(float(draw(st.integers(0, 5))), draw(st.integers(0, 6)), draw(st.integers(1, 2)))
                  for _ in range(length)]
@@ -56,7 +56,7 @@ def repeated(draw: st.DrawFn, times: int = 3) -> Problem:
 
 
 def all_runs(problem: Problem) -> tuple[Run, ...]:
-    """Runs however short: any will do for a bound that holds."""
+    """Return runs of any length: any of them must give a valid bound."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("planner.solvers.repetition.LEAST_SPARED", 1)
         return runs_of(problem)

@@ -1,5 +1,5 @@
 """Models drawn at random: short programs of tensor code with skips, views, in-place writes,
-dropout, normalisation and attention, in which few people would recognise an architecture."""
+dropout, normalisation and attention, in no known architecture."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _halves(x: Tensor) -> Tensor:
 
 
 def _count(model: RandomModel, name: str, x: Tensor) -> Tensor:
-    """Reads a buffer, and changes it afterwards."""
+    """Read a buffer, and change it afterwards."""
     steps = model.get_buffer(name)
     y = x + steps
     steps.add_(1.0)
@@ -44,7 +44,7 @@ def _count(model: RandomModel, name: str, x: Tensor) -> Tensor:
 OPS: dict[str, Op] = {
     "linear": lambda m, n, x, y: m.get_submodule(n)(x),
     "layer norm": lambda m, n, x, y: m.get_submodule(n)(x),
-    # Of an input that is not contiguous, torch traces other strides than it then makes.
+    # For an input that is not contiguous, torch traces other strides than it then makes.
     "batch norm": lambda m, n, x, y: m.get_submodule(n)(
         x.transpose(1, 2).contiguous()).transpose(1, 2),
     "convolution": lambda m, n, x, y: m.get_submodule(n)(x.transpose(1, 2)).transpose(1, 2),
@@ -80,7 +80,7 @@ MADE: dict[str, Callable[[], nn.Module]] = {
 
 
 class RandomModel(nn.Module):
-    """`length` ops, each on one or two earlier results; what none of them reads is summed.
+    """`length` ops, each on one or two earlier results; unread results are summed.
 
     (AOTAutograd drops random ops whose results nobody reads, and with them their random numbers.)
     """

@@ -17,7 +17,7 @@ TIME_OUT = datetime.timedelta(seconds=120)
 
 def on_ranks(function: Callable[..., None], *arguments: Any, ranks: int = 2,
              time_out: datetime.timedelta = TIME_OUT) -> None:
-    """Call `function(rank, *arguments)` on each rank; what one raises is raised here."""
+    """Call `function(rank, *arguments)` on each rank; an error on a rank is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_run, (function, arguments, ranks, time_out, folder), nprocs=ranks)
 

@@ -1,4 +1,4 @@
-"""Captured regions of small models, for tests of what stands between capture and planning."""
+"""Captured regions of small models, for tests of the code between capture and planning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner._graph_capture.plain_step.loss import objective
 
 def recorded(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None
              ) -> Recording:
-    """The calls of captured regions in one step of `model(*args)`."""
+    """Return the calls of captured regions in one step of `model(*args)`."""
     fake_copy = make_fake_copy(model, args, {}, extra=(loss_fn,))
 
     def run(compiled: Callable[..., Any], before_backward: Callable[[], object]) -> object:
@@ -30,8 +30,8 @@ def recorded(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None 
 
 def joint_graph(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None,
                 cotangents: tuple[bool, ...] | None = None) -> JointGraph:
-    """The clean joint graph of a model with one region; by default for the cotangents that
-    the recorded step had."""
+    """Return the clean joint graph of a model with one region, by default for the cotangents of the
+    recorded step."""
     (call,) = recorded(model, *args, loss_fn=loss_fn).calls
     region = call.region
     return clean_joint_graph(region.joint, region.num_forward_outputs,
@@ -40,6 +40,6 @@ def joint_graph(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | No
 
 def lowered(model: nn.Module, *args: Any, loss_fn: Callable[[Any], Any] | None = None
             ) -> LoweredRegion:
-    """The lowered region of a model with one."""
+    """Return the lowered region of a model with one region."""
     joint = joint_graph(model, *args, loss_fn=loss_fn)
     return lower(joint, [f"input:{index}" for index in range(len(joint.primals))])

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Layers with a skip; refuses batches that `refuses` says it does."""
+    """Layers with a skip; refuses batches for which `refuses` returns true."""
 
     def __init__(self, width=32, layers=4, refuses=lambda batch: False):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Torch's caching allocator once more, as its documentation tells it: every segment a list of
-blocks, every question answered by looking at all of them."""
+"""Torch's caching allocator, implemented again from its documentation: every segment is a list of
+blocks, and every query looks at all of them."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ MIB = 2 ** 20
 class Piece:
     size: int
     owner: int | None = None
-    """Number of the request that has it; `None`: nobody."""
+    """Number of the request that owns it; `None`: nobody."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Stretch:
 
 
 class SlowAllocator:
-    """Requests are numbered by the caller."""
+    """The allocator; the caller numbers the requests."""
 
     def __init__(self, expandable: bool) -> None:
         self.expandable = expandable
@@ -49,7 +49,7 @@ class SlowAllocator:
                       for place, segment in enumerate(self.segments) if segment.small == small
                       for position, piece in enumerate(segment.chunks)
                       if piece.owner is None and piece.size >= size]
-        if self.expandable:  # what could grow at its end counts as endless
+        if self.expandable:  # a block that could grow at its end counts as endless
             others = [(size, place, position) for size, place, position in candidates
                       if position + 1 < len(self.segments[place].chunks)]
             if others and min(candidates) not in others:

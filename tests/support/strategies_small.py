@@ -1,4 +1,4 @@
-"""Hypothesis strategies: small problems of every kind, schedules of theirs, and brute force."""
+"""Hypothesis strategies: small problems of every kind, their schedules, and brute force."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.solvers.problem import Op, Problem, Schedule, Segment, Storage
 
 @st.composite
 def problems(draw: st.DrawFn, max_ops: int = 8, plain: bool = False) -> Problem:
-    """A random problem; `plain`: one storage per op, one segment, no in-place, no workspace."""
+    """Draw a problem; `plain`: one storage per op, one segment, no in-place, no workspace."""
     count = draw(st.integers(1, max_ops))
     storages: list[Storage] = []
     ops: list[Op] = []
@@ -45,7 +45,7 @@ def problems(draw: st.DrawFn, max_ops: int = 8, plain: bool = False) -> Problem:
 
 
 def insertions(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Every legal (op, position) at which one more recomputation may be put."""
+    """Yield every legal (op, position) for one more recomputation."""
     for position in range(len(schedule) + 1):
         following = next((op for op in schedule[position:] if op not in schedule[:position]),
                          len(problem))
@@ -56,7 +56,7 @@ def insertions(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int]
 
 @st.composite
 def schedules(draw: st.DrawFn, problem: Problem, max_recomputations: int = 8) -> Schedule:
-    """A legal schedule of `problem`."""
+    """Draw a legal schedule of `problem`."""
     schedule = problem.keep_all_schedule
     for _ in range(draw(st.integers(0, max_recomputations))):
         choices = list(insertions(problem, schedule))

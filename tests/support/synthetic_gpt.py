@@ -2,8 +2,8 @@
 
 A GPT of `layers` pre-norm blocks: layer norm (three outputs), attention (output and log-sum-exp),
 linear layers, GELU, dropout whose masks come from a random generator, residual additions that may
-take a buffer over, logits and cross-entropy.  The backward reads saved values and makes gradients
-that are kept to the end.  Costs are roofline seconds.
+reuse a buffer, logits and cross-entropy.  The backward reads saved values and makes gradients that
+are kept to the end.  Costs are roofline seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Builder:
     def op(self, name: str, inputs: list[int], sizes: list[int], *, flops: float = 0.0,
            kept: bool = False, recomputable: bool = True, inplace: tuple[int, ...] = (),
            workspace: int = 0, replay_state: int = 0) -> list[int]:
-        """Add an op with one output per size; the outputs."""
+        """Add an op with one output per size; return the outputs."""
         inputs = list(dict.fromkeys(inputs))
         moved = sum(self.storages[s].size_bytes for s in inputs) + sum(sizes)
         outputs = []
@@ -45,7 +45,8 @@ class Builder:
 def gpt(layers: int, *, batch: int = 8, sequence: int = 1024, width: int = 1024,
         heads: int = 16, vocabulary: int = 4096, dropout: bool = True,
         item_bytes: int = 4) -> Problem:
-    """The joint graph of a GPT with untied embeddings; parameters are resident and left out."""
+    """Return the joint graph of a GPT with untied embeddings; parameters are resident and left out.
+    """
     b = Builder()
     tokens = batch * sequence
     x_bytes = tokens * width * item_bytes

@@ -18,7 +18,7 @@ STEPS = 3
 
 def train(model: nn.Module, inputs: tuple[Any, ...] | dict[str, Any]
           ) -> tuple[list[float], list[int]]:
-    """The losses, and the peak of each step, parameters, buffers and inputs included."""
+    """Return the losses, and the peak of each step with parameters, buffers and inputs."""
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
@@ -40,7 +40,7 @@ def train(model: nn.Module, inputs: tuple[Any, ...] | dict[str, Any]
 
 def check(make: Callable[[], nn.Module], inputs: tuple[Any, ...] | dict[str, Any],
           share: float = 0.8, *, exact: bool = True) -> nn.Module:
-    """Train with and without a budget; returns the model that was trained within it."""
+    """Train with and without a budget; return the model that was trained within it."""
     torch.manual_seed(0)
     plain = make().train()
     model = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""Training steps to compare: what they compute, bit by bit, and what memory they take.
+"""Training steps to compare: their results, bit by bit, and their memory.
 
 `random_schedule` draws legal schedules of a real step, far from those that a solver would choose:
 results are dropped and recomputed anywhere, in the forward and in the backward.
@@ -37,7 +37,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Trace:
-    """Everything that consecutive training steps leave behind."""
+    """All results of consecutive training steps."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
@@ -45,7 +45,7 @@ class Trace:
     random_state: Tensor
 
     def differences(self, other: Trace) -> list[str]:
-        """Names of what differs, to the last bit."""
+        """Return the names of results that differ, to the last bit."""
         found = [f"output {index}" for index, (mine, theirs) in enumerate(
             zip(self.outputs, other.outputs, strict=True)) if not _equal(mine, theirs)]
         for mine, theirs in ((self.gradients, other.gradients), (self.buffers, other.buffers)):
@@ -56,7 +56,7 @@ class Trace:
         return found
 
     def distance(self, other: Trace) -> float:
-        """The largest relative L2 distance of a loss, a gradient or a buffer."""
+        """Return the largest relative L2 distance of a loss, a gradient or a buffer."""
         pairs = [*zip(self.outputs, other.outputs, strict=True)]
         for name, mine in self.gradients.items():
             theirs = other.gradients[name]
@@ -79,8 +79,8 @@ def _relative(mine: Tensor, theirs: Tensor) -> float:
 
 
 def train(model: Callable[..., object], case: Case, *, steps: int = 2) -> Trace:
-    """Two training steps in a row without an optimizer between them, so that gradients add up;
-    the model's buffers and gradients are as before afterwards.
+    """Run two training steps in a row without an optimizer between them, so that gradients add up;
+    restore the model's buffers and gradients afterwards.
 
     `model` runs `case.model`: it, or something made of it.
     """
@@ -104,7 +104,7 @@ def train(model: Callable[..., object], case: Case, *, steps: int = 2) -> Trace:
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers have their old values and nothing has a gradient."""
+    """Context after which the buffers have their old values and nothing has a gradient."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
@@ -116,15 +116,15 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 
 
 def reference(case: Case) -> Trace:
-    """What the model computes under `torch.compile` with nothing compiled: the same order of
-    accumulation as a captured step, everything else plain PyTorch."""
+    """Run the model under `torch.compile` with nothing compiled: the same order of accumulation as
+    a captured step, everything else plain PyTorch."""
     with compile_settings():
         return train(torch.compile(case.model, backend="eager"), case)
 
 
 def measured_peak(model: Callable[..., object], case: Case) -> int:
-    """Bytes that one training step takes above what is allocated between steps; the model's
-    buffers and gradients are as before afterwards."""
+    """Return the bytes that one training step uses above those allocated between steps; the model's
+    buffers and gradients are restored afterwards."""
 
     def run() -> None:
         output = model(*case.args, **case.kwargs)
@@ -137,23 +137,23 @@ def measured_peak(model: Callable[..., object], case: Case) -> int:
 
 
 def captured(case: Case, **arguments: Any) -> PreparedStep:
-    """The case, ready to be planned."""
+    """Return the case, ready to be planned."""
     return capture(case.model, case.inputs, loss_fn=case.loss_fn, **arguments)
 
 
 def apply_schedule(
     case: Case, step: PreparedStep, schedule: Schedule, variant: Variant | None = None
 ) -> tuple[nn.Module, Timeline]:
-    """The model that runs `schedule`, one of the base variant unless another is given, and what the
-    simulator says of it."""
+    """Return the model that runs `schedule` (of the base variant unless another is given), and the
+    timeline of the simulator."""
     variant = variant or step.base
     timeline = unroll(variant.problem, schedule)
     return apply_spec(case.model, build_spec(step, variant, timeline)), timeline
 
 
 def random_schedule(problem: Problem, seed: int, share: float) -> Schedule:
-    """A legal schedule in which about `share` of the recomputable ops are forgotten, most of them
-    after their forward, some now and then, and run again wherever they are needed."""
+    """Return a legal schedule in which about `share` of the recomputable ops are forgotten, most of
+    them after their forward, some now and then, and run again wherever they are needed."""
     rng = random.Random(seed)
     forgettable = {index for index, op in enumerate(problem.ops)
                    if op.recomputable and rng.random() < share}
@@ -187,7 +187,7 @@ def random_schedule(problem: Problem, seed: int, share: float) -> Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model of `tests.support.models` with everything that plans for it are judged by."""
+    """A model of `tests.support.models` with everything that its plans are evaluated by."""
 
     case: Case
     step: PreparedStep
@@ -196,7 +196,7 @@ class Subject:
 
     @functools.cached_property
     def smallest(self) -> Plan:
-        """The plan for the smallest budget that can be met."""
+        """The plan for the smallest feasible budget."""
         try:
             return plan_within(self.step, self.step.resident_bytes, EFFORT)
         except InfeasibleBudget as refusal:
@@ -204,8 +204,8 @@ class Subject:
 
     @functools.cache  # noqa: B019 - subjects are kept for the whole run anyway
     def plan_at(self, share: float | None) -> Plan:
-        """The plan for a share of what the unplanned step takes above its resident memory, or for
-        the smallest budget where that is more; `None`: no limit."""
+        """Return the plan for a share of the unplanned step's memory above resident, or for the
+        smallest budget if that is more; `None`: no limit."""
         if share is None:
             return plan_within(self.step, None)
         resident = self.step.resident_bytes
@@ -224,7 +224,7 @@ EFFORT = Effort(time_limit=1.0)
 
 @functools.cache
 def subject(name: str) -> Subject:
-    """The subject with this name, in a small size; made once and used by many tests."""
+    """Return the subject with this name, in a small size; made once and used by many tests."""
     case = BUILDERS[name](**SIZES.get(name, {}))
     return Subject(case, captured(case), reference(case), train(case.model, case))
 
@@ -235,4 +235,4 @@ SIZES: dict[str, dict[str, int]] = {
     "unet": {"depth": 1, "image": 32},
     "untied_embedding": {"layers": 1, "vocab": 1024},
 }
-"""Sizes other than the default ones of `tests.support.models`."""
+"""Sizes that differ from the defaults of `tests.support.models`."""

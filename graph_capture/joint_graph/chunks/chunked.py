@@ -1,20 +1,19 @@
 """Parts of a step run in chunks: loss heads and insides of layers, a number of rows at a time.
 
-The smallest peak of a language model is its logits, with their log-softmax and its gradient: no
-placement of checkpoints lowers it.  Run a chunk of the rows at a time, as fused and chunked losses
-do (Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009), only a chunk of them is
-there.  Here the joint graph is unrolled: each op of the part (`part`) runs once for each chunk;
-what the chunks make of the rows is put together, what they sum is added up.
+The minimum peak of a language model is its logits, with their log-softmax and its gradient: no
+placement of checkpoints lowers it.  Fused and chunked losses (Liger Kernel, arXiv 2410.10989; Cut
+Cross-Entropy, arXiv 2411.09009) process a chunk of the rows at a time, so only a chunk of the
+logits exists.  Here the joint graph is unrolled: each op of the part (`part`) runs once for each
+chunk; rows made by the chunks are concatenated, and sums are added up.
 
 Forward and backward run together, chunk by chunk, where the part's backward depends on one scalar,
-the gradient of the loss: then it is taken for 1, and what the part gives is multiplied by it in the
-backward (exactly, if it is 1 or another power of two).  Gradients in float16, which may be too
-small without the loss's scale, are not made so; there, and in the insides of layers
-(`inner_parts`), the backward has chunks of its own, of which the schedule decides what is kept and
-what is computed again.
+the gradient of the loss.  It is replaced by 1, and the part's gradients are multiplied by it in the
+backward (exactly, if it is 1 or another power of two).  Gradients in float16 may be too small
+without the loss's scale, so there, and in the insides of layers (`inner_parts`), the backward has
+its own chunks, and the schedule decides what is kept and what is recomputed.
 
-Rounding differs: sums over rows are sums of the chunks' sums.  Those of less than 32 bits are
-added up in float32.
+Rounding differs: sums over rows are sums of the chunks' sums.  Those of less than 32 bits are added
+up in float32.
 """
 
 from __future__ import annotations
@@ -53,24 +52,24 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A graph of which parts run in chunks."""
+    """A graph with parts that run in chunks."""
 
     joint: JointGraph
     chunks: int
-    """In how many the widest part runs; 1 where there is no such part."""
+    """Number of chunks of the widest part; 1 if there is no such part."""
     inner_chunks: int
-    """In how many the insides of layers run; 1 where there are none."""
+    """Number of chunks of the insides of layers; 1 if there are none."""
     elided: tuple[int, ...]
-    """Which outputs of the forward it does not make."""
+    """Elided outputs of the forward: their positions."""
 
 
 def run_in_chunks(joint: JointGraph, count: int, unread: Collection[int] = (),
                   inner_count: int = 1) -> Chunked:
-    """The graph, changed so that the widest part of the step runs in `count` chunks, or one for
-    each row, and where `inner_count` is more than 1, the insides of layers in so many.
+    """Change the graph so that the widest part of the step runs in `count` chunks, or one for each
+    row, and, if `inner_count` is more than 1, the insides of layers in so many.
 
-    `unread`: outputs of the forward, mutated inputs not counted, that nobody reads.  Something of
-    the same shape stands for those that would be made in chunks.
+    `unread`: outputs of the forward, mutated inputs not counted, that nobody reads.  A placeholder
+    of the same shape replaces those that would be made in chunks.
     """
     means_to_sums(joint)
     joint = joint.described_anew()
@@ -84,7 +83,7 @@ def run_in_chunks(joint: JointGraph, count: int, unread: Collection[int] = (),
         inner = find_inner_parts(
             joint, returned, set(widest.nodes) if widest is not None and is_loss else set())
         if widest is not None and any(set(widest.nodes) & set(part.nodes) for part in inner):
-            widest = None  # one of them
+            widest = None  # it is one of them
     elided = [] if widest is None else _without_unread(joint, widest, dropped)
     parts = [(part, min(inner_count, part.rows)) for part in inner]
     if widest is not None:
@@ -114,8 +113,8 @@ def run_in_chunks(joint: JointGraph, count: int, unread: Collection[int] = (),
 
 
 def _without_unread(joint: JointGraph, part: Part, dropped: Collection[int]) -> list[int]:
-    """Let something that takes no memory stand for outputs that the part makes rows of; their
-    places."""
+    """Replace outputs that the part makes rows of by tensors that use no memory; returns their
+    positions."""
     output = joint.output
     values = list(output.args[0])
     emit = Emitter(joint.graph, part.nodes[0])
@@ -133,8 +132,8 @@ def _without_unread(joint: JointGraph, part: Part, dropped: Collection[int]) -> 
 
 
 def _gradient_of_loss(joint: JointGraph, part: Part) -> fx.Node | None:
-    """The scalar gradient of the loss, where the part's backward depends on nothing else that the
-    forward does not have."""
+    """The scalar gradient of the loss, if the part's backward depends on nothing else that the
+    forward lacks."""
     ours = set(part.nodes)
     sources = {operand for node in part.backward for operand in node.all_input_nodes} - ours
     above = ancestors(sources, lambda node: node not in ours)
@@ -148,7 +147,7 @@ def _gradient_of_loss(joint: JointGraph, part: Part) -> fx.Node | None:
 
 
 def _can_be_scaled(part: Part) -> bool:
-    """Whether all that a part's backward makes can be multiplied by the gradient of the loss."""
+    """True if all results of a part's backward can be multiplied by the gradient of the loss."""
     ours = set(part.nodes)
     return all(isinstance(value := node.meta["val"], torch.Tensor) and value.is_floating_point()
                and value.dtype is not torch.float16 for node in part.backward
@@ -156,7 +155,7 @@ def _can_be_scaled(part: Part) -> bool:
 
 
 class _Unrolling:
-    """The chunks of a part, as they are put into the graph."""
+    """Puts the chunks of a part into the graph."""
 
     def __init__(self, joint: JointGraph, part: Part, count: int,
                  stands_for: dict[fx.Node, fx.Node]) -> None:
@@ -167,13 +166,13 @@ class _Unrolling:
         self._made: list[dict[fx.Node, fx.Node]] = [{} for _ in self._ranges]
         self._cut: list[dict[tuple[fx.Node, Rows], fx.Node]] = [{} for _ in self._ranges]
         self._stands_for = stands_for
-        """What has been put in the place of which node of a part, this one or an earlier one."""
+        """New nodes -> the nodes of a part, this one or an earlier one, that they replace."""
         self._scale: fx.Node | None = None
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._whole: dict[fx.Node, fx.Node] = {}
 
     def without(self, scale: fx.Node) -> None:
-        """Take this cotangent for 1 in the part, and multiply by it what the part makes."""
+        """Replace this cotangent by 1 in the part, and multiply the part's results by it."""
         graph, part = self._graph, self._part
         first = min(part.nodes, key=list(graph.nodes).index)
         of_scale = descendants((scale,))
@@ -201,7 +200,7 @@ class _Unrolling:
         return self._replaced.get(node, node)
 
     def run(self, nodes: Sequence[fx.Node]) -> None:
-        """Put chunks of these ops, and what becomes of them, in front of the last of them."""
+        """Put chunks of these ops, and their combined results, in front of the last of them."""
         if not nodes:
             return
         together = self._scale is not None and self._part.forward
@@ -235,7 +234,7 @@ class _Unrolling:
             users = [user for user in node.users if user not in every]
             if node in late and users:
                 assert self._scale is not None
-                # Where it stood: at the end, the gradients of all layers are there besides.
+                # In its old place: at the end, the gradients of all layers are alive as well.
                 whole = Emitter(self._graph, node)(
                     _aten.mul.Tensor, whole, self._scale, like=node)
             self._stands_for[whole] = node
@@ -243,7 +242,7 @@ class _Unrolling:
                 user.replace_input_with(node, whole)
 
     def _piece(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node]) -> fx.Node:
-        """One chunk of what `node` makes."""
+        """One chunk of the result of `node`."""
         if is_tuple_element(node):
             return emit(node.target, self._made[number][node.args[0]], node.args[1], like=node)
         operand = partial(self._operand, emit, node, number, ours)
@@ -259,7 +258,7 @@ class _Unrolling:
 
     def _operand(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
                  source: fx.Node) -> fx.Node:
-        """What a chunk of `node` reads in the place of `source`."""
+        """The operand that a chunk of `node` reads in place of `source`."""
         if (source in self._whole and source not in ours
                 and self._part.layouts[source] is Kind.SUM):
             return self._whole[source]  # of the forward, complete
@@ -272,7 +271,7 @@ class _Unrolling:
 
     def _product(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node],
                  total: fx.Node | None) -> fx.Node:
-        """One chunk of a matrix product, and the total before it, added up."""
+        """One chunk of a matrix product, and its sum with the total before it."""
         operands = [self._operand(emit, node, number, ours, source) for source in node.args]
         piece, total = added_product(emit, total, operands, self._made[number].values(), node)
         self._once(piece)
@@ -283,7 +282,7 @@ class _Unrolling:
         return node
 
     def _slice(self, emit: Emitter, source: fx.Node, layout: Rows, number: int) -> fx.Node:
-        """A chunk of what comes from outside of the part: a view of it."""
+        """A view of one chunk of a value from outside the part."""
         cut = self._cut[number]
         if (source, layout) not in cut:
             shape = list(source.meta["val"].shape)
@@ -299,7 +298,7 @@ class _Unrolling:
         return cut[source, layout]
 
     def _together(self, emit: Emitter, node: fx.Node) -> fx.Node:
-        """The whole of which the part makes rows."""
+        """The concatenated rows of all chunks."""
         layout = self._part.layouts[node]
         assert isinstance(layout, Rows)
         value = node.meta["val"]
@@ -311,7 +310,7 @@ class _Unrolling:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Put each node behind what it reads, as near to where it is as that allows."""
+    """Put each node behind its operands, as near to its old place as possible."""
     nodes = list(graph.nodes)
     rank = {node: position for position, node in enumerate(nodes)}
     missing = {node: len(node.all_input_nodes) for node in nodes}

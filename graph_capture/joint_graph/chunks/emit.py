@@ -12,7 +12,7 @@ _NOT_TAKEN_OVER = frozenset({"val", "tensor_meta", "eager_input_vals", "unbacked
 
 
 class Emitter:
-    """Puts nodes in front of another one."""
+    """Inserts nodes before another one."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
         self._graph = graph
@@ -22,7 +22,7 @@ class Emitter:
 
     def __call__(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
                  ) -> fx.Node:
-        """A call, which to the user is a part of what `like` does."""
+        """A new call, attributed to the source code of `like`."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
         node.meta = {key: value for key, value in like.meta.items() if key not in _NOT_TAKEN_OVER}

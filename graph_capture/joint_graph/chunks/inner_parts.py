@@ -1,20 +1,20 @@
 """The wide insides of layers that can run in chunks: MLPs and attention, between narrow frontiers.
 
-Each begins at the matrix products that make rows wider, in the forward and in the backward, and
-holds what is as wide and connected with them, with the ops that read it: from the residual stream
-before an MLP to the one behind, and the same way back.  The gradient comes from above, so forward
-and backward cannot run together, as they do for a loss (`part`): each runs in chunks of its own,
-and the schedule decides what of a chunk is kept for the backward and what is computed again.
+Each begins at the matrix products that widen rows, in the forward and in the backward, and contains
+the connected values of that width, with the ops that read them: from the residual stream before an
+MLP to the one behind it, and the same way back.  The gradient comes from above, so forward and
+backward cannot run together as they do for a loss (`part`): each runs in its own chunks, and the
+schedule decides what is kept for the backward and what is recomputed.
 
-Attention outside of fused kernels is such a part: its scores, a row for each query, are made by a
-product of batches of matrices, and so wide where there are many keys.  Its rows are the queries, of
-all sequences and heads at once, so that a mask or a bias may be shared by either; gradients of keys
-and values are sums over them.
+Attention outside of fused kernels is such a part: a product of batches of matrices makes its
+scores, a row for each query, which is wide where there are many keys.  Its rows are the queries of
+all sequences and heads at once, so that these may share a mask or a bias; gradients of keys and
+values are sums over the rows.
 
-Blind spots: where something as wide is read outside, or a random op stands between, as dropout
-inside of an MLP, nothing is gained and there is no part.  So it is with the gradient of a bias with
-as many elements as the scores (that of one sequence alone, or of each).  Scores with the keys
-first, one row for each, have no rule behind them: their softmax is over rows.
+Blind spots: there is no part where something as wide is read outside, or where a random op is
+inside, such as dropout in an MLP: nothing would be gained.  The same holds for the gradient of a
+bias with as many elements as the scores (of one sequence, or of each).  Scores with the keys first,
+one row for each key, have no rule: their softmax is over rows.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from planner._graph_capture.joint_graph.joint import JointGraph
 from planner._graph_capture.joint_graph.walks import ancestors, descendants
 
 _WIDENS = 2
-"""How many times as wide as its operand's the rows of a product must be."""
+"""Minimum ratio of a product's row width to that of its operand."""
 
 
 def find_inner_parts(joint: JointGraph, returned: Set[fx.Node], taken: Set[fx.Node]) -> list[Part]:
-    """Parts between frontiers at most half as wide, without the nodes that are `taken`."""
+    """Parts between frontiers at most half as wide, without the `taken` nodes."""
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
     early = ancestors(node for node in joint.forward_outputs if node is not None)
     whole = {unviewed(node) for node in returned}
     found: list[Part] = []
     gone = set(taken)
-    # The rows of matrices are the batch and the sequence, those of batches of them the sequence.
+    # The rows of matrices are batch and sequence; those of batched matrices are the sequence.
     for products in ADDING.items():
         entries = [node for node in order if node.target in products and node not in gone
                    and _widens(node)]
@@ -69,14 +69,14 @@ def find_inner_parts(joint: JointGraph, returned: Set[fx.Node], taken: Set[fx.No
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a matrix product makes rows wider."""
+    """True if a matrix product makes rows wider."""
     left, _ = factors(node)
     (rows, width), inside = node.meta["val"].shape[-2:], left.meta["val"].shape[-1]
     return rows > 1 and width >= _WIDENS * inside
 
 
 def _width(node: fx.Node, layouts: dict[fx.Node, Layout]) -> float:
-    """Elements of each of its rows; 0 where it has none."""
+    """Elements per row of a node; 0 if it has no rows."""
     layout, value = layouts.get(node), node.meta.get("val")
     if not isinstance(layout, Rows) or not isinstance(value, torch.Tensor):
         return 0
@@ -85,7 +85,7 @@ def _width(node: fx.Node, layouts: dict[fx.Node, Layout]) -> float:
 
 def _connected(entries: list[fx.Node], layouts: dict[fx.Node, Layout]
                ) -> Iterator[set[fx.Node]]:
-    """For each entry that is in none so far, what is connected with it and half as wide or more."""
+    """For each entry not in an earlier set, the connected nodes that are more than half as wide."""
     seen: set[fx.Node] = set()
     for entry in entries:
         if entry in seen or not _width(entry, layouts):
@@ -102,7 +102,7 @@ def _connected(entries: list[fx.Node], layouts: dict[fx.Node, Layout]
 
 
 def _with_readers(wide: set[fx.Node], half: Set[fx.Node]) -> set[fx.Node]:
-    """Of one half of the step, what is wide, what lies between, and what reads it."""
+    """The wide nodes of one half of the step, the nodes between them, and their readers."""
     mine = wide.union(*(node.users for node in wide)) & half
     before = ancestors(wide, half.__contains__)
     return {node for node in descendants(mine, half.__contains__)

@@ -1,8 +1,8 @@
-"""Means of a loss written as sums, which a part run in chunks can add up.
+"""Means of a loss written as sums, which a chunked part can add up.
 
-A mean is a sum over the rows by a weight that the labels alone decide: how many are not ignored, or
-the sum of their classes' weights.  It is made first, and divides the sum, and the gradient that
-comes back.
+A mean is a sum over the rows divided by a weight that depends only on the labels: the number of
+labels that are not ignored, or the sum of their classes' weights.  The weight is computed first,
+and divides the sum and the gradient that comes back.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def means_to_sums(joint: JointGraph) -> None:
 
 
 def _labels_of(args: Sequence[object]) -> tuple[object, ...]:
-    """What the weight of a mean depends on, of the arguments of a likelihood."""
+    """The arguments of a likelihood on which the weight of its mean depends."""
     return args[1], args[2], args[4]
 
 
 def _rewrite_forward(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The weight by which the sum is divided."""
+    """Rewrite one mean likelihood; returns the weight by which the sum is divided."""
     scores, target, weight, _, ignored = node.args
     emit = Emitter(graph, node)
     counted = emit(_aten.ne.Scalar, target, ignored, like=node)

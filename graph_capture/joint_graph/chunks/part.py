@@ -1,9 +1,9 @@
 """The part of a step that can run in chunks: between two narrow frontiers, by rows.
 
-It begins at a wide matrix product of the forward, or at its result where the caller gets that, and
-goes on as far as ops act on rows (`rows`) and something as wide lies between: from hidden states to
-the loss's sum, and back from the loss to gradients of hidden states and weight.  Found by the ops'
-structure alone.
+It begins at a wide matrix product of the forward, or at its result if that is returned to the
+caller, and extends as far as ops act on rows (`rows`) and values of that width lie between: from
+hidden states to the loss's sum, and back from the loss to gradients of hidden states and weight.
+The search uses only the structure of the ops.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from planner._graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
 _AS_WIDE = 0.5
-"""Part of the elements of the widest value that another must have to be wide."""
+"""Minimum ratio of elements to those of the widest value for a value to be wide."""
 _LEAST_ROWS = 2
 
 
 @dataclass(frozen=True)
 class Part:
-    """Ops that run in chunks, those of the forward and those of the backward in order."""
+    """Ops that run in chunks; those of the forward and of the backward are in order."""
 
     rows: int
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     layouts: Mapping[fx.Node, Layout]
-    """Of what the part makes."""
+    """Layouts of the part's results."""
     actions: Mapping[fx.Node, Action]
-    """Of its ops; elements of tuples have none."""
+    """Actions of its ops; elements of tuples have none."""
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """All of them."""
+        """All ops of the part."""
         return self.forward + self.backward
 
 
 def find_part(joint: JointGraph, returned: Set[fx.Node]) -> Part | None:
     """The part around the widest matrix product of the forward, if it can run in chunks;
-    `returned`: what the caller gets, and must be whole."""
+    `returned`: values that the caller needs whole."""
     late = descendants(joint.cotangents)
     entry = max((node for node in joint.graph.nodes if node not in late
                  and node.target in (_aten.mm.default, _aten.addmm.default)),
@@ -80,7 +80,7 @@ def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Par
               if node in before or reads(node, wide)}
     chosen |= {node for node in layouts if _ends_a_sum(node, chosen, layouts)}
     given = {node for node in chosen if node in wide and unviewed(node) in returned}
-    chosen -= ancestors(given, chosen.__contains__)  # the caller gets it whole
+    chosen -= ancestors(given, chosen.__contains__)  # the caller needs them whole
     early = ancestors(node for node in joint.forward_outputs if node is not None)
     ours = sorted(chosen, key=order.__getitem__)
     part = Part(rows, tuple(node for node in ours if node in early),
@@ -90,7 +90,8 @@ def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Par
 
 def followed(joint: JointGraph, entries: Collection[fx.Node]
              ) -> tuple[dict[fx.Node, Layout], dict[fx.Node, Action]]:
-    """How these matrix products, and all that depends on them, act on rows, as far as they do."""
+    """The actions of these matrix products, and of the ops that depend on them, on rows, as far as
+    they have any."""
     late = descendants(joint.cotangents)
     layouts: dict[fx.Node, Layout] = {}
     actions: dict[fx.Node, Action] = {}
@@ -119,7 +120,7 @@ def followed(joint: JointGraph, entries: Collection[fx.Node]
 
 
 def _can_be_cut(action: Action, layouts: Mapping[fx.Node, Layout]) -> bool:
-    """Whether chunks of what comes from outside can be had as views."""
+    """True if chunks of values from outside can be views."""
     for operand, layout in action.operands.items():
         if operand not in layouts and isinstance(layout, Rows):
             value = operand.meta["val"]
@@ -134,14 +135,14 @@ def _can_be_cut(action: Action, layouts: Mapping[fx.Node, Layout]) -> bool:
 
 
 def reads(node: fx.Node, wide: set[fx.Node]) -> bool:
-    """Whether an op, or the op that it is an element of, reads something wide."""
+    """True if an op, or the op that it is an element of, reads something wide."""
     source = node.args[0] if is_tuple_element(node) else node
     return any(operand in wide for operand in source.all_input_nodes)
 
 
 def _ends_a_sum(node: fx.Node, chosen: set[fx.Node], layouts: Mapping[fx.Node, Layout]) -> bool:
-    """Whether a node is on the way from a sum that the part makes, by views, to a cast of it: then
-    it is the results of the cast that are added up."""
+    """True if a node is on the way, by views, from a sum that the part makes to a cast of it; then
+    the results of the cast are added up."""
     is_cast, found = False, False
     for user in _only_readers(node):
         is_cast |= user.target is _aten._to_copy.default and layouts.get(user) is Kind.SUM
@@ -158,7 +159,7 @@ def _ends_a_sum(node: fx.Node, chosen: set[fx.Node], layouts: Mapping[fx.Node, L
 
 
 def _only_readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node, what reads that, and so on, while each is read by one."""
+    """The reader of a node, the reader of that, and so on, while each has only one."""
     found: list[fx.Node] = []
     while len(node.users) == 1:
         node = next(iter(node.users))
@@ -167,14 +168,14 @@ def _only_readers(node: fx.Node) -> list[fx.Node]:
 
 
 def unviewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of, or the node."""
+    """The base of a view; the node itself if it is none."""
     while is_view(node) or node.target is _aten._unsafe_view.default:
         node = node.all_input_nodes[0]
     return node
 
 
 def is_possible(part: Part, wide: set[fx.Node]) -> bool:
-    """Whether both halves can run in one go, with all that they read made before."""
+    """True if each half can run in one go, with all its operands made before."""
     if not part.backward or not wide.intersection(part.nodes):
         return False
     for half in (part.forward, part.backward):

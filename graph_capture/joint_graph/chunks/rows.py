@@ -1,10 +1,10 @@
-"""How an op acts on rows: which of its operands are cut into chunks if its result is.
+"""The action of an op on rows: the operands that are cut into chunks if its result is.
 
 The model of the world: *rows* are some adjacent dimensions of a tensor, taken together (batch and
 sequence; in attention the queries, of which each sequence and head has as many).  An op acts on
-rows if a chunk of its result needs no more than the same chunk of some operands and all of the
-others; or if its result is a sum over rows, to which each chunk adds.  A chunk of a tensor keeps
-its number of dimensions: all dimensions of the rows but the last become 1.
+rows if a chunk of its result needs only the same chunk of some operands and all of the others; or
+if its result is a sum over rows, to which each chunk adds.  A chunk of a tensor keeps its number of
+dimensions: all dimensions of the rows but the last become 1.
 
 Blind spots: an op without a rule here ends the part; random ops have none, since in chunks they
 would draw other numbers.
@@ -28,8 +28,7 @@ from planner._graph_capture.torch_compat import OpOverload
 _aten = torch.ops.aten
 
 ADDING = {_aten.mm.default: _aten.addmm.default, _aten.bmm.default: _aten.baddbmm.default}
-"""Products of matrices, and of batches of them: those to which nothing is added, and the same that
-add to something."""
+"""Products of matrices and of batched matrices -> the same products with a summand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Rows:
     stop: int
 
     def count(self, shape: Sequence[int]) -> int:
-        """How many rows a tensor has."""
+        """Number of rows of a tensor."""
         return math.prod(shape[self.start:self.stop])
 
     def piece(self, shape: Sequence[int], rows: int) -> list[int]:
@@ -49,12 +48,12 @@ class Rows:
 
 
 class Kind(Enum):
-    """What else a value may be."""
+    """Layout of a value that has no rows."""
 
     WHOLE = auto()
-    """Needed in whole by each chunk."""
+    """Each chunk needs the whole value."""
     SUM = auto()
-    """What the chunks make adds up to it."""
+    """The results of the chunks add up to the value."""
 
 
 Layout = Rows | Kind
@@ -64,7 +63,7 @@ Known = Callable[[fx.Node], Layout | None]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """How one op acts on rows."""
+    """The action of one op on rows."""
 
     operands: Mapping[fx.Node, Layout]
     results: tuple[Layout, ...]
@@ -74,11 +73,11 @@ class Action:
 
 
 Rule = Callable[[fx.Node, Known], Action | None]
-"""How the calls of an op act on rows."""
+"""The action of a call of an op on rows."""
 
 
 class Reduction(IntEnum):
-    """Of a loss, as its ops number them."""
+    """The reductions of losses, with the numbers that their ops use."""
 
     NONE = 0
     MEAN = 1
@@ -86,9 +85,9 @@ class Reduction(IntEnum):
 
 
 def action_of(node: fx.Node, known: Known) -> Action | None:
-    """How `node` acts on rows, given the layouts of some operands; `None` where it does not."""
+    """The action of `node` on rows, given the layouts of some operands; `None` if it has none."""
     if node.target is operator.getitem:
-        return None  # picked from the action of its op
+        return None  # its layout comes from the action of its op
     if not isinstance(node.target, OpOverload) or is_random(node):
         return None
     if any(known(operand) is Kind.SUM for operand in node.all_input_nodes):
@@ -102,7 +101,7 @@ def action_of(node: fx.Node, known: Known) -> Action | None:
 
 
 def _of_sum(node: fx.Node, known: Known) -> Action | None:
-    """Views and casts of a sum are sums of them."""
+    """Views and casts of a sum are sums of views and casts."""
     if len(node.all_input_nodes) != 1 or node.target not in _OF_SUMS:
         return None
     return Action({node.all_input_nodes[0]: Kind.SUM}, (Kind.SUM,))
@@ -155,7 +154,7 @@ def _broadcast(operand: fx.Node, rows: Rows, result: Sequence[int]) -> Layout | 
 
 
 def _on_rows(rule: Callable[[fx.Node, fx.Node, Rows], Action | None]) -> Rule:
-    """A rule for an op of one tensor, where that has rows."""
+    """A rule for an op of one tensor that has rows."""
 
     def applied(node: fx.Node, known: Known) -> Action | None:
         source = node.all_input_nodes[0]
@@ -171,7 +170,7 @@ def _view(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     before, count = math.prod(shape[:rows.start]), rows.count(shape)
     for start in range(len(result)):
         if rows.start and result[start] == 1:
-            continue  # as in front of the rows as it was before
+            continue  # dimensions of size 1 stay in front of the rows
         for stop in range(start + 1, len(result) + 1):
             if math.prod(result[:start]) == before and math.prod(result[start:stop]) == count:
                 return Action({source: rows}, (Rows(start, stop),), shape_argument=1)
@@ -223,7 +222,8 @@ def _squeeze(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
 
 
 def _along(position: int, tensors: Sequence[int] = (0,)) -> Rule:
-    """Acts along one dimension, given at `position`, and leaves the shape: on the others."""
+    """A rule for ops along one dimension, the argument at `position`, that keep the shape; rows are
+    among the other dimensions."""
 
     def rule(node: fx.Node, known: Known) -> Action | None:
         given = [node.args[index] for index in tensors]
@@ -250,7 +250,7 @@ def _alike(node: fx.Node, tensors: Sequence[fx.Node], rows: Rows, known: Known
 
 @_on_rows
 def _reduction(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
-    """Over given dimensions: of each row, or over all rows."""
+    """Reductions over given dimensions: within each row, or over all rows."""
     rank = len(_shape(source))
     given = node.args[1] if len(node.args) > 1 and node.args[1] is not None else range(rank)
     dimensions = {int(d) % rank for d in ([given] if isinstance(given, int) else given)
@@ -277,7 +277,7 @@ def factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def by_rows(node: fx.Node) -> Action | None:
-    """How a matrix product acts on the rows of its left operand."""
+    """The action of a matrix product on the rows of its left operand."""
     left = factors(node)[0]
     dimension = len(_shape(node)) - 2
     return action_of(node, {left: Rows(dimension, dimension + 1)}.get)
@@ -303,8 +303,8 @@ def _mm(node: fx.Node, known: Known) -> Action | None:
 
 
 def _bmm(node: fx.Node, known: Known) -> Action | None:
-    """By matrices, by the rows of the left ones or the columns of the right ones, or as a sum over
-    what is multiplied."""
+    """A batched product, cut by matrices, by rows of the left or columns of the right operand, or
+    as a sum over the contracted dimension."""
     left, right = factors(node)
     if known(left) is known(right) is None:
         return None
@@ -322,7 +322,7 @@ def _bmm(node: fx.Node, known: Known) -> Action | None:
 
 
 def _nll_loss(node: fx.Node, known: Known) -> Action | None:
-    """Of a matrix of log-probabilities; summed, not averaged (`chunked` sees to it)."""
+    """The loss of a matrix of log-probabilities: summed, not averaged (see `means`)."""
     backward = node.target is _aten.nll_loss_backward.default
     gradient, (scores, target, weight, reduction) = (
         (node.args[0], node.args[1:5]) if backward else (None, node.args[:4]))

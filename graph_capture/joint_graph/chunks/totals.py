@@ -1,11 +1,11 @@
-"""What the chunks of a part sum, added up.
+"""Sums over the chunks of a part.
 
-Sums of less than 32 bits are added up in float32, and rounded once.  Where the sum is of matrix
-products, as gradients of weights are, a product adds itself to the total, which takes no memory of
-its own.  One of bfloat16 or float16 is made in float32 for that on a CPU, where what it reads is
-less than what it makes: there the chunk would be made, and in front of the addition converted, each
-time as large as the weight, which takes longer than a product of few rows in float32.  On a GPU
-that is the slow one, and an addition converts as it reads.
+Sums of less than 32 bits are added up in float32 and rounded once.  For sums of matrix products,
+such as gradients of weights, the product adds itself to the total and needs no memory of its own.
+On a CPU a bfloat16 or float16 product with operands smaller than its result runs in float32 for
+that: otherwise each chunk would be computed and then converted for the addition, each as large as
+the weight, which takes longer than a float32 product of few rows.  On a GPU the float32 product is
+the slow one, and an addition converts as it reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 
 def added(emit: Emitter, total: fx.Node | None, piece: fx.Node, like: fx.Node) -> fx.Node:
-    """A chunk and the sum of those before it, if there are any."""
+    """The sum of a chunk and of those before it, if any."""
     if total is None:
         return emit(_aten._to_copy.default, piece, like=like,
                     dtype=torch.float32) if _is_short(piece) else piece
@@ -33,8 +33,8 @@ def added(emit: Emitter, total: fx.Node | None, piece: fx.Node, like: fx.Node) -
 
 def added_product(emit: Emitter, total: fx.Node | None, operands: Sequence[fx.Node],
                   made: Collection[fx.Node], like: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """A chunk of a matrix product, and the sum of it and those before it; one op where it adds
-    itself.  `made`: what the chunk has made before."""
+    """A chunk of a matrix product, and its sum with those before it: one op if the product adds
+    itself.  `made`: earlier results of the chunk."""
     if _is_short(like):
         exact = [_before_cast(operand, made) for operand in operands]
         if like.meta["val"].device.type != "cpu" or (
@@ -48,9 +48,12 @@ def added_product(emit: Emitter, total: fx.Node | None, operands: Sequence[fx.No
 
 
 def ops_behind_sum(node: fx.Node, ours: Collection[fx.Node]) -> tuple[fx.Node, ...]:
-    """What is added up for `node`, a sum that these ops make, and what then makes it of the total:
-    where it is cast to float32, as autocast casts gradients of weights, what is cast, views of it
-    and the cast; else nothing but itself."""
+    """The op whose results are added up for the sum `node`, and the ops that make `node` from the
+    total.
+
+    If `node` is a cast to float32, as autocast casts gradients of weights, these are the operand of
+    the cast, views of it and the cast; otherwise only `node`.
+    """
     ops = [node]
     while (ops[0] is node or is_view(ops[0])) and len(ops[0].all_input_nodes) == 1 and (
             (source := ops[0].all_input_nodes[0]) in ours and len(source.users) == 1):
@@ -61,7 +64,7 @@ def ops_behind_sum(node: fx.Node, ours: Collection[fx.Node]) -> tuple[fx.Node, .
 
 
 def whole_of(emit: Emitter, total: fx.Node, ops: Sequence[fx.Node]) -> fx.Node:
-    """What the ops behind a sum make of the total, rounded as they round it."""
+    """The total after the ops behind a sum, rounded as they round it."""
     for view in ops[1:-1]:
         total = emit(view.target, total, *view.args[1:], like=view, **view.kwargs)
     dtype = ops[-1].meta["val"].dtype
@@ -76,7 +79,7 @@ def _is_short(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    """A value in float32: a source, and the views of it, to be put anew."""
+    """A value in float32: a source, and the views of it to emit again."""
 
     source: fx.Node
     views: tuple[fx.Node, ...] = ()
@@ -95,7 +98,7 @@ class _Exact:
 
 
 def _before_cast(operand: fx.Node, made: Collection[fx.Node]) -> _Exact:
-    """What an operand was before it was rounded from float32 in the same chunk, else itself."""
+    """The operand before it was rounded from float32 in the same chunk; otherwise itself."""
     node, views = operand, []
     while node in made and is_view(node) and len(node.all_input_nodes) == 1:
         views.append(node)

@@ -1,5 +1,5 @@
-"""One file for each command, with a function `run`; `planner.cli.application` lists them.
+"""One module per command, with a function `run`; `planner.cli.application` lists them.
 
-A command says in its signature what it takes (`planner.cli.options`), and imports what does the
-work when it runs: `--help` needs neither torch nor a solver.
+The signature of `run` declares the command's options (`planner.cli.options`).  The modules that do
+the work are imported when it runs: `--help` needs neither torch nor a solver.
 """

@@ -1,4 +1,4 @@
-"""`checkpoint-planner advise TARGET`: how best to run a batch within a budget."""
+"""`checkpoint-planner advise TARGET`: the fastest ways to run a batch within a budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`checkpoint-planner frontier TARGET`: what each byte of memory less costs in time."""
+"""`checkpoint-planner frontier TARGET`: extra time as a function of the budget."""
 
 from __future__ import annotations
 

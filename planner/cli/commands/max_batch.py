@@ -1,4 +1,4 @@
-"""`checkpoint-planner max-batch TARGET`, and what it has in common with `max-seq`."""
+"""`checkpoint-planner max-batch TARGET`, and code shared with `max-seq`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning, rank
 
 def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
                  ranks: RankOptions, save_to: Path | None, json: bool) -> None:
-    """Look for the largest size, `batch` or `sequence`, and print it."""
+    """Find the largest size, `batch` or `sequence`, and print it."""
     from planner.arguments.budget import absolute_budget
     from planner.cli.sized_target import load_sized_target
     from planner.reporters.choices import largest_report
@@ -51,7 +51,7 @@ def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pla
 
 
 def _fraction(text: str | None) -> float | None:
-    """`35%` or `0.35`."""
+    """Parse `35%` or `0.35`."""
     if text is None:
         return None
     try:

@@ -1,6 +1,5 @@
-"""`checkpoint-planner memory TARGET`: the breakdown of the training loop, without a plan or with
-one.
-"""
+"""`checkpoint-planner memory TARGET`: memory breakdown of a training loop, with or without a
+plan."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from planner.cli.output import check_writable, print_json, print_report
 
 
 class ZeroGrad(StrEnum):
-    """Where the loop resets gradients."""
+    """Point at which the loop resets gradients."""
 
     AFTER_STEP = "after_step"
     BEFORE_BACKWARD = "before_backward"
 
 
 class HoldOutput(StrEnum):
-    """How long the loop holds the model's output."""
+    """Lifetime of the model's output in the loop."""
 
     BACKWARD = "backward"
     STEP = "step"
@@ -55,7 +54,7 @@ def run(
         "--snapshot", metavar="FILE", help="Save a snapshot for pytorch.org/memory_viz.")] = None,
     json: Json = False,
 ) -> None:
-    """Print what a training loop of TARGET takes, phase by phase, and whether a budget holds it."""
+    """Print the memory of a training loop of TARGET by phase, and check it against a budget."""
     from planner.arguments.budget import absolute_budget
     from planner.cli.target import load_target
     from planner.plans.file import load

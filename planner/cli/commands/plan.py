@@ -1,4 +1,4 @@
-"""`checkpoint-planner plan TARGET --budget 8GB`: one plan."""
+"""`checkpoint-planner plan TARGET --budget 8GB`: make one plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`checkpoint-planner show PLAN.json`: a plan that was made before."""
+"""`checkpoint-planner show PLAN.json`: print a saved plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.cli.output import check_plot, print_result
 def run(path: PlanPath, plot: Annotated[Path | None, typer.Option(
         "--plot", metavar="FILE", help="Draw memory over the step: .png, .svg.")] = None,
         json: Json = False) -> None:
-    """Print a saved plan, or draw it, too."""
+    """Print a saved plan; optionally draw it."""
     from planner.plans.file import load
     from planner.reporters.table import plan_report
 

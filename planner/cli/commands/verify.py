@@ -1,4 +1,4 @@
-"""`checkpoint-planner verify TARGET PLAN.json`: a plan beside the plain step."""
+"""`checkpoint-planner verify TARGET PLAN.json`: compare a planned step with the plain step."""
 
 from __future__ import annotations
 
