@@ -29,7 +29,7 @@ def grow(make: Callable[..., Workload], batch: int, overhead: float, time_limit:
 
     start = make(batch=batch)
     return planner.max_batch_size(
-        lambda size: make(batch=size).inputs, start.model, time_limit=time_limit,
+        start.model, lambda size: make(batch=size).inputs, time_limit=time_limit,
         budget=start.prepare(allow=allow).baseline_peak_bytes, overhead=overhead, allow=allow,
         make_loss_fn=None if start.loss_fn is None else loss)
 

@@ -29,7 +29,8 @@ from planner.progress import Progress, watched
 from planner.search.effort import Effort
 from planner.search.planning import plan_within, refusal
 from planner.sizes.bracketing import find_largest, secant
-from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
+from planner.sizes.sized_inputs import factory_of, model_first
+from planner.sizes.sized_steps import MakeLoss, SizedSteps
 from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Advice:
 
 
 @takes_planning(without=("accumulation",))
-def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
+def advise(model: nn.Module, inputs: object = None, *, effective_batch: int,
            budget_gb: float | None = None, budget: int | str | None = None,
            make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
            **arguments: Unpack[PlanArguments]) -> Advice:
@@ -118,7 +119,7 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
     one. Nothing is executed.
 
     Args:
-        make_inputs: `make_inputs(batch)` returns the inputs of a step of that batch.
+        model, inputs: as for `planner.max_batch_size`.
         effective_batch: samples per optimizer step.
         make_loss_fn: `make_loss_fn(batch)` returns the `loss_fn` of a step of that batch.
         parallel: data parallelism of the run, or several to compare; seconds do not include
@@ -128,6 +129,8 @@ def advise(make_inputs: MakeInputs, model: nn.Module, *, effective_batch: int,
     The other arguments and errors are those of `planner.plan`, except `accumulation`, which is
     searched; the budget must not be a percentage. Raises `InfeasibleBudget` if nothing fits.
     """
+    model, inputs = model_first(model, inputs)
+    make_inputs = factory_of(model, inputs, "batch")
     parallel: object = arguments.pop("parallel", None)
     planning = Planning.of(advise, arguments).without_offload("planner.advise")
     count = check_count("effective_batch", effective_batch)

@@ -24,7 +24,8 @@ from planner.progress import Progress, watched
 from planner.search.planning import Effort, plan_within, refusal
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.feasibility import Feasibility
-from planner.sizes.sized_steps import MakeInputs, MakeLoss, SizedSteps
+from planner.sizes.sized_inputs import factory_of, model_first
+from planner.sizes.sized_steps import MakeLoss, SizedSteps
 from planner.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class LargestSize:
 
 
 @takes_planning()
-def max_batch_size(make_inputs: MakeInputs, model: nn.Module, *, budget_gb: float | None = None,
+def max_batch_size(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
                    budget: int | str | None = None, plan: bool = True,
                    overhead: float | None = None, smallest: int = 1, largest: int | None = None,
                    multiple_of: int = 1, make_loss_fn: MakeLoss | None = None,
@@ -119,9 +120,10 @@ def max_batch_size(make_inputs: MakeInputs, model: nn.Module, *, budget_gb: floa
     """Find the largest batch whose training step fits a budget, without and with a plan.
 
     Args:
-        make_inputs: `make_inputs(batch)` returns the inputs of a step of that batch, of a type that
-            `planner.plan` accepts; tensors on `meta` allocate no memory.
         model: as for `planner.plan`; it is not executed.
+        inputs: as for `planner.plan`, of any batch: the first dimension that the tensors share is
+            varied. Or a function: `inputs(batch)` returns the inputs of a step of that batch;
+            tensors on `meta` allocate no memory.
         budget_gb, budget: as for `planner.plan`, but not a percentage, which would refer to a
             different peak at each size.
         plan: also search for the largest batch with a plan.
@@ -137,13 +139,13 @@ def max_batch_size(make_inputs: MakeInputs, model: nn.Module, *, budget_gb: floa
     size of the range fits even with a plan (with `plan=False`: without one).
     """
     wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
-    return _largest_size("batch", make_inputs, model, wishes,
+    return _largest_size("batch", model, inputs, wishes,
                          Planning.of(max_batch_size, arguments).without_offload(
                              "planner.max_batch_size"), make_loss_fn, progress)
 
 
 @takes_planning()
-def max_sequence_length(make_inputs: MakeInputs, model: nn.Module, *,
+def max_sequence_length(model: nn.Module, inputs: object = None, *,
                         budget_gb: float | None = None, budget: int | str | None = None,
                         plan: bool = True, overhead: float | None = None, smallest: int = 1,
                         largest: int | None = None, multiple_of: int = 1,
@@ -151,12 +153,13 @@ def max_sequence_length(make_inputs: MakeInputs, model: nn.Module, *,
                         **arguments: Unpack[PlanArguments]) -> LargestSize:
     """Find the longest sequence whose training step fits a budget, without and with a plan.
 
-    `make_inputs(length)` returns the inputs of a step with sequences of that length.  Values are
-    not checked, so `largest` must be the number of positions of the model.  Everything else is as
-    for `max_batch_size`.
+    `inputs`: as for `planner.plan`; the second dimension of its tensors is varied, and in tensors
+    of integers (tokens, masks) later ones of that size.  Or a function: `inputs(length)` returns
+    the inputs of a step with sequences of that length.  Values are not checked, so `largest` must
+    be the number of positions of the model.  Everything else is as for `max_batch_size`.
     """
     wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
-    return _largest_size("sequence", make_inputs, model, wishes,
+    return _largest_size("sequence", model, inputs, wishes,
                          Planning.of(max_sequence_length, arguments).without_offload(
                              "planner.max_sequence_length"), make_loss_fn, progress)
 
@@ -200,9 +203,11 @@ class _Wishes:
                    multiple)
 
 
-def _largest_size(what: str, make_inputs: MakeInputs, model: nn.Module, wishes: _Wishes,
+def _largest_size(what: str, model: nn.Module, inputs: object, wishes: _Wishes,
                   planning: Planning, make_loss_fn: MakeLoss | None, progress: Progress | None
                   ) -> LargestSize:
+    model, inputs = model_first(model, inputs)
+    make_inputs = factory_of(model, inputs, what)
     budget_bytes = absolute_budget(*wishes.budget, f"which differs with the {what}")
     with watched(progress, f"looking for the largest {what} of {type(model).__name__}") as report:
         steps = SizedSteps(model, make_inputs, planning, what=what, make_loss_fn=make_loss_fn,

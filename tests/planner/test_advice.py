@@ -14,7 +14,7 @@ BUDGET = 220_000
 def look(model=None, **options):
     settings = {"budget": BUDGET, "effective_batch": 288, "loss_fn": mean_square,
                 "time_limit": 1.0, "solver": "dp", **options}
-    return planner.advise(make_inputs, Net() if model is None else model, **settings)
+    return planner.advise(Net() if model is None else model, make_inputs, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -94,4 +94,4 @@ def test_wrong_arguments_are_told(options, error, message):
 
 def test_a_model_of_one_class_is_no_model():
     with pytest.raises(TypeError, match="must be a torch"):
-        planner.advise(make_inputs, nn.Linear, effective_batch=4, budget=BUDGET)
+        planner.advise(nn.Linear, make_inputs, effective_batch=4, budget=BUDGET)

@@ -6,13 +6,14 @@ from torch import nn
 
 import planner
 from planner.api import capture
+from planner.sizes.sized_inputs import factory_of
 from tests.support.sized_models import Net, make_inputs, mean_square
 
 
 def look(model=None, inputs=make_inputs, **options):
     settings = {"budget": "300kB", "loss_fn": mean_square, "time_limit": 2.0, "solver": "dp",
                 **options}
-    return planner.max_batch_size(inputs, Net() if model is None else model, **settings)
+    return planner.max_batch_size(Net() if model is None else model, inputs, **settings)
 
 
 def step_of(batch, model=None):
@@ -39,6 +40,28 @@ def test_the_found_batch_fits_with_the_plan_and_the_next_with_none(found):
         planner.plan(Net(), make_inputs(found.planned_next), budget="300kB", loss_fn=mean_square,
                      time_limit=2.0, solver="dp")
     assert found.planned_next == found.planned + 1
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_inputs_of_any_batch_stand_for_a_function(found, batch):
+    largest = look(inputs=make_inputs(batch), smallest=found.planned, largest=found.planned + 1)
+    assert (largest.planned, largest.plan.peak_bytes) == (found.planned, found.plan.peak_bytes)
+    earlier = planner.max_batch_size(make_inputs(batch), Net(), budget="300kB", plan=False,
+                                     loss_fn=mean_square)
+    assert earlier.plain == found.plain
+
+
+def test_lengths_are_those_of_the_second_dimension_and_of_masks():
+    given = {"ids": torch.arange(12).view(2, 6), "mask": torch.ones(2, 1, 6, 6).bool(),
+             "image": torch.randn(2, 6, 6), "scale": torch.ones(()), "name": "x"}
+    made = factory_of(nn.Identity(), given, "sequence")(8)
+    assert {key: tuple(value.shape) for key, value in made.items() if key != "name"} == {
+        "ids": (2, 8), "mask": (2, 1, 8, 8), "image": (2, 8, 6), "scale": ()}
+    assert made["ids"][0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1] and made["name"] == "x"
+    made = factory_of(nn.Identity(), given, "batch")(1)
+    assert made["mask"].shape == (1, 1, 6, 6) and made["image"].shape == (1, 6, 6)
+    with pytest.raises(ValueError, match="no tensor of the inputs has a dimension 1"):
+        factory_of(nn.Identity(), torch.ones(3), "sequence")
 
 
 @pytest.mark.slow
@@ -108,7 +131,7 @@ def test_the_longest_sequence():
     def inputs(length):
         return torch.empty(2, length, 32, device="meta")
 
-    found = planner.max_sequence_length(inputs, Net(), budget="300kB", loss_fn=mean_square,
+    found = planner.max_sequence_length(Net(), inputs, budget="300kB", loss_fn=mean_square,
                                         plan=False, smallest=32, largest=512)
     assert found.what == "sequence" and found.plain_next == found.plain + 1
     longest = capture(Net(), inputs(found.plain), loss_fn=mean_square)
@@ -136,7 +159,7 @@ def test_a_range_in_which_nothing_fits():
     (lambda batch: torch.ones(4, 32), ValueError, "same shapes"),
     (lambda batch: torch.ones(batch, 33), planner.CaptureError, "could be captured at no batch"),
     (lambda batch: 1 / 0, planner.CaptureError, "ZeroDivisionError"),
-    (3, TypeError, "make_inputs must be a function"),
+    (3, TypeError, "or a function from a batch size to inputs"),
 ])
 def test_a_batch_function_that_returns_nonsense(inputs, error, message):
     with pytest.raises(error, match=message):

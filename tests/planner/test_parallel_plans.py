@@ -109,14 +109,14 @@ def test_several_ways_to_spread_a_batch_are_compared():
         ids = torch.zeros(batch, 16, dtype=torch.long)
         return {"input_ids": ids, "labels": ids}
 
-    advice = planner.advise(inputs, case.model, effective_batch=8, budget="2MB", time_limit=1,
+    advice = planner.advise(case.model, inputs, effective_batch=8, budget="2MB", time_limit=1,
                             parallel=[RANKS["ddp"], RANKS["zero2"]], optimizer="sgd")
     kinds = {choice.parallel.kind for choice in advice.choices}
     assert kinds == {"ddp", "zero2"} and "4 zero2" in str(advice)
     for choice in advice.choices:
         assert choice.micro_batch * choice.accumulation * choice.parallel.ranks == 8
     with pytest.raises(ValueError, match="dealt out evenly to 3"):
-        planner.advise(inputs, case.model, effective_batch=8, budget="2MB",
+        planner.advise(case.model, inputs, effective_batch=8, budget="2MB",
                        parallel=planner.DataParallel("ddp", 3))
 
 

@@ -181,7 +181,7 @@ def test_the_curve_is_one_of_what_is_reserved():
 def test_sizes_fit_what_is_reserved(unlimited):
     budget = unlimited.baseline_reserved_bytes
     arguments = {"budget": budget, "loss_fn": mean, "budget_of": "reserved", **ON_GPU}
-    found = planner.max_batch_size(inputs, network(), multiple_of=1024, largest=2 * BATCH,
+    found = planner.max_batch_size(network(), inputs, multiple_of=1024, largest=2 * BATCH,
                                    **arguments)
     assert found.plain == BATCH and found.planned > BATCH
     assert found.plan.reserved_bytes <= budget
@@ -190,7 +190,7 @@ def test_sizes_fit_what_is_reserved(unlimited):
 @pytest.mark.slow
 def test_advice_counts_what_is_reserved(unlimited):
     budget = unlimited.baseline_reserved_bytes
-    advice = planner.advise(inputs, network(), effective_batch=2 * BATCH, budget=budget,
+    advice = planner.advise(network(), inputs, effective_batch=2 * BATCH, budget=budget,
                             loss_fn=mean, budget_of="reserved", **ON_GPU)
     plans = [each.plan for each in advice.choices if each.plan is not None]
     assert plans and all(each.reserved_bytes <= budget for each in plans)

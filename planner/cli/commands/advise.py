@@ -38,7 +38,7 @@ def run(
     found = load_sized_target(target, "batch", first=1, device="meta")
     arguments = replace(planning, loss_fn=found.loss_fn).arguments()
     del arguments["accumulation"]
-    advice = advise(found.make_inputs, found.model, effective_batch=effective_batch,
+    advice = advise(found.model, found.make_inputs, effective_batch=effective_batch,
                     budget=budget, make_loss_fn=found.make_loss_fn, **arguments)
     if save_to is not None and advice.best.plan is not None:
         advice.best.plan.save(save_to)

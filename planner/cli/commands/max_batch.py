@@ -40,7 +40,7 @@ def find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pla
     first = -(-sizes.smallest // sizes.multiple_of) * sizes.multiple_of
     target = load_sized_target(options, what, first=first, device="meta")
     search = max_batch_size if what == "batch" else max_sequence_length
-    found = search(target.make_inputs, target.model, budget=sizes.budget, overhead=limit,
+    found = search(target.model, target.make_inputs, budget=sizes.budget, overhead=limit,
                    plan=sizes.plan, smallest=sizes.smallest, multiple_of=sizes.multiple_of,
                    largest=target.largest if sizes.largest is None else sizes.largest,
                    make_loss_fn=target.make_loss_fn,
