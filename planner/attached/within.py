@@ -34,7 +34,7 @@ from planner.plans.plan import Plan
 M = TypeVar("M", bound=nn.Module)
 
 
-@takes_planning(without=("autocast", "output"))
+@takes_planning(without=("autocast",))
 def within(model: M, budget: int | str | None = None, *, budget_gb: float | None = None,
            on_new: OnNew = "replan", plan: Plan | str | PathLike[str] | None = None,
            methods: Sequence[str] = ("forward",), **arguments: Unpack[PlanArguments]) -> M:
@@ -64,9 +64,9 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
         methods: names of the methods that are trained: `("forward", "encode")`.  Where the model is
             trained by another method and only the forward was named, its second step shows which,
             and it is planned from the third on.
-        **arguments: as for `planner.plan`, but for `autocast` and `output`, which are seen.
-            `optimizer`, `loss_fn` and `accumulation` need not be given, and are counted from the
-            first step on where they are.
+        **arguments: as for `planner.plan`, except `autocast`, which is observed.  `optimizer`,
+            `loss_fn`, `accumulation` and `hold_output` are observed, too; if they are given, the
+            first step already counts them.
 
     Calling it again replaces the earlier settings.  A training step raises `InfeasibleBudget` if no
     plan fits, and `CaptureError` if it cannot be captured, before it runs.
