@@ -197,11 +197,11 @@ def _code_of_blocks(model: nn.Module, spec: RewriteSpec, shared: SharedCode) -> 
 
 
 _UNLIKE = 64
-"""How many calls of blocks are remembered that are not the plan's."""
+"""Remembered calls of blocks that the plan does not have."""
 
 
 def _outline(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    """What the graph of a block's call may depend on."""
+    """Properties of a call that the graph of a block may depend on."""
     leaves: list[Any] = pytree.tree_leaves((args, kwargs))
     return tuple((leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor)
                  else type(leaf) for leaf in leaves)

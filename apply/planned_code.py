@@ -50,8 +50,8 @@ class CompiledCode:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the last call has got so far that it cannot begin anew under another rewrite
-        spec."""
+        """True if the last call has progressed so far that it cannot start over under another
+        rewrite spec."""
         return bool(self._backend.has_begun)
 
     def fall_back(self, fallback: Fallback) -> None:
@@ -67,7 +67,7 @@ class CompiledCode:
 
     @property
     def is_trial(self) -> bool:
-        """Whether a region that is not the plan's ends the call though others have run."""
+        """True if a region that is not the plan's ends the call though others have run."""
         return bool(self._backend.is_trial)
 
     @is_trial.setter

@@ -308,7 +308,7 @@ class _Rewriter:
         return new
 
     def _size(self, size: Any) -> Any:
-        """What a size is in the new graph: a number, or, where it is symbolic, a node."""
+        """A size in the new graph: a number, or a node if it is symbolic."""
         if not isinstance(size, torch.SymInt):
             return size
         key = self.in_forward, expression_of(size)

@@ -56,7 +56,7 @@ from planner._graph_capture.torch_compat import (
 _MOST_SIZES = 1024
 """Of how many sizes a graph remembers which schedule serves them."""
 _MOST_SCHEDULES = 8
-"""How many schedules a graph keeps."""
+"""Schedules that a graph keeps."""
 _CARRIED = "_checkpoint_planner_saved"
 _CARRIER = "checkpoint_planner_carrier"
 
@@ -80,8 +80,8 @@ class Schedule:
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
     reads: tuple[tuple[bool, int], ...]
-    """What the backward gets before the cotangents: saved by the schedule (`True`) or an input of
-    the forward, and its place there."""
+    """Inputs of the backward before the cotangents: saved by the schedule (`True`) or an input of
+    the forward, and the index there."""
     fits: Fits
     watched: tuple[int, ...]
     """Outputs of the forward that are taken to be let go before the backward."""
@@ -99,7 +99,7 @@ class SymbolicCallable:
         """The last that was made comes first."""
         self._served: OrderedDict[Values, Schedule] = OrderedDict()
         self.used: Schedule
-        """That of the last call."""
+        """Schedule of the last call."""
 
     def adopt(self, spec: RewriteSpec, fits: Fits, *, instead: bool) -> Schedule:
         """Run under this rewrite spec where it fits; `instead`: under no earlier one."""
@@ -165,7 +165,7 @@ class SymbolicCallable:
                      if isinstance(node.meta["val"], torch.Tensor) and index not in mutated)
 
     def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
-        """What the forward returns, and what carries the tensors that its schedule saves."""
+        """Outputs of the forward, and a tensor that carries those that its schedule saves."""
         values = self.region.values_of(args)
         schedule = self.used = self.schedule_for(values)
         results = schedule.forward(args)
@@ -362,11 +362,11 @@ class SymbolicCode(CompiledCode):
         super().__init__(type(model).__name__, backend)
         self._tensors_of, self._symbolic = tensors_of, backend
         self.dimensions: dict[str, set[int]] = {}
-        """Which dimensions of the call's tensors are symbolic."""
+        """Symbolic dimensions of the call's tensors."""
 
     @property
     def graphs(self) -> Sequence[SymbolicCallable]:
-        """What was captured: one graph, and those of sizes that torch takes for special."""
+        """The captured graphs: one, and those of sizes that torch specializes."""
         return self._symbolic.graphs
 
     @property

@@ -82,13 +82,13 @@ class Tracing:
     holds_output: bool = True
     """True if the caller keeps the output alive until the backward ends."""
     layout: RankLayout | None = None
-    """How a rank of a data-parallel run holds the model; `None`: there is one rank."""
+    """Layout of the model on one rank of a data-parallel run; `None`: one rank."""
     early: EarlyGradients = field(default_factory=dict)
     """Gradients that the loop uses and frees as they come."""
 
     @property
     def wrapper(self) -> Wrapper:
-        """What runs along with a step."""
+        """Code that data parallelism runs along with a step."""
         return UsesGradients(self.early) if self.layout is None else self.layout.wrapper()
 
     def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerTrace | None:
@@ -141,9 +141,9 @@ class CapturedStep:
     tracing: Tracing
     """Retraces the step when more is known about it."""
     held_workspace_bytes: int
-    """What torch holds for cuBLAS, for each thread; 0 where the device is no GPU."""
+    """Bytes that torch allocates for cuBLAS per thread; 0 if the device is not a GPU."""
     may_skip: bool = False
-    """Whether it is captured by blocks, and dice or values decide which of them run."""
+    """True if it is captured by blocks, and dice or values decide which of them run."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -174,7 +174,7 @@ class SymbolicStep:
     values: Values
     """Of the symbols, where the model is called with the arguments of this step."""
     outputs: tuple[ModelOutput, ...]
-    """What the model returns, in the graph with fixed sizes."""
+    """Outputs of the model in the graph with fixed sizes."""
 
 
 @quiet_fake_tensors()

@@ -30,12 +30,12 @@ def remembered_state(model: nn.Module) -> Callable[[], None]:
 
 
 class Dice:
-    """Where the random generators of Python and NumPy are at some moment."""
+    """State of the random generators of Python and NumPy."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
         self.were_thrown = False
-        """Whether `again` has seen the generators used."""
+        """True if `again` has seen the generators used."""
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -257,7 +257,7 @@ class TrainingGraph:
     kernels: tuple[KernelChoice, ...] = ()
     """Kernels of a GPU among which there was a choice."""
     assumptions: tuple[str, ...] = ()
-    """What was taken for granted of inputs whose values were not known."""
+    """Assumptions about inputs whose values were unknown."""
 
     @property
     def gradient_bytes(self) -> int:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
          budget: int | str | None = None, progress: Progress | None = None,
          **arguments: Unpack[PlanArguments]) -> Plan:
-    """What to keep and what to recompute so that one training step of `model` peaks within a
-    budget, at the least extra time.
+    """Plan one training step of `model`: keep or recompute each activation so that the peak memory
+    stays within a budget, at the least extra time.
 
     The model is not executed: capture runs on fake tensors, allocates no activation and changes no
     parameter, buffer, gradient, mode or random state.

@@ -58,7 +58,7 @@ def find_blocks(model: nn.Module, regions: str | Sequence[str]) -> tuple[str, ..
 
 
 def has_repeated_blocks(model: nn.Module) -> bool:
-    """Whether `find_blocks` finds any by itself."""
+    """True if `find_blocks` finds any by itself."""
     return bool(repeated_blocks(model))
 
 

@@ -88,7 +88,7 @@ class Recording:
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
     freed_gradients: tuple[int, ...] = ()
-    """Where the model is one region: primals whose gradients the loop frees, in that order."""
+    """For a model of one region, primals whose gradients the loop frees, in that order."""
     asked: dict[str, str] = field(default_factory=dict)
     """Inputs by whose values the model's code decides, and where it does."""
     calls_again: int = 0

@@ -53,8 +53,8 @@ def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple
 
 
 def decides_by_values(answers: tuple[Answer, ...] | None) -> bool:
-    """Whether code has asked for values, none of which is the size of a tensor: so control flow
-    does."""
+    """True if code has asked for values, none of which is a tensor's size: control flow depends on
+    them."""
     return bool(answers) and all(answer.op in VALUE_OPS for answer in answers or ())
 
 

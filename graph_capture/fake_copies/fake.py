@@ -75,7 +75,7 @@ class FakeCopy:
     real call of the forward without the model's own hooks; `None`: known values only.  Only a
     storage-less copy uses them."""
     autocast: torch.dtype | None = None
-    """What the user's loop wraps around forward and loss is `torch.autocast` to this dtype."""
+    """Dtype of the `torch.autocast` around forward and loss in the user's loop."""
     dice: Dice = field(default_factory=Dice)
     """The random generators of Python and NumPy where the call begins."""
     skipped: SkippedBlocks = ()

@@ -134,7 +134,7 @@ class StorageLessMode(TorchDispatchMode):
         super().__init__()
         self._planned = planned
         self.told_values = False
-        """Whether code has asked for a value that is known."""
+        """True if code has asked for a value that is known."""
         self._unknown_is_zero = unknown_is_zero
         self._answers: list[Answer] | None = None
         self._nothing_is_known = False

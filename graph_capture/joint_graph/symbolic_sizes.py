@@ -47,7 +47,7 @@ class Sizes:
         return int(self.function(size)(*values)) if isinstance(size, torch.SymInt) else size
 
     def at(self, value: object, values: Values, mode: Any) -> Any:
-        """What tracing left in a node, with numbers for sizes; tensors are fakes of `mode`."""
+        """The traced value of a node with numbers for sizes; tensors are fakes of `mode`."""
         def of(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 numbers = [tuple(self.number(each, values) for each in part)

@@ -36,9 +36,9 @@ class StepWatch(MemoryTracker):
         """`held`: tensors that are there now; `earlier`: a watch that knows of others."""
         super().__init__(lambda *_: 0, device=device, trace_device=device, resident=())
         self.phase = ""
-        """What runs now, in words."""
+        """The current phase of the step, in words."""
         self.peak_phase = ""
-        """What ran at the peak."""
+        """The phase at the peak."""
         self.op_count = 0
         """Ops seen."""
         self.device = device

@@ -66,7 +66,7 @@ class SymbolicRegion:
 
     @cached_property
     def symbol_places(self) -> tuple[int, ...]:
-        """Which input of the graph is each symbol."""
+        """Index of the graph input that holds each symbol."""
         joint = self.variants[False].joint
         return tuple(joint.primals.index(giver) for giver in self.sizes.givers(joint.graph))
 

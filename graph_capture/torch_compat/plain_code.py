@@ -46,7 +46,7 @@ _KNOWN_BYTES = 1 << 24
 """Values are worked out from tensors of at most this size."""
 _MARK = "branch"
 _HELPERS = 3
-"""How many frames may stand between the code that asks whether it is compiled and torch."""
+"""Largest number of frames between torch and the code that asks if it is compiled."""
 _WHILE_COMPILING = tuple(getattr(owner, name) for owner, name in (
     (torch.compiler, "is_compiling"), (torch.compiler, "is_dynamo_compiling"),
     (torch._utils, "is_compiling"), (torch._dynamo.external_utils, "is_compiling"),
@@ -71,7 +71,7 @@ class Branch:
     taken: bool
     """The value that the code went on with."""
     place: str
-    """Where the code asked."""
+    """Location of the code that asked."""
 
     def holds(self, args: Sequence[Any]) -> bool:
         """True if the code would go on with these inputs of the graph as the graph does."""

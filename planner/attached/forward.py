@@ -80,7 +80,7 @@ from planner.step.wrapped import defers_reduction, other_ranks
 log = logging.getLogger("planner")
 
 _TRIES = 4
-"""How often a step is planned anew because no schedule serves its sizes."""
+"""Attempts to plan a step for which no schedule serves its sizes."""
 _MOST_CALLS = 256
 """Of how many kinds of calls it is remembered which graph has served them."""
 _HOOKS = (

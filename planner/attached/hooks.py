@@ -1,4 +1,4 @@
-"""What hooks of parameters do with the gradients of a training step, seen in its first backward.
+"""Use of a training step's gradients by hooks of parameters, observed in the first backward.
 
 The model of the world: a hook that steps an optimizer frees gradients, of its own parameter or of
 earlier ones, each time it runs, and allocates the same.  Until hooks have run, those that get whole
@@ -31,7 +31,7 @@ class HookWatch:
         self.hook_signature = hook_signature(model)
         """The hooks that it observes."""
         self.has_seen = False
-        """Whether a hook has run."""
+        """True if a hook has run."""
         self._model = ref(model)
         self._put: list[tuple[dict[int, Any], int, Any, Any]] = []
 
@@ -48,7 +48,7 @@ class HookWatch:
 
     @property
     def is_active(self) -> bool:
-        """Whether it observes."""
+        """True while it observes."""
         return bool(self._put)
 
     def end(self) -> bool:
@@ -86,7 +86,7 @@ class HookWatch:
 
 
 def hook_signature(model: nn.Module) -> frozenset[tuple[str, int]]:
-    """Which parameters have hooks, and how many."""
+    """Parameters with hooks, and the number of hooks of each."""
     counts = ((name, len(hooks_of_gradient(parameter)) + len(hooks_of_whole_gradient(parameter)))
               for name, parameter in model.named_parameters())
     return frozenset((name, count) for name, count in counts if count)

@@ -88,7 +88,7 @@ _NOT_FOLLOWED = (
     "the padded batch and mask what it returns; or take that part out of the model, and call "
     "planner.within for the rest")
 _MOST_PREPARED = 3
-"""How many prepared steps are kept: each that is made again traces the plain step."""
+"""Prepared steps that are kept; preparing one again traces the plain step."""
 _TRIALS = 6
 """Number of plans tried until calls that keep memory at the same time fit together."""
 _CLOSE = 0.005
@@ -182,7 +182,7 @@ class GraphPlanner:
 
     @property
     def may_skip(self) -> bool:
-        """Whether any call may run fewer of the planned blocks."""
+        """True if any call may run fewer of the planned blocks."""
         return self._step.may_skip
 
     @property
@@ -246,12 +246,12 @@ class GraphPlanner:
 
     @property
     def graph_outputs(self) -> tuple[ModelOutput, ...]:
-        """What the model returns, in the captured graph."""
+        """Outputs of the model in the captured graph."""
         return self._step.graph.outputs
 
     @property
     def workspace(self) -> Workspace:
-        """What kernels take for themselves."""
+        """Workspace of kernels."""
         return self._step.tracing.workspace
 
     def schedule_of(self, plan: Plan, known: Known) -> tuple[Variant, Schedule]:
@@ -263,7 +263,7 @@ class GraphPlanner:
 
     @property
     def can_be_symbolic(self) -> bool:
-        """Whether the step may be captured with symbolic sizes: run op by op as one graph on one
+        """True if the step may be captured with symbolic sizes: run op by op as one graph on one
         device, without parts in chunks."""
         planning = self._planning
         return (self.is_alone and not self.has_control_flow and planning.backend == "eager"

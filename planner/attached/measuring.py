@@ -44,10 +44,10 @@ class MeasuredPeak:
     budget_bytes: int | None
     """The budget that it is compared with; `None`: not compared."""
     is_expected: bool
-    """Whether a part of the step was not known when it was planned, so that the next plan has it.
+    """True if a part of the step was not known when it was planned, so that the next plan has it.
     """
     cause: str
-    """Where memory beyond the prediction probably comes from."""
+    """Probable cause of memory beyond the prediction."""
     seconds: float
     """Time of the step."""
     watching_seconds: float
@@ -68,7 +68,7 @@ class Measurement:
         self.device = device
         self.calls: list[_PlannedCall] = []
         self.is_comparable = True
-        """Whether each call ran under a plan that is to meet the budget."""
+        """True if each call ran under a plan that is to meet the budget."""
         self.watch: StepWatch | None = None
         self.before_bytes = _counted_bytes(device)
         self.begun = time.perf_counter()

@@ -80,13 +80,13 @@ class Settings:
     given: Plan | None = None
     """A saved plan."""
     batches_ahead: int = 0
-    """How many batches the caller holds beside the one in use."""
+    """Batches that the caller keeps in addition to the one in use."""
     methods: tuple[str, ...] = ("forward",)
     """Methods that are trained."""
 
     @property
     def is_percentage(self) -> bool:
-        """Whether the budget is one of the plain step's peak."""
+        """True if the budget is one of the plain step's peak."""
         return self.limit is not None and self.limit.size_bytes is None
 
 
@@ -174,7 +174,7 @@ class ObservingForward(CountingForward):
 
     @property
     def status(self) -> Status:
-        """What became of the training so far."""
+        """Figures of the training so far."""
         group = self._group()
         calls, unplanned = self._count()
         is_open = calls > self._counted[0] and not self._optimizers and any(
@@ -229,7 +229,7 @@ class ObservingForward(CountingForward):
 
     @property
     def _is_looked_at(self) -> bool:
-        """Whether all tensors that Python knows are looked through in this step."""
+        """True if this step looks through all tensors that Python knows."""
         return self._steps < STEPS_LOOKED_AT
 
     def _tensors_of_others(self) -> list[torch.Tensor]:

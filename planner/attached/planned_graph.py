@@ -54,7 +54,7 @@ class PlannedGraph:
         self.step_mates: WeakSet[PlannedGraph] = WeakSet()
         """Other graphs that were called in the same step, perhaps one after the other."""
         self.is_lean = False
-        """Whether it saves as little as it can, so that its companions fit beside it."""
+        """True if it saves as little as it can, so that its companions fit beside it."""
         self.plain_bytes = 0
         """Peak of the plain step with it; 0: it was not planned yet."""
         self.checked = -1
@@ -85,7 +85,7 @@ class PlannedGraph:
 
     @property
     def may_skip(self) -> bool:
-        """Whether calls run fewer blocks than were planned, or the same in other places."""
+        """True if calls run fewer blocks than were planned, or the same in other places."""
         return self.planner is not None and self.planner.may_skip
 
     def may_serve(self, call: Call) -> bool:

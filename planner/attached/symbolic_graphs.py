@@ -16,11 +16,11 @@ from planner.attached.symbolic_graph import SymbolicGraph
 log = logging.getLogger("planner")
 
 _MOST_FIXED = 256
-"""How many calls are remembered that need a graph with fixed sizes."""
+"""Remembered calls that need a graph with fixed sizes."""
 
 
 _MOST_FAILURES = 2
-"""How often it is tried: torch fixes a size that happens to be one of the model's."""
+"""Attempts at a symbolic capture; torch fixes a size that equals one of the model's."""
 
 
 class SymbolicGraphs:

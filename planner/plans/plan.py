@@ -62,8 +62,8 @@ class Plan(Predicted):
     kernels: tuple[KernelChoice, ...]
     """Kernels of a GPU among which torch chooses, and why; empty for a plan for the CPU."""
     assumptions: tuple[str, ...]
-    """What was taken for granted of inputs without values (on `meta`) by which the model's code
-    decides; a step that is otherwise raises `PlanMismatch`."""
+    """Assumptions about inputs without values (on `meta`) that the model's code branches on; a step
+    that contradicts them raises `PlanMismatch`."""
     created_with: tuple[tuple[str, str], ...]
     """Versions of this package and of torch, by name."""
     resident: ResidentMemory

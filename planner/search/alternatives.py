@@ -47,7 +47,7 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: P
 
 @contextmanager
 def told_in_percent(limit: Budget | None, plain_bytes: int) -> Iterator[None]:
-    """Where the budget was given as a fraction of the plain step's peak, refusals say so."""
+    """Word refusals as percentages if the budget is a fraction of the plain step's peak."""
     try:
         yield
     except InfeasibleBudget as refusal:
