@@ -105,8 +105,12 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
     those are still alive.  `unknown_is_zero`: code that asks for an unknown value gets 0 instead of
     an error.
     """
+    # The number of rows of a sparse gradient depends on values, which are then not assumed.
+    is_sparse = any(getattr(module, "sparse", False) is True
+                    for module in fake_copy.model.modules())
     copier = StorageLessCopier({id(fake): original for original, fake in fake_copy.fake_of.items()},
-                               unknown_is_zero=unknown_is_zero, planned=fake_copy.device)
+                               unknown_is_zero=unknown_is_zero, planned=fake_copy.device,
+                               assumes_values=not is_sparse)
     made = fake_copy_by(
         copier,
         fake_copy.model,
@@ -343,10 +347,12 @@ class StorageLessCopier(FakeCopier):
     """Deep copies in which each tensor becomes storage-less, except for small known values."""
 
     def __init__(self, original_of: Mapping[int, torch.Tensor], *,
-                 unknown_is_zero: bool = False, planned: torch.device | None = None) -> None:
+                 unknown_is_zero: bool = False, planned: torch.device | None = None,
+                 assumes_values: bool = False) -> None:
         """`original_of`: by identity of a fake tensor, the tensor with its value; `planned`: as for
-        `StorageLessMode`."""
+        `StorageLessMode`; `assumes_values`: inputs without values are taken for ones."""
         self._original_of, self._unknown_is_zero = original_of, unknown_is_zero
+        self._assumes_values = assumes_values
         self._planned = planned
         self._is_input = False
         super().__init__(torch.device("cpu"))
@@ -372,8 +378,13 @@ class StorageLessCopier(FakeCopier):
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         original = self._original_of.get(id(real), real)
-        is_assumed = (self._is_input and original.is_meta and not isinstance(original, FakeTensor)
-                      and may_be_known(original))
+        is_assumed = (
+            self._assumes_values
+            and self._is_input
+            and original.is_meta
+            and not isinstance(original, FakeTensor)
+            and may_be_known(original)
+        )
         if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
             # An input without values: `graph_capture.fake_copies.input_values`.
             known = (torch.ones(original.shape, dtype=original.dtype) if is_assumed

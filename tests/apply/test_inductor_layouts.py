@@ -78,7 +78,7 @@ def test_a_plan_within_a_budget_holds_none_and_is_as_predicted(prepared, tight):
 
 def test_a_file_says_so(tight):
     assert loads(dumps(tight)).spec == tight.spec
-    assert '"lean_code": true' in dumps(tight)
+    assert '"low_memory_codegen": true' in dumps(tight)
 
 
 class Block(nn.Module):

@@ -64,7 +64,6 @@ BROKEN = {
     "in place of another size": (dataclasses.replace(with_op(1, inplace=(0,)), buffers=(
         dataclasses.replace(GRAPH.buffers[0], size_bytes=99), *GRAPH.buffers[1:])),
                                  "cannot write its result over buffer 0"),
-    "a gradient that goes": (with_buffer(GRADIENT, kept_to_end=False), "is not kept"),
     "a gradient of the forward": (with_buffer(0, kind=BufferKind.GRADIENT, kept_to_end=True),
                                   "not made in the backward"),
     "an activation of the backward": (

@@ -63,8 +63,7 @@ def test_a_wrong_gradient_is_seen_below_the_rounding_of_the_dtype(monkeypatch, d
     if dtype == "parameters":
         case = case._replace(model=case.model.bfloat16())
     plan = planned(case, autocast="bf16" if dtype == "autocast" else None)
-    rounding = verified(case, plan).max_gradient_error
-    assert dtype != "autocast" or rounding > 1e-3
+    assert verified(case, plan).ok
     from planner.running import verify as module
 
     class Almost(nn.Module):

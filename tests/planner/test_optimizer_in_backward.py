@@ -74,21 +74,21 @@ def peak(model: nn.Module, at_end: Callable[[], object] = lambda: None) -> int:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_predicted_is_measured(kind: str) -> None:
     plan = planner.plan(made(), batch(), optimizer=kind, optimizer_in_backward=True,
-                        output="dropped")
+                        hold_output=False)
     plain, ran = hooked(made(), kind)
     assert peak(plain) == plan.baseline_peak_bytes - plan.resident_bytes
     planned, ran_planned = hooked(made(), kind)
     assert peak(plan.apply(planned)) == plan.peak_bytes - plan.resident_bytes
     assert sorted(ran) == sorted(ran_planned)
     assert plan.peak_bytes < planner.plan(made(), batch(), optimizer=kind,
-                                          output="dropped").peak_bytes
+                                          hold_output=False).peak_bytes
     for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_one_region_hands_all_gradients_over() -> None:
     plan = planner.plan(made(), batch(), optimizer="adamw", optimizer_in_backward=True,
-                        output="dropped", regions="model")
+                        hold_output=False, regions="model")
     applied = plan.apply(hooked(made(), "adamw")[0])
     assert peak(applied) == plan.peak_bytes - plan.resident_bytes
 
@@ -96,7 +96,7 @@ def test_one_region_hands_all_gradients_over() -> None:
 def test_memory_counts_steps_in_the_backward() -> None:
     report = planner.memory(made(), batch(), optimizer="adamw", optimizer_in_backward=True)
     plan = planner.plan(made(), batch(), optimizer="adamw", optimizer_in_backward=True,
-                        output="dropped")
+                        hold_output=False)
     assert report.peak_bytes == plan.baseline_peak_bytes
     assert report.steady["optimizer step"].memory.gradients == 0
 
