@@ -39,7 +39,7 @@ step(plan.apply(model))
 print(json.dumps({"hits": counters["inductor"]["fxgraph_cache_hit"],
                   "misses": counters["inductor"]["fxgraph_cache_miss"],
                   "bypasses": counters["inductor"]["fxgraph_cache_bypass"],
-                  "replays": sum("dropout" in action.op for region in plan.rewrite spec.regions
+                  "replays": sum("dropout" in action.op for region in plan.spec.regions
                                  for again in region.insertions for action in again.actions),
                   "gradient": float(gradient(model).norm())}))
 """

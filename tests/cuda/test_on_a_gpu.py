@@ -132,7 +132,7 @@ SCRIPT = """
         where = {"device": "cuda", "gpu": sys.argv[2]}
     plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, optimizer="adamw",
                         probe=False, autocast=sys.argv[3] or None, **where)
-    graph = repr([(op.name, op.digest) for op in plan.rewrite spec.ops])
+    graph = repr([(op.name, op.digest) for op in plan.spec.ops])
     print(hashlib.sha256(graph.encode()).hexdigest(), plan.baseline_peak_bytes, plan.peak_bytes,
           ",".join(each.kernel for each in plan.kernels))
 """

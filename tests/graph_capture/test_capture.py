@@ -263,7 +263,7 @@ for size in range(1, 4):
     with torch._dynamo.config.patch(recompile_limit=1):
         torch.compile(case.model, backend="eager", dynamic=False)(case.args[0][:, :8 * size])
 plan = planner.plan(case.model, case.inputs, loss_fn=case.loss_fn)
-print(len(plan.rewrite spec.regions), "regions")
+print(len(plan.spec.regions), "regions")
 """
 
 
@@ -304,7 +304,7 @@ class Logged(nn.Module):
 x = torch.randn(4, 8)
 torch.compile(Logged(True), backend="eager")(x)
 plan = planner.plan(Logged(False), (x,))
-print(len(plan.rewrite spec.regions), "regions")
+print(len(plan.spec.regions), "regions")
 """
 
 
