@@ -122,6 +122,7 @@ class _Assembly:
             if between and number in between.before_backward:
                 self._gaps(between.before_backward[number], Phase.BACKWARD, number)
             backwards[number] = self._backward(number)
+            self._sum_gradients()
             self.done = number
         if between:
             self._gaps(len(between.workspace_bytes) - 1, Phase.BACKWARD)
@@ -290,11 +291,28 @@ class _Assembly:
         if len(found) == 1:
             self.index[number, storage] = found[0]
             return
-        size = self.uses[number].lowered.storages[storage].size_bytes
-        total = self._buffer(size, BufferKind.TEMPORARY)
-        self.index[number, storage] = total
-        self._pseudo_op(f"{number}:/sum of gradients#{position}", Phase.BACKWARD, -1,
-                        tuple(dict.fromkeys(found)), (total,))
+        self.index[number, storage] = self._sum(number, position, found)
+
+    def _sum_gradients(self) -> None:
+        """Sum gradients of an output from several regions: autograd adds each as it comes."""
+        for (number, output), gradients in self.input_gradients.items():
+            if len(gradients) < 2:
+                continue
+            positions = [position for position in range(len(self.uses[number].cotangents))
+                         if self._output_of_cotangent(number, position) == output]
+            # The sum of code between the regions is a buffer of its own.
+            if positions and all(self._foreign_cotangent(number, position) is None
+                                 for position in positions):
+                gradients[:] = [self._sum(number, positions[0], gradients)]
+
+    def _sum(self, number: int, position: int, gradients: Sequence[int]) -> int:
+        lowered = self.uses[number].lowered
+        storage = lowered.cotangent_storages[position]
+        assert storage is not None
+        total = self._buffer(lowered.storages[storage].size_bytes, BufferKind.TEMPORARY)
+        self._pseudo_op(f"{number}:/sum of gradients#{len(self.ops)}", Phase.BACKWARD, -1,
+                        tuple(dict.fromkeys(gradients)), (total,))
+        return total
 
     def _hand_over_gradient(self, number: int, storage: int, primal: int) -> None:
         use = self.uses[number]
