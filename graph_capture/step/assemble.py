@@ -218,8 +218,11 @@ class _Assembly:
             self.uncaptured.cotangents.get((number, position)))
 
     def _fed_by_later_region(self, number: int, position: int) -> bool:
+        """True if the gradient of an output comes from later regions alone.  Where code runs between
+        regions, a gradient that the loss makes as well is among the buffers of that code."""
         output = self._output_of_cotangent(number, position)
-        return output is not None and output not in self.uses[number].returned and any(
+        is_for_loss = self.uncaptured is None and output in self.uses[number].returned
+        return output is not None and not is_for_loss and any(
             link == (number, output)
             for use in self.uses[number + 1:] for link in use.linked_inputs.values())
 
