@@ -218,7 +218,7 @@ class _Assembly:
             self.uncaptured.cotangents.get((number, position)))
 
     def _fed_by_later_region(self, number: int, position: int) -> bool:
-        """True if the gradient of an output comes from later regions alone.  Where code runs between
+        """True if the gradient of an output comes from later regions alone.  If code runs between
         regions, a gradient that the loss makes as well is among the buffers of that code."""
         output = self._output_of_cotangent(number, position)
         is_for_loss = self.uncaptured is None and output in self.uses[number].returned
