@@ -184,6 +184,6 @@ def test_a_random_loop_is_within_its_budget(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 100 + int(os.environ.get("RANDOM_LOOPS", "0"))))
 def test_many_random_loops_are_within_their_budgets(seed):
-    """`RANDOM_LOOPS=500` runs as many.  None by default: loops that train several methods in one step
-    exceed their budget (docs/explanation/limits.md)."""
+    """`RANDOM_LOOPS=500` runs as many; by default none, since loops that train several methods in
+    one step exceed their budget (docs/explanation/limits.md)."""
     check(seed)
