@@ -36,7 +36,8 @@ def factory_of(model: nn.Module, inputs: object, what: str) -> MakeInputs:
     Raises `TypeError` if `inputs` is neither, and `ValueError` if no tensor has the dimension.
     """
     import torch
-    from torch.utils import _pytree as pytree
+
+    from planner._graph_capture.torch_compat import pytree
 
     if callable(inputs) and not isinstance(inputs, (torch.Tensor, Mapping)):
         return cast(MakeInputs, inputs)
