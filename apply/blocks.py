@@ -250,11 +250,6 @@ def shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
                  for decisions, blocks in alike.items())
 
 
-def count_decisions(spec: RewriteSpec) -> int:
-    """Return the number of different compiled codes that the regions of a rewrite spec need."""
-    return len({_decisions(region, index) for index, region in enumerate(spec.regions)})
-
-
 def _decisions(region: RegionSpec, index: int) -> object:
     """Return the decisions for a region; they are equal for blocks that may share code."""
 

@@ -5,6 +5,7 @@ Blind spot: an output that both the caller and the model's backward keep alive c
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.torch_compat import storage_key
 
 OUTPUT_IS_HELD = (
-    "the plan counts on the model's output being let go before the backward (output='dropped'), "
+    "the plan counts on the model's output being let go before the backward (hold_output=False), "
     "and {bytes:,} bytes of it are still held, so that the step may take that much more than the "
     "budget: keep the loss alone, or plan with hold_output=True")
 
@@ -34,6 +35,18 @@ def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: 
     return tuple(place for place, node in enumerate(lowered.returned)
                  if place in let_go and node is not None
                  and storage_key(node.meta["val"]) not in saved)
+
+
+class OutputWatcher:
+    """Base of backends that warn once if the caller keeps an output that the plan expects it to
+    release."""
+
+    _warned_of_output = False
+
+    def _output_is_held(self, size_bytes: int) -> None:
+        if not self._warned_of_output:
+            self._warned_of_output = True
+            warnings.warn(OUTPUT_IS_HELD.format(bytes=size_bytes), stacklevel=2)
 
 
 def watch(outputs: Sequence[Any], places: Sequence[int], report: Callable[[int], None]) -> None:

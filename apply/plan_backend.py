@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from planner._apply.elided_output import without_elided
 from planner._apply.errors import PlanMismatch
-from planner._apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
+from planner._apply.output_watch import OutputWatcher, places_to_watch, watch
 from planner._apply.rewrite import RewrittenRegion, rewrite
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._apply.same_step import difference_from_step, outputs_let_go
@@ -61,7 +61,14 @@ class Match:
     """True if it is the region with smaller tensors."""
 
 
-class PlanBackend:
+def names_in_model(model: nn.Module, values: Sequence[Any]) -> list[str | None]:
+    """Return the name of each value that is a parameter or buffer of the model, else `None`."""
+    names = {id(tensor): name for name, tensor in
+             (*model.named_parameters(), *model.named_buffers())}
+    return [names.get(id(value)) for value in values]
+
+
+class PlanBackend(OutputWatcher):
     """The Dynamo backend that replaces captured graphs by a rewrite spec's graphs."""
 
     def __init__(self, model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None = None
@@ -93,7 +100,6 @@ class PlanBackend:
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
         """Number of regions of the plan that have run in this call."""
-        self._warned_of_output = False
 
     def with_spec(self, spec: RewriteSpec, regions: Sequence[int]) -> Self:
         """Return the backend of these regions of another rewrite spec for the same captured graphs
@@ -115,9 +121,7 @@ class PlanBackend:
         # names, since the compiler keeps `partition`, and an input may be an activation.
         model = self._model()
         assert model is not None  # it is being called
-        names = {id(tensor): name for name, tensor in
-                 (*model.named_parameters(), *model.named_buffers())}
-        given = [names.get(id(value)) for value in inputs]
+        given = names_in_model(model, inputs)
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
@@ -164,11 +168,6 @@ class PlanBackend:
             return outputs if match is None else without_elided(outputs, match.region.elided)
 
         return torch.compiler.disable(call)
-
-    def _output_is_held(self, size_bytes: int) -> None:
-        if not self._warned_of_output:
-            self._warned_of_output = True
-            warnings.warn(OUTPUT_IS_HELD.format(bytes=size_bytes), stacklevel=2)
 
     def _compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,

@@ -15,7 +15,6 @@ Blind spot: hooks for saved tensors see the empty tensor.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,13 @@ import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
-from planner._apply.output_watch import OUTPUT_IS_HELD, places_to_watch, watch
-from planner._apply.plan_backend import boxed_callable, checked_backward, refuse_double_backward
+from planner._apply.output_watch import OutputWatcher, places_to_watch, watch
+from planner._apply.plan_backend import (
+    boxed_callable,
+    checked_backward,
+    names_in_model,
+    refuse_double_backward,
+)
 from planner._apply.planned_code import CompiledCode
 from planner._apply.rewrite import rewrite
 from planner._apply.rewrite_spec import RewriteSpec
@@ -204,7 +208,7 @@ class _Layout:
     device: torch.device
 
 
-class SymbolicBackend:
+class SymbolicBackend(OutputWatcher):
     """The Dynamo backend that captures a model with symbolic sizes."""
 
     def __init__(self, model: nn.Module, cotangents: Sequence[bool]) -> None:
@@ -216,7 +220,7 @@ class SymbolicBackend:
         self.used: Schedule | None = None
         """The schedule of the last call."""
         self.compilations = self.planned_runs = 0
-        self.has_run = self.has_begun = self.is_trial = self._warned_of_output = False
+        self.has_run = self.has_begun = self.is_trial = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
@@ -224,9 +228,7 @@ class SymbolicBackend:
         assert model is not None  # it is being called
         if self.running is not None:
             name_modules(module, self.running)
-        names = {id(tensor): name for name, tensor in
-                 (*model.named_parameters(), *model.named_buffers())}
-        given = [names.get(id(value)) for value in inputs]
+        given = names_in_model(model, inputs)
         of_call = {id(tensor): name for name, tensor in self.tensors.items()}
         called_with = [of_call.get(id(value)) for value in inputs]
         made: list[SymbolicCallable] = []
@@ -268,11 +270,6 @@ class SymbolicBackend:
             return outputs
 
         return torch.compiler.disable(call)
-
-    def _output_is_held(self, size_bytes: int) -> None:
-        if not self._warned_of_output:
-            self._warned_of_output = True
-            warnings.warn(OUTPUT_IS_HELD.format(bytes=size_bytes), stacklevel=2)
 
 
 def _gradients(*args: object) -> Any:

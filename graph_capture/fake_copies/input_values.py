@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from planner._graph_capture.fake_copies.fake import FakeCopy
-from planner._graph_capture.fake_copies.storage_less import is_storage_less
+from planner._graph_capture.fake_copies.storage_less import assumed_value, is_storage_less
 from planner._graph_capture.torch_compat import FakeTensor, may_be_known, pytree
 
 
@@ -22,7 +22,7 @@ def values_of_inputs(fake_copy: FakeCopy) -> Mapping[int, torch.Tensor]:
     for _, leaf in named_inputs(fake_copy):
         source = leaf if not isinstance(leaf, FakeTensor) else original_of.get(id(leaf), leaf)
         if has_no_values(source) and may_be_known(source):
-            found[id(leaf)] = ones_like(source)
+            found[id(leaf)] = assumed_value(source)
         elif not has_no_values(source) and not is_storage_less(source):
             found[id(leaf)] = source
     return found
@@ -47,11 +47,6 @@ def named_inputs(fake_copy: FakeCopy) -> Iterator[tuple[str, torch.Tensor]]:
 def has_no_values(tensor: torch.Tensor) -> bool:
     """True if a tensor of the user's has a shape alone."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def ones_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Value that a small tensor without values is taken for."""
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 def assumptions(asked: Mapping[str, str], missing: frozenset[str]) -> tuple[str, ...]:

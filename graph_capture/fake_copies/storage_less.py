@@ -28,13 +28,14 @@ from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.fake import FakeCopier, FakeCopy, fake_copy_by
 from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
 from planner._graph_capture.torch_compat import (
+    KNOWN_BYTES,
     FakeTensor,
     FakeTensorMode,
     NoStaticShape,
     OpOverload,
     TorchDispatchMode,
     fake_tensor,
-    is_traceable_wrapper_subclass,
+    has_discrete_values,
     may_be_known,
     of_class,
     pytree,
@@ -43,9 +44,6 @@ from planner._graph_capture.torch_compat import (
     storage_at,
     storage_key,
 )
-
-_KNOWN_BYTES = 1 << 24
-"""Limit of the size of tensors with known values."""
 
 _EMPTY = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default,
@@ -230,7 +228,7 @@ class StorageLessMode(TorchDispatchMode):
         made = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
         if func in _EMPTY and all(leaf.is_floating_point() for leaf in made):
             return answer
-        if sum(leaf.untyped_storage().nbytes() for leaf in made) <= _KNOWN_BYTES:
+        if sum(leaf.untyped_storage().nbytes() for leaf in made) <= KNOWN_BYTES:
             return func(*args, **kwargs)
         self._note_overwritten(func, args, kwargs)
         return answer
@@ -387,18 +385,20 @@ class StorageLessCopier(FakeCopier):
         )
         if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
             # An input without values: `graph_capture.fake_copies.input_values`.
-            known = (torch.ones(original.shape, dtype=original.dtype) if is_assumed
-                     else original.detach().clone())
+            known = assumed_value(original) if is_assumed else original.detach().clone()
             self.fake_of[real] = self.memo[id(real)] = known
             self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
         return super().tensor(real)
 
 
+def assumed_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Value that a small input without values is taken for: ones."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
 def _worth_knowing(tensor: torch.Tensor) -> bool:
     return (tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor | nn.Parameter)
-            and not is_traceable_wrapper_subclass(tensor)
-            and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
-            and tensor.numel() * tensor.dtype.itemsize <= _KNOWN_BYTES)
+            and has_discrete_values(tensor))
 
 
 class _Zeros:

@@ -105,9 +105,13 @@ from planner._graph_capture.torch_compat.memory import storage_at as storage_at
 from planner._graph_capture.torch_compat.memory import storage_key as storage_key
 from planner._graph_capture.torch_compat.memory import tensor_clone as tensor_clone
 from planner._graph_capture.torch_compat.optimizers import optimizers_as_on as optimizers_as_on
+from planner._graph_capture.torch_compat.plain_code import KNOWN_BYTES as KNOWN_BYTES
 from planner._graph_capture.torch_compat.plain_code import Branch as Branch
 from planner._graph_capture.torch_compat.plain_code import as_plain_code as as_plain_code
 from planner._graph_capture.torch_compat.plain_code import branches_of as branches_of
+from planner._graph_capture.torch_compat.plain_code import (
+    has_discrete_values as has_discrete_values,
+)
 from planner._graph_capture.torch_compat.plain_code import may_be_known as may_be_known
 from planner._graph_capture.torch_compat.symbols import backward_keeps_graph as backward_keeps_graph
 from planner._graph_capture.torch_compat.symbols import expression_of as expression_of

@@ -42,7 +42,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-_KNOWN_BYTES = 1 << 24
+KNOWN_BYTES = 1 << 24
 """Values are worked out from tensors of at most this size."""
 _MARK = "branch"
 _HELPERS = 3
@@ -82,9 +82,14 @@ class Branch:
 def may_be_known(tensor: torch.Tensor) -> bool:
     """True if values of such an input are looked at: integers, and single numbers."""
     return (not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided
-            and not is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad
+            and not tensor.requires_grad and has_discrete_values(tensor))
+
+
+def has_discrete_values(tensor: torch.Tensor) -> bool:
+    """True for plain tensors of integers and single numbers that are not too large to work with."""
+    return (not is_traceable_wrapper_subclass(tensor)
             and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
-            and tensor.numel() * tensor.dtype.itemsize <= _KNOWN_BYTES)
+            and tensor.numel() * tensor.dtype.itemsize <= KNOWN_BYTES)
 
 
 @contextlib.contextmanager
