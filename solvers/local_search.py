@@ -95,11 +95,12 @@ def descend(problem: Problem, schedule: Order, floor_bytes: int, seed: int
         while walk.best is None and cooled < _COOLING:
             walk.batch(mean_cost * 0.6 * 0.02 ** (cooled / _COOLING))
             cooled += _BATCH
-            if walk.best is not None:
-                best, peak = walk.best, simulate(problem, walk.best).peak_bytes
-            yield best, _BATCH
-        if walk.best is not None:
+            if walk.best is None:
+                yield best, _BATCH
+        if walk.best is not None:  # at once, where the walk already stands below its next target
+            best, peak = walk.best, simulate(problem, walk.best).peak_bytes
             share, cooled = min(1.2 * share, _LARGEST_STEP), max(0, cooled - _COOLING // 4)
+            yield best, _BATCH
         else:
             share, cooled = max(share / 2, _SMALLEST_STEP), 0
             walk.start_from(best)
