@@ -9,7 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := -m pip install --quiet --disable-pip-version-check
-PYTEST := -m pytest -n 2 --dist worksteal
+# A test that hangs fails after 15 minutes, with the stack of each thread.
+HANGS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
+PYTEST := -m pytest -n 2 --dist worksteal $(HANGS)
 TORCH ?= 2.15.0
 OTHER ?= .venv-torch-$(TORCH)
 MARKED ?= slow or not slow

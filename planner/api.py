@@ -166,7 +166,7 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     timeline = unroll(variant.problem, schedule_of(variant, spec))
     if build_spec(prepared, variant, timeline).regions != spec.regions:
         raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode, "
-                           "autocast or blocks; plan this model with these inputs anew")
+                           "autocast, blocks or ranks; plan this model with these inputs anew")
     return variant, timeline
 
 

@@ -130,7 +130,6 @@ def advise(model: nn.Module, inputs: object = None, *, effective_batch: int,
     searched; the budget must not be a percentage. Raises `InfeasibleBudget` if nothing fits.
     """
     model, inputs = model_first(model, inputs)
-    make_inputs = factory_of(model, inputs, "batch")
     parallel: object = arguments.pop("parallel", None)
     planning = Planning.of(advise, arguments).without_offload("planner.advise")
     count = check_count("effective_batch", effective_batch)
@@ -138,6 +137,7 @@ def advise(model: nn.Module, inputs: object = None, *, effective_batch: int,
     budget_bytes = absolute_budget(budget_gb, budget, "which differs with the batch")
     if planning.cost_model == "flops":
         raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
+    make_inputs = factory_of(model, inputs, "batch")
     with watched(progress, f"looking for ways to run {type(model).__name__}") as report:
         effort = Effort(planning.solver, planning.time_limit, progress=report)
         given: list[Advice] = []

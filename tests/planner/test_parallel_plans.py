@@ -62,14 +62,21 @@ def test_what_a_rank_holds_falls_with_the_ranks(case):
 
 def test_a_plan_of_one_device_on_ranks(case):
     plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
-    found = planner.data_parallel(case.model, case.inputs, parallel=RANKS["fsdp2"],
+    found = planner.data_parallel(case.model, case.inputs, parallel=RANKS["ddp"],
                                   optimizer="adamw", plan=plan)
-    plain = planner.data_parallel(case.model, case.inputs, parallel=RANKS["fsdp2"],
+    plain = planner.data_parallel(case.model, case.inputs, parallel=RANKS["ddp"],
                                   optimizer="adamw")
     assert found.peak_bytes < plain.peak_bytes
     with pytest.raises(planner.PlanMismatch, match="another step"):
         planner.data_parallel(case.model, {name: ids[:2] for name, ids in case.inputs.items()},
-                              parallel=RANKS["fsdp2"], plan=plan)
+                              parallel=RANKS["ddp"], plan=plan)
+
+
+def test_a_plan_of_one_device_does_not_run_around_sharded_blocks(case):
+    """What stands around sharded blocks runs as written; on one device it is planned."""
+    plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
+    with pytest.raises(planner.PlanMismatch, match="ranks"):
+        planner.data_parallel(case.model, case.inputs, parallel=RANKS["fsdp2"], plan=plan)
 
 
 def test_the_file_says_of_which_run_the_plan_is(case, tmp_path):
