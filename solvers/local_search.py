@@ -97,7 +97,8 @@ def descend(problem: Problem, schedule: Order, floor_bytes: int, seed: int
             cooled += _BATCH
             if walk.best is None:
                 yield best, _BATCH
-        if walk.best is not None:  # at once, where the walk already stands below its next target
+        # Also before the first move: the walk may stand below its next target already.
+        if walk.best is not None:
             best, peak = walk.best, simulate(problem, walk.best).peak_bytes
             share, cooled = min(1.2 * share, _LARGEST_STEP), max(0, cooled - _COOLING // 4)
             yield best, _BATCH
