@@ -63,12 +63,8 @@ assert solvers.SOLVERS == planner.solvers.SOLVERS
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of the sources, for building leaves files behind."""
-    names = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-                           cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    for name in filter(None, names):
-        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
-            (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tmp_path / "checkout" / name, follow_symlinks=False)
+    shutil.copytree(ROOT, tmp_path / "checkout", symlinks=True,
+                    ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
     return tmp_path / "checkout"
 
 

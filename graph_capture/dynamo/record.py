@@ -159,6 +159,8 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
           fake_copy.mode, installed, hooks):
         # Dice of Python's: the graph breaks there, as it may.
         warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+        # What a cached function computes is traced, whatever its cache holds.
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         try:
             run_step(compiled, lambda: None)
             _drop_gradients(fake_copy)
