@@ -41,7 +41,7 @@ from planner._graph_capture.module_forward import (
     in_place_of_forwards,
     own_forward,
 )
-from planner._graph_capture.torch_compat import as_plain_code, pytree
+from planner._graph_capture.torch_compat import as_plain_code, called_unseen, pytree
 
 
 class PlannedBlocks:
@@ -99,8 +99,10 @@ class PlannedBlocks:
         blocks = [(self._model.get_submodule(name), code) for name, code in (
             *self._code_of.items(), *((name, None) for name in self._alike)) if name]
         rest = self._code_of.get("")
+        unseen = () if rest is None else [block for block, _ in blocks]
         with (nullcontext() if self._is_compiled else as_plain_code(tensors_of(args, kwargs)),
-              in_place_of_forwards((block, self._call_of(block, code)) for block, code in blocks)):
+              in_place_of_forwards((block, self._call_of(block, code)) for block, code in blocks),
+              called_unseen(unseen)):
             if rest is None:
                 return call_forward(module, own, *args, **kwargs)
             rest.is_trial = self.is_trial

@@ -19,6 +19,7 @@ from planner._graph_capture.module_forward import in_place_of_forwards, own_forw
 from planner._graph_capture.module_hooks import hooks_within
 from planner._graph_capture.torch_compat import (
     active_modes,
+    called_unseen,
     compile_forward,
     no_active_modes,
     weakly,
@@ -48,6 +49,10 @@ class BlockCalls:
     def installed(self) -> AbstractContextManager[None]:
         """Inside, these submodules run compiled."""
         return in_place_of_forwards(self._calls)
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Inside, code around these submodules can be compiled as well."""
+        return called_unseen(block for block, _ in self._calls)
 
     def _call_of(self, name: str, block: nn.Module, compiled: Callable[..., Any]
                  ) -> Callable[..., Any]:

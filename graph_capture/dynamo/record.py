@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,13 +206,14 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
     if not captures_rest:
         return model, calls.installed(), repeated
     whole = in_place_of_forward(model, compile_module(model, repeated))
-    return model, _both(whole, calls.installed()), repeated
+    return model, _all_of(whole, calls.installed(), calls.unseen()), repeated
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]
-          ) -> Iterator[None]:
-    with outer, inner:
+def _all_of(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

@@ -26,6 +26,7 @@ from planner._graph_capture.torch_compat.compilation import (
     before_double_backward as before_double_backward,
 )
 from planner._graph_capture.torch_compat.compilation import boxed as boxed
+from planner._graph_capture.torch_compat.compilation import called_unseen as called_unseen
 from planner._graph_capture.torch_compat.compilation import compile_forward as compile_forward
 from planner._graph_capture.torch_compat.compilation import compile_module as compile_module
 from planner._graph_capture.torch_compat.compilation import compile_settings as compile_settings

@@ -8,7 +8,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -183,6 +183,22 @@ def sharded_module(model: nn.Module) -> str | None:
     return None if fsdp is None else next(
         (name or type(model).__name__ for name, module in model.named_modules()
          if isinstance(module, fsdp.FSDPModule)), None)
+
+
+@contextlib.contextmanager
+def called_unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, Dynamo sees no hook of these modules: the code that it compiles breaks where it calls
+    one, and nowhere else, whoever has put hooks there (fully_shard, the user, capture)."""
+    before = [(module, vars(module).get("_compiled_call_impl")) for module in modules]
+    for module, _ in before:
+        module._compiled_call_impl = torch.compiler.disable(module._call_impl)
+    try:
+        yield
+    finally:
+        for module, compiled in before:
+            del module._compiled_call_impl
+            if compiled is not None:
+                module._compiled_call_impl = compiled
 
 
 def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

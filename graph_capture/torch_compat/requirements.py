@@ -46,6 +46,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "joint, saved, sizes, num_fwd_outputs=)",
         *_of("torch._ops", "HigherOrderOperator", "OpOverload"),
         "torch.fx.graph.CodeGen.gen_fn_def(self, variables, annotation, expanded_def=)",
+        *_of("torch.nn.Module", "_call_impl", "_compiled_call_impl"),
         "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()",
         *_of("torch.utils._pytree", "tree_flatten(tree)", "tree_leaves(tree)",
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
