@@ -101,7 +101,8 @@ class Tracing:
         if optimizer is None:
             return None
         if self.layout is not None:
-            found = replace(trace_optimizer_steps(*self.layout.share_of(optimizer)),
+            found = replace(trace_optimizer_steps(*self.layout.share_of(optimizer),
+                                                  workspace=self.workspace),
                             parameters=frozenset(self.fake_copy.parameters))
             return found if self.layout.holds_optimizer else found.without_memory()
         found = trace_optimizer_steps(optimizer, self.fake_copy, with_gradient=with_gradient,

@@ -85,7 +85,8 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                                    None if loss_fn is None else fake_copy.extra[0],
                                    workspace=costs.workspace_bytes)
         footprint = (None if optimizer is None
-                     else trace_optimizer(*layout.share_of(optimizer)))
+                     else trace_optimizer(*layout.share_of(optimizer),
+                                          workspace=costs.workspace_bytes))
     notes = [] if costs.assumption is None else [costs.assumption]
     if costs.assumed:
         notes.append("workspace is a stated margin, not a measurement, for: "

@@ -53,6 +53,17 @@ def test_three_accounts_of_a_rank_agree(case, kind):
     assert with_plan.steady.peak_bytes == plan.peak_bytes
 
 
+def test_what_kernels_of_an_optimizer_allocate_counts_on_ranks():
+    """Muon multiplies matrices in bfloat16, for which a CPU makes copies."""
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False))
+    step = model, torch.ones(2, 64)
+    report = planner.data_parallel(*step, parallel=RANKS["ddp"], optimizer="muon")
+    rank, alone = (capture(*step, optimizer="muon", parallel=parallel).budget
+                   for parallel in (RANKS["ddp"], None))
+    assert rank.optimizer == alone.optimizer
+    assert report.optimizer_step_peak_bytes == rank.optimizer_step_bytes
+
+
 def test_what_a_rank_holds_falls_with_the_ranks(case):
     peaks = [capture(case.model, case.inputs, optimizer="adamw",
                      parallel=planner.DataParallel("fsdp2", ranks)).resident_bytes
