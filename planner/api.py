@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
-from planner.arguments.planning import PlanArguments, Planning, takes_planning
+from planner.arguments.planning import MOST_CHUNKS, PlanArguments, Planning, takes_planning
 from planner.errors import InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
@@ -135,7 +135,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
                     raise
                 raise with_alternatives(
                     refusal, planning, prepared, lambda wider: lowered(replace(
-                        step, variants=(step.variants[0], *step.chunked(wider.chunks))), wider),
+                        step, variants=(step.variants[0], *step.chunked(MOST_CHUNKS))), wider),
                 ) from None
         report.conclude(f": {summarize(made)}")
         return made

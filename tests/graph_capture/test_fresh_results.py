@@ -87,6 +87,7 @@ FILLS = {
     "normal": lambda x: x * torch.empty_like(x).normal_(1, 0.1),
     "exponential": lambda x: x * torch.empty_like(x).exponential_(2.0),
     "uniform": lambda x: x * x.new_empty(x.shape).uniform_(0.5, 1.5),
+    "random of floats": lambda x: x * torch.empty_like(x).random_().mul(1e-3),
     "random": lambda x: (x * torch.empty(x.shape, dtype=torch.int64).random_()).sigmoid(),
     "random to": lambda x: x * torch.empty(x.shape, dtype=torch.int64).random_(3),
     "random from": lambda x: x * torch.empty(x.shape, dtype=torch.int32).random_(-2, 3),
@@ -143,7 +144,7 @@ def ops_of(name: str) -> list[str]:
 
 
 def test_nothing_is_left_of_what_is_overwritten():
-    for name in ("normal", "zeros", "full", "transposed", "copy"):
+    for name in ("normal", "random of floats", "random to", "zeros", "full", "transposed", "copy"):
         assert not any(word in target for target in ops_of(name) for word in
                        ("aten.empty", "aten.zeros", "aten.full", "aten.new_empty", "aten.copy"))
 
