@@ -109,6 +109,19 @@ def llama(*, batch: int = 8, sequence: int = 192, layers: int = LAYERS, width: i
     return Workload("llama", model.train(), {"input_ids": ids, "labels": ids})
 
 
+def mamba(*, batch: int = 4, sequence: int = 16, layers: int = 2, width: int = 64,
+          vocabulary: int = 512) -> Workload:
+    """Mamba, whose scan is a loop over the sequence where its kernels are not installed."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(
+        hidden_size=width, num_hidden_layers=layers, vocab_size=vocabulary, state_size=8,
+        use_cache=False))
+    ids = torch.randint(0, vocabulary, (batch, sequence))
+    return Workload("mamba", model.train(), {"input_ids": ids, "labels": ids})
+
+
 def t5(*, batch: int = 8, sequence: int = 128, dropout: float = 0.1, width: int = WIDTH,
        vocabulary: int = VOCABULARY) -> Workload:
     """T5: as many layers in the encoder as in the decoder."""

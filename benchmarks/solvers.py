@@ -7,6 +7,12 @@ are captured first, large ones on the meta device, and kept with `--save`; `--pr
 files.  `auto` searches until the time limit; `usual` is `auto` with the default work of planning,
 which stops when more work is not worth it.  Budgets are fractions of the peak of the plain order,
 overheads percentages of the cost of running every op once.
+
+    python -m benchmarks.solvers --models mamba,gpt2,t5 --budgets .8,.6,.4 --works 2,5,10,30
+
+shows what the default search of planning misses: the extra time, and the smallest peak above the
+working-set floor, that searches of so much work find.  Work is counted, in seconds of a reference
+machine, so the load of this one changes nothing but the column of CPU seconds.
 """
 
 from __future__ import annotations
@@ -26,12 +32,12 @@ import msgspec
 import torch
 
 from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
-from benchmarks.models import WORKLOADS, Workload, gpt2, llama
+from benchmarks.models import WORKLOADS, Workload, gpt2, llama, mamba
 from benchmarks.table import Table
 from planner.solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
 from planner.solvers.lazy import cheapest_walk
 from planner.solvers.local_search import improve, repair
-from planner.solvers.minimum import minimum_peak, working_set_floor
+from planner.solvers.minimum import Descent, minimum_peak, working_set_floor
 from planner.solvers.problem import Problem, Schedule
 
 
@@ -117,6 +123,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
     **{f"gpt2_{layers}": partial(_gpt2, layers) for layers in (12, 24, 48, 96)},
     "llama_8b": partial(_llama, 32, 4096, 14336, 32),
     "llama_70b": partial(_llama, 80, 8192, 28672, 64),
+    "mamba": mamba,
     **WORKLOADS,
 }
 """Steps to capture, by name; the first six are on the meta device."""
@@ -145,6 +152,36 @@ def measure(problem: Problem, instance: str, budgets: Sequence[float], solvers: 
                       None if found.bound is None else percent(found.bound), seconds, peak)
 
 
+def compare_works(problem: Problem, instance: str, budgets: Sequence[float],
+                  works: Sequence[float], seed: int, table: Table) -> None:
+    """Print what the default search finds, and what searches of so much work do."""
+    plain_peak, _ = simulate(problem, problem.keep_all_schedule)
+
+    def row(budget: float | str, find: Callable[[float | None], tuple[float | str, bool]]) -> None:
+        start = time.process_time()
+        found = [find(None)]
+        seconds = time.process_time() - start
+        for work in works:
+            found.append(found[-1] if found[-1][1] else find(work))
+        table.row(instance, len(problem), budget, seconds, *(value for value, _ in found))
+
+    for budget in budgets:
+        def overhead(work: float | None, budget: float = budget) -> tuple[float | str, bool]:
+            try:
+                result = solve(problem, int(budget * plain_peak), seed=seed, work_limit=work,
+                               time_limit=1e6)
+            except InfeasibleBudget:
+                return "none", True
+            return 100 * (result.cost / result.keep_all_cost - 1), result.status == "optimal"
+        row(budget, overhead)
+
+    def peak(work: float | None) -> tuple[float, bool]:
+        descent = Descent(problem, seed, whole_work=work)
+        proven = descent.reaches(descent.floor)
+        return 100 * (descent.best_peak / descent.floor - 1), proven
+    row("smallest", peak)
+
+
 def _smallest(problem: Problem, instance: str, seed: int) -> str:
     plain_peak, _ = simulate(problem, problem.keep_all_schedule)
     start = time.monotonic()
@@ -168,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "fractions of the plain peak")
     add_names(parser, "--solvers", METHODS, ("auto", "local"))
     parser.add_argument("--seed", type=int, default=0)
+    add_numbers(parser, "--works", (), "compare searches of so much work with the default one")
     parser.add_argument("--minimum", action="store_true", help="also the smallest peak of each")
     arguments = parse(parser, argv)
     if arguments.instances is None and not arguments.problems and not arguments.models:
@@ -186,6 +224,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 save_problem(problems[-1][1], arguments.save / f"{name}.problem")
     problems = [(name, problem) for name, problem in problems if arguments.only in name]
     print(f"{platform.machine()}, OR-Tools {version('ortools')}")
+    if arguments.works:
+        table = Table("instance:10", "ops:5d", ">budget", "CPU s:.1f", "default %:.3f",
+                      *(f"{work:g} %:8.3f" for work in arguments.works))
+        for name, problem in problems:
+            compare_works(problem, name, arguments.budgets, arguments.works, arguments.seed, table)
+        return 0
     print(f"at most {arguments.time_limit:g} s per run, seed {arguments.seed}; overhead in percent "
           "of the plain cost, budget and peak as fractions of the plain peak\n")
     table = Table("instance:20", "ops:5d", "budget:g", "solver:9", "found %:8.3f", "bound %:8.3f",

@@ -118,6 +118,10 @@ class Tracing:
             holds_output=self.holds_output, wrapper=self.wrapper)
 
 
+Chunks = Sequence[tuple[int, int]]
+"""Numbers of chunks to try: of the widest part of a step, and of the insides of its layers."""
+
+
 @dataclass(frozen=True)
 class CapturedStep:
     """A training step, ready to be planned."""
@@ -143,6 +147,8 @@ class CapturedStep:
     """Retraces the step when more is known about it."""
     held_workspace_bytes: int
     """Bytes that torch allocates for cuBLAS per thread; 0 if the device is not a GPU."""
+    chunked: Callable[[Chunks], tuple[StepVariant, ...]]
+    """The variants with these numbers of chunks, from what was recorded."""
     may_skip: bool = False
     """True if it is captured by blocks, and dice or values decide which of them run."""
 
@@ -160,6 +166,10 @@ class CapturedStep:
     def optimizer(self) -> OptimizerMemory | None:
         """Memory of the optimizer, if one is counted."""
         return None if self.optimizer_steps is None else self.optimizer_steps.memory
+
+    def without_recording(self) -> CapturedStep:
+        """The step as it is, to be kept: `chunked` finds nothing more."""
+        return replace(self, chunked=lambda chunks: ())
 
     def resident_blocks(self) -> tuple[Block, ...]:
         """The storages that are alive before the step."""
@@ -190,7 +200,7 @@ def capture_step(
     accumulated: bool = False, regions: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None, holds_output: bool = True,
     answers: tuple[Any, ...] | None = None, probe_headroom: ProbeHeadroom | None = None,
-    progress: Progress | None = None, chunks: Sequence[tuple[int, int]] = (),
+    progress: Progress | None = None, chunks: Chunks = (),
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
     early: EarlyGradients | None = None, optimizer_in_backward: bool = False,
@@ -346,33 +356,42 @@ def capture_step(
             with symbolic.region.at(symbolic.values, low_peak=low_peak) as lowered:
                 use = symbolic.region.use(lowered, symbolic.outputs, fake_copy.parameters)
                 variants.append(variant([use], low_peak))
-        chunks = ()
     else:
         variants = [variant(uses)]
     keeper.check_all_used()
     if any(has_low_peak_variant(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
-    for widest, inner in chunks:
-        cut = region_uses(
-            traced, recording, output, JointVariant(inductor, chunks=widest, inner_chunks=inner),
-            # Code between regions, or a loss of the caller's, might read the output.
-            elides_output=(not holds_output and loss_fn is None and len(recording.calls) == 1
-                           and recording.uncaptured is None))
-        has_inner = any(use.lowered.inner_chunks > 1 for use in cut)
-        has_widest = any(use.lowered.chunks > 1 for use in cut)
-        if has_inner or (has_widest and inner == 1):
-            variants.append(variant(cut, chunks=(widest, inner)))
-        if not has_widest:
-            break
+
+    @quiet_fake_tensors()
+    @undisturbed_autograd()
+    @fewer_collections()
+    def chunked(chunks: Chunks) -> tuple[StepVariant, ...]:
+        found = []
+        for widest, inner in chunks if symbolic is None else ():
+            cut = region_uses(
+                traced, recording, output,
+                JointVariant(inductor, chunks=widest, inner_chunks=inner),
+                # Code between regions, or a loss of the caller's, might read the output.
+                elides_output=(not holds_output and loss_fn is None and len(recording.calls) == 1
+                               and recording.uncaptured is None))
+            has_inner = any(use.lowered.inner_chunks > 1 for use in cut)
+            has_widest = any(use.lowered.chunks > 1 for use in cut)
+            if has_inner or (has_widest and inner == 1):
+                found.append(variant(cut, chunks=(widest, inner)))
+            if not has_widest:
+                break
+        return tuple(found)
+
     return CapturedStep(
-        variants=tuple(variants), baseline=baseline, later=later,
+        variants=(*variants, *chunked(chunks)), baseline=baseline, later=later,
         optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, fake_copy, holds_output, capture_seconds),
         outputs=outputs, may_skip=bool(blocks) and may_skip,
-        tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu))
+        tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
+        chunked=chunked)
 
 
 def _sharing_code(recording: Recording) -> int:

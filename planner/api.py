@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, split_inputs
-from planner.arguments.planning import PlanArguments, Planning, takes_planning
+from planner.arguments.planning import MOST_CHUNKS, PlanArguments, Planning, takes_planning
 from planner.errors import InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
@@ -116,7 +117,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
     planning = Planning.of(plan, arguments)
     started = time.monotonic()
     with watched(progress, f"planning a training step of {_kind(model)}") as report:
-        prepared = prepare_step(model, inputs, planning, report)
+        step, lowered = _captured(model, inputs, planning, report)
+        prepared = lowered(step, planning)
         time_limit = planning.time_limit
         left = 0.9 * time_limit - (time.monotonic() - started)
         effort = Effort(solver=planning.solver, time_limit=max(left, time_limit / 2),
@@ -132,8 +134,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
                 if prepared.parallel is not None:
                     raise
                 raise with_alternatives(
-                    refusal, planning, prepared,
-                    lambda wider: prepare_step(model, inputs, wider, None)) from None
+                    refusal, planning, prepared, lambda wider: lowered(replace(
+                        step, variants=(step.variants[0], *step.chunked(MOST_CHUNKS))), wider),
+                ) from None
         report.conclude(f": {summarize(made)}")
         return made
 
@@ -173,6 +176,13 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
 def prepare_step(model: nn.Module, inputs: object, planning: Planning,
                  progress: Progress | None) -> PreparedStep:
     """Like `capture`, with checked arguments."""
+    step, lowered = _captured(model, inputs, planning, progress)
+    return lowered(step, planning)
+
+
+def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Progress | None
+              ) -> tuple[CapturedStep, Callable[[CapturedStep, Planning], PreparedStep]]:
+    """The captured step, and the function that prepares it, or its like, to be planned."""
     import torch
     from torch import nn
 
@@ -191,13 +201,17 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
     if planning.autocast_dtype is not None:
         signature = replace(signature, autocast=autocast_words(
             {torch.device(step.graph.device).type: planning.autocast_dtype}))
-    prepared = prepare(
-        step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
-        signature=signature, backend=planning.backend, cost_model=planning.cost_model,
-        accumulation=planning.accumulation, parallel=planning.parallel,
-        budget_of=planning.budget_of)
-    link = host_link(planning, step.graph.device)
-    return prepared if link is None else prepared.with_link(link)
+
+    def lowered(step: CapturedStep, planning: Planning) -> PreparedStep:
+        prepared = prepare(
+            step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
+            signature=signature, backend=planning.backend, cost_model=planning.cost_model,
+            accumulation=planning.accumulation, parallel=planning.parallel,
+            budget_of=planning.budget_of)
+        link = host_link(planning, step.graph.device)
+        return prepared if link is None else prepared.with_link(link)
+
+    return step, lowered
 
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],

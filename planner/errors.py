@@ -32,8 +32,8 @@ class InfeasibleBudget(PlannerError, ValueError):
         self.bottleneck = bottleneck
         """The memory in use at the minimum peak, by module and op."""
         self.alternatives = dict(alternatives or {})
-        """For other values of `allow`, the smallest feasible budget in bytes; only those below
-        `minimum_bytes`."""
+        """For other values of `allow`, the smallest budget in bytes that a shorter search finds
+        feasible; only those below `minimum_bytes`."""
         super().__init__(message or (
             f"the training step does not fit in {budget_bytes:,} bytes: the smallest budget that "
             f"works is {minimum_bytes:,} bytes (budget={minimum_bytes})"

@@ -110,13 +110,14 @@ def _outlives(problem: Problem, storage: int, index: int) -> bool:
     return _last_chance_to_replay(problem, producer, following) <= index
 
 
-def minimum_peak(problem: Problem, *, seed: int = 0, target_bytes: int = 0) -> Order:
+def minimum_peak(problem: Problem, *, seed: int = 0, target_bytes: int = 0, share: float = 1.0
+                 ) -> Order:
     """Return the legal schedule with the smallest peak that the search finds, at any cost.
 
-    Stops early once the peak is at most `target_bytes`.
+    Stops early once the peak is at most `target_bytes`, or after a `share` of the work.
     """
     descent = Descent(problem, seed)
-    descent.reaches(target_bytes)
+    descent.reaches(target_bytes, share=share)
     return descent.best
 
 
@@ -139,10 +140,11 @@ class Descent:
         self._steps = self._search()
         self._ended = False
 
-    def reaches(self, target_bytes: int, deadline: float = math.inf) -> bool:
+    def reaches(self, target_bytes: int, deadline: float = math.inf, share: float = 1.0) -> bool:
         """Continue until the peak is at most `target_bytes`; return whether it is.
 
-        `deadline` (of `time.monotonic`) is for callers that allow more than the usual work.
+        `share`: fraction of the whole work after which to leave off.  `deadline` (of
+        `time.monotonic`) is for callers that allow more than the usual work.
         """
         gained_at, level = 0.0, float(self.best_peak)
         while self.best_peak > max(target_bytes, self.floor) and not self._ended:
@@ -150,7 +152,7 @@ class Descent:
             self.work += spent or 0.0
             if self.best_peak < (1 - WORTH) * level:
                 gained_at, level = self.work, float(self.best_peak)
-            self._ended = (spent is None or self.work >= self._whole_work
+            self._ended = (spent is None or self.work >= share * self._whole_work
                            or self.work - gained_at > self._patience * self._whole_work
                            or time.monotonic() > deadline)
         return self.best_peak <= target_bytes

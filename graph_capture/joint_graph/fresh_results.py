@@ -4,7 +4,8 @@
 an operand, of which it reads only the layout.  The operand uses memory, and cannot be recomputed if
 it is not initialised.  Here such a call becomes one op that allocates its result and writes it in
 place, as the plain step does: the same kernel on the same layout, so that random numbers are the
-same.  A copy that is scattered into another tensor is replaced by its source.
+same.  A copy in the layout of its source is a clone, which costs nothing where the source is dead
+then; one that is scattered into another tensor is replaced by its source.
 
 Other uninitialised memory in the forward, which is written part by part, starts as zeros, so that a
 second run gives the same bytes.
@@ -126,6 +127,7 @@ def make_results_fresh(joint: JointGraph) -> JointGraph:
     for node in graph.nodes:
         if node.target is _aten.copy.default:
             _scatter_source(node)
+            _clone(graph, node)
         if node.target in _FRESH and node.users:
             _make_fresh(graph, node)
     eliminate_dead_code(graph)
@@ -152,6 +154,20 @@ def _scatter_source(copy: fx.Node) -> None:
             and all(user.target in _SCATTERS and user.args[1] is copy and user.args[0] is not copy
                     for user in copy.users)):
         copy.replace_all_uses_with(source)
+
+
+def _clone(graph: fx.Graph, copy: fx.Node) -> None:
+    """Replace a copy by a clone of its source, if that gives the same tensor."""
+    source, result = copy.args[1], copy.meta["val"]
+    value = source.meta["val"] if isinstance(source, fx.Node) else None
+    if (isinstance(value, torch.Tensor) and _has_own_elements(value) and _has_own_elements(result)
+            and not value.is_conj() and not value.is_neg()
+            and (value.shape, value.stride(), value.dtype, value.device) == (
+                result.shape, result.stride(), result.dtype, result.device)):
+        with graph.inserting_before(copy):
+            new = _call(graph, _aten.clone.default, (source,), {}, copy)
+        if new.meta["val"].stride() == result.stride():
+            copy.replace_all_uses_with(new)
 
 
 def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:

@@ -2,9 +2,9 @@
 
 Functionalization turned in-place ops into allocating ones; a kernel that reads each element before
 it writes it can be put back in place.  That holds for every pointwise op (torch tags them), for the
-softmax backwards, which reduce a whole row before they write it, and for the summand of a matrix
-product.  The schedule determines if the input is dead: `solvers.simulator` decides among the
-candidates found here.
+softmax backwards, which reduce a whole row before they write it, for the summand of a matrix
+product, and for a tensor of which a part is replaced.  The schedule determines if the input is
+dead: `solvers.simulator` decides among the candidates found here.
 
 Blind spots: out-variants that torch generated (functional call, then copy) would save nothing and
 are not used; if a kernel's result has another layout than its traced fake copy, an op that should
@@ -33,6 +33,33 @@ _ROW_WISE = frozenset({
 """Not pointwise, but each row of the gradient is reduced before any of it is overwritten."""
 _ADDING = {_aten.addmm.default: _aten.addmm_.default, _aten.baddbmm.default: _aten.baddbmm_.default}
 """Matrix products with a summand as the first operand."""
+
+_LIBRARY = torch.library.Library("checkpoint_planner", "FRAGMENT")
+
+
+def _scattering(op: OpOverload, view: OpOverload) -> OpOverload:
+    """The op that copies its second operand into `view` of its first, which `op` leaves as it is.
+    """
+    schema = schema_of(op)
+    name = f"{schema.name.partition('::')[2]}_"
+    takes = str(schema).partition("(Tensor ")[2].rpartition(" -> ")[0]
+    _LIBRARY.define(f"{name}(Tensor(a!) {takes} -> Tensor(a!)")
+
+    def run(whole: torch.Tensor, part: torch.Tensor, *where: Any, **named: Any) -> torch.Tensor:
+        view(whole, *where, **named).copy_(part)
+        return whole
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"checkpoint_planner::{name}", run, lib=_LIBRARY)
+    defined: OpOverload = getattr(torch.ops.checkpoint_planner, name).default
+    return defined
+
+
+_SCATTERING = {_aten.slice_scatter.default: _scattering(_aten.slice_scatter.default,
+                                                        _aten.slice.Tensor),
+               _aten.select_scatter.default: _scattering(_aten.select_scatter.default,
+                                                         _aten.select.int)}
+_INPLACE = {**_ADDING, **_SCATTERING}
 
 
 def inplace_candidates(
@@ -144,8 +171,8 @@ class _Writer:
 
 @cache
 def _writer(target: OpOverload) -> _Writer | None:
-    if target in _ADDING:
-        return _Writer(_ADDING[target], None, "")
+    if target in _INPLACE:
+        return _Writer(_INPLACE[target], None, "")
     if torch.Tag.pointwise not in target.tags and target not in _ROW_WISE:
         return None
     if torch.Tag.nondeterministic_seeded in target.tags or target is _aten.clone.default:

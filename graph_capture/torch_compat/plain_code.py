@@ -40,6 +40,7 @@ from torch import fx, nn
 from torch._dynamo.exc import UnspecializeRestartAnalysis, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, TensorVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 KNOWN_BYTES = 1 << 24
@@ -102,6 +103,7 @@ def as_plain_code(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (TorchInGraphFunctionVariable, "call_function", _answering_call(_call)),
         (SkipFunctionVariable, "call_function", _answering_call(_skipped_call)),
+        (TensorVariable, "call_method", _call_or_draw),
         (InstructionTranslatorBase, "run", _run_frame),
         *((kind, "dispatch_table", _answering_table(kind))
           for kind in _translators(InstructionTranslatorBase))]
@@ -118,7 +120,17 @@ def as_plain_code(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
 _call, _skipped_call = (
     TorchInGraphFunctionVariable.call_function, SkipFunctionVariable.call_function)
+_call_method = TensorVariable.call_method
 _run = InstructionTranslatorBase.run
+
+
+def _call_or_draw(variable: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The handler of a method of a tensor: also of `random_`, at which Dynamo breaks the graph
+    since one of its overloads, with a lower bound, has a keyword of Python as its name."""
+    if name == "random_" and len(args) < 2 and not kwargs:
+        return wrap_fx_proxy(translator, translator.output.create_proxy(
+            "call_method", name, tuple(each.as_proxy() for each in (variable, *args)), {}))
+    return _call_method(variable, translator, name, args, kwargs)
 
 
 @functools.cache

@@ -175,7 +175,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "frame_summary(self)", "run(self)"),
         *_of("torch._dynamo.variables", "ConstantVariable.create(value)",
              "SkipFunctionVariable.call_function(self, translator, args, kwargs)",
-             "TensorVariable.as_proxy(self)"),
+             "TensorVariable.as_proxy(self)",
+             "TensorVariable.call_method(self, translator, name, args, kwargs)"),
+        "torch._dynamo.variables.builder.wrap_fx_proxy(translator, proxy)",
         "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function("
         "self, translator, args, kwargs)",
         "torch._utils",

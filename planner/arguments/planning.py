@@ -45,6 +45,8 @@ _RENAMED = {"output": 'hold_output=False in place of output="dropped"'}
 CHUNKS_OF = ((16, 4), (4, 1), (8, 1), (16, 1), (64, 1))
 """Numbers of chunks to try: of the widest part, and of the insides of layers.  The first pair shows
 whether more pairs are worth trying."""
+MOST_CHUNKS = (CHUNKS_OF[0], CHUNKS_OF[-1])
+"""Those that use the least memory."""
 
 _AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 

@@ -157,7 +157,7 @@ class GraphPlanner:
         if self._parallel is None and wrapping_data_parallel() is not None:
             # DDP's buckets, in addition to the gradients.
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        self._step = with_held(self._step, held_bytes)
+        self._step = with_held(self._step.without_recording(), held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
         self._signature = signature_of(model, args, kwargs)

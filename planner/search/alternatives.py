@@ -11,15 +11,19 @@ from planner.arguments.budget import Budget
 from planner.arguments.planning import CHOICES, Planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.search.eager import infeasible
+from planner.solvers.minimum import minimum_peak
 from planner.step.host_link import host_link
 from planner.step.prepared import PreparedStep
 from planner.units import format_bytes
 
+_SHARE = 0.3
+"""Part of the search for the smallest peak that an alternative is worth."""
+
 
 def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: PreparedStep,
                       prepared_for: Callable[[Planning], PreparedStep]) -> InfeasibleBudget:
-    """The refusal with the smallest budgets of plans with more choices than `planning` allows,
-    where these are smaller; for reserved memory it is unchanged."""
+    """The refusal with budgets that plans with more choices than `planning` allows meet, where
+    these are smaller; for reserved memory it is unchanged."""
     if planning.budget_of != "allocated":
         return refusal
     found: dict[tuple[str, ...], int] = {}
@@ -33,16 +37,19 @@ def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: P
                      else prepared_for(wider))
         except (CaptureError, ValueError):  # of the wider arguments only
             continue
-        if choice == "chunk" and not any(variant.chunks > 1 for variant in other.variants):
-            continue
-        if choice == "chunk":  # the others were searched for the refusal
-            other = replace(
-                other, variants=tuple(variant for variant in other.variants if variant.chunks > 1)
-            )
-        least = infeasible(other, refusal.budget_bytes).minimum_bytes
-        if least < refusal.minimum_bytes:
+        least = (infeasible(other, refusal.budget_bytes).minimum_bytes if choice == "offload"
+                 else _least_in_chunks(other))
+        if least is not None and least < refusal.minimum_bytes:
             found["recompute", *wider.allow] = least
     return refusal.with_alternatives(found) if found else refusal
+
+
+def _least_in_chunks(prepared: PreparedStep) -> int | None:
+    """A small budget that a variant in chunks meets; `None` if there is no such variant."""
+    variant = min((variant for variant in prepared.variants if variant.chunks > 1),
+                  key=lambda variant: variant.floor_bytes, default=None)
+    return variant and variant.peak_bytes(minimum_peak(
+        variant.problem, target_bytes=prepared.budget.least_net_bytes, share=_SHARE))
 
 
 @contextmanager

@@ -106,8 +106,6 @@ def of_blocks():
     return capture(channels_in_the_last_dimension(), IMAGES, loss_fn=loss_of, backend="inductor")
 
 
-@pytest.mark.skipif(torch.__version__ >= "2.14", reason=(
-    "Inductor 2.15 lays out a transposed operand of such a plan otherwise than it is read"))
 def test_a_plan_for_such_blocks_is_as_predicted(of_blocks):
     default = plan_within(of_blocks, None, EFFORT)
     plan = plan_within(of_blocks, budget_at(of_blocks, default, 0.5), EFFORT)

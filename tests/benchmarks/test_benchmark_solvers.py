@@ -49,6 +49,17 @@ def test_the_table_has_a_row_per_instance_budget_and_solver(
     assert "OR-Tools" in out
 
 
+def test_more_work_is_compared_with_the_default(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "saved.problem"
+    save_problem(training_chain(4), saved)
+    assert main(["--problems", str(saved), "--budgets", "1,.01", "--works", ".1,.2"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines()
+            if line.startswith("| saved")]
+    assert [row[3].strip() for row in rows] == ["1.0", "0.01", "smallest"]
+    assert len({cell.strip() for cell in rows[0][5:-1]}) == 1 and rows[1][5].strip() == "none"
+
+
 @pytest.mark.slow
 def test_models_are_captured_for_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--models", "mlp", "--budgets", "1", "--solvers", "auto"]) == 0

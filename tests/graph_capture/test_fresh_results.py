@@ -87,6 +87,7 @@ FILLS = {
     "normal": lambda x: x * torch.empty_like(x).normal_(1, 0.1),
     "exponential": lambda x: x * torch.empty_like(x).exponential_(2.0),
     "uniform": lambda x: x * x.new_empty(x.shape).uniform_(0.5, 1.5),
+    "random of floats": lambda x: x * torch.empty_like(x).random_().mul(1e-3),
     "random": lambda x: (x * torch.empty(x.shape, dtype=torch.int64).random_()).sigmoid(),
     "random to": lambda x: x * torch.empty(x.shape, dtype=torch.int64).random_(3),
     "random from": lambda x: x * torch.empty(x.shape, dtype=torch.int32).random_(-2, 3),
@@ -109,6 +110,7 @@ FILLS = {
     "fill": lambda x: x * torch.empty_like(x).fill_(2.0),
     "zero": lambda x: x + torch.empty_like(x).zero_(),
     "copy": lambda x: torch.empty_like(x).copy_(x.sin()),
+    "randint_like": lambda x: x * torch.randint_like(x, 5),
     "by slices": lambda x: by_slices(torch.empty_like(x), x),
     "by slices of zeros": lambda x: by_slices(torch.zeros_like(x), x),
     "by quarters": lambda x: by_quarters(torch.empty_like(x), x),
@@ -142,7 +144,7 @@ def ops_of(name: str) -> list[str]:
 
 
 def test_nothing_is_left_of_what_is_overwritten():
-    for name in ("normal", "zeros", "full", "transposed", "copy"):
+    for name in ("normal", "random of floats", "random to", "zeros", "full", "transposed", "copy"):
         assert not any(word in target for target in ops_of(name) for word in
                        ("aten.empty", "aten.zeros", "aten.full", "aten.new_empty", "aten.copy"))
 
@@ -151,6 +153,13 @@ def test_what_is_written_in_parts_may_run_again():
     step = captured(case_of("by quarters"))
     assert not any(op.pinned for op in step.base.graph.ops if op.digest)
     assert not any("aten.copy" in op.target for op in step.base.graph.ops)
+
+
+def test_parts_are_written_into_a_tensor_that_only_they_read():
+    graph = captured(case_of("by slices")).base.graph
+    written = [op for op in graph.ops if op.target == "aten.slice_scatter.default"]
+    assert written and all(op.inplace for op in written)
+    assert not any("fresh_copy" in op.target for op in graph.ops)
 
 
 def test_random_numbers_that_are_overwritten_are_drawn():
@@ -164,7 +173,7 @@ def test_random_numbers_that_are_overwritten_are_drawn():
     ("alpha_dropout", lambda x: F.dropout(x, 0.1, True)),
     ("masked positions", lambda x: torch.where(
         torch.rand(x.shape[:-1]).unsqueeze(-1) < 0.3, x.mean(), x)),
-    ("by slices", lambda x: by_slices(torch.zeros_like(x), x)),
+    ("by slices", lambda x: torch.stack([x[..., ::2].sin(), x[..., 1::2].cos()], -1).flatten(-2)),
 ])
 def test_the_smallest_step_is_that_of_the_same_layer_written_otherwise(name, other):
     x = torch.randn(16, 8, 64)
