@@ -59,7 +59,7 @@ class RankMemory:
         }
 
     def __str__(self) -> str:
-        from planner.reporters.ranks import rank_report
+        from planner.reporters.memory_table import rank_report
         from planner.reporters.table import plain_text
 
         return plain_text(rank_report(self))
