@@ -42,7 +42,7 @@ NAME = "checkpoint-planner"
 def plan(target: TargetOptions, planning: Planning, ranks: RankOptions, budget: Budget = None,
         save_to: Output = None, json: Json = False) -> None:
     """Plan one training step of TARGET under a budget and print the plan."""
-    from planner import public
+    from planner.api import plan as make_plan
     from planner.arguments.budget import parse_budget
     from planner.cli.target import load_target
     from planner.reporters.table import plan_report
@@ -52,7 +52,7 @@ def plan(target: TargetOptions, planning: Planning, ranks: RankOptions, budget: 
     check_writable(save_to)
     model, example, loss_fn = load_target(target, device="meta")
     planning = replace(planning, loss_fn=loss_fn, parallel=parallel)
-    made = public.plan(model, example, budget=budget, **planning.arguments())
+    made = make_plan(model, example, budget=budget, **planning.arguments())
     if save_to is not None:
         made.save(save_to)
     print_result(made, plan_report, json=json)
@@ -63,11 +63,11 @@ def show(path: PlanPath, plot: Annotated[Path | None, typer.Option(
         "--plot", metavar="FILE", help="Draw memory over the step: .png, .svg.")] = None,
         json: Json = False) -> None:
     """Print a saved plan; optionally draw it."""
-    from planner import public
+    from planner.plans.file import load
     from planner.reporters.table import plan_report
 
     check_plot(plot)
-    plan = public.load(path)
+    plan = load(path)
     if plot is not None:
         plan.plot(plot)
     print_result(plan, plan_report, json=json)
@@ -81,14 +81,14 @@ def frontier(
     json: Json = False,
 ) -> None:
     """Print the memory/overhead curve of TARGET."""
-    from planner import public
     from planner.cli.target import load_target
     from planner.reporters.table import frontier_report
+    from planner.sizes.frontier import frontier as trace
 
     check_plot(plot)
     parallel = ranks.settings()
     model, example, loss_fn = load_target(target, device="meta")
-    curve = public.frontier(model, example, points=points,
+    curve = trace(model, example, points=points,
                             **replace(planning, loss_fn=loss_fn, parallel=parallel).arguments())
     if plot is not None:
         curve.plot(plot)
@@ -102,14 +102,15 @@ def verify(
     json: Json = False,
 ) -> None:
     """Run one plain and one planned training step of TARGET and compare them."""
-    from planner import public
     from planner.cli.target import load_target
+    from planner.plans.file import load
     from planner.reporters.table import verification_report
+    from planner.running.verify import verify as compare
 
-    plan = public.load(path)
+    plan = load(path)
     _check_device(device)
     model, example, loss_fn = load_target(target, device=device)
-    verification = public.verify(model, plan, example, loss_fn=loss_fn)
+    verification = compare(model, plan, example, loss_fn=loss_fn)
     print_result(verification, verification_report, json=json)
     if not verification.ok:
         raise typer.Exit(int(ExitCode.ERROR))
@@ -136,11 +137,10 @@ def max_batch(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning
 def _find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
                   ranks: RankOptions, save_to: Path | None, json: bool) -> None:
     """Find the largest size, `batch` or `sequence`, and print it."""
-    from planner import public
     from planner.arguments.budget import absolute_budget
     from planner.cli.target import load_sized_target
     from planner.reporters.choices import largest_report
-    from planner.sizes.batch_size import check_overhead
+    from planner.sizes.batch_size import check_overhead, max_batch_size, max_sequence_length
 
     absolute_budget(None, sizes.budget, f"which differs with the {what}")
     planning = replace(planning, parallel=ranks.settings())
@@ -148,7 +148,7 @@ def _find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pl
     check_writable(save_to)
     first = -(-sizes.smallest // sizes.multiple_of) * sizes.multiple_of
     target = load_sized_target(options, what, first=first, device="meta")
-    search = public.max_batch_size if what == "batch" else public.max_sequence_length
+    search = max_batch_size if what == "batch" else max_sequence_length
     found = search(target.model, target.make_inputs, budget=sizes.budget, overhead=limit,
                    plan=sizes.plan, smallest=sizes.smallest, multiple_of=sizes.multiple_of,
                    largest=target.largest if sizes.largest is None else sizes.largest,
@@ -184,10 +184,10 @@ def advise(
     planning: Planning, ranks: RankOptions, save_to: Output = None, json: Json = False,
 ) -> None:
     """List the ways to run an effective batch of TARGET within a budget, the fastest first."""
-    from planner import public
     from planner.arguments.budget import absolute_budget
     from planner.cli.target import load_sized_target
     from planner.reporters.choices import advice_report
+    from planner.sizes.advice import advise as find_choices
 
     absolute_budget(None, budget, "which differs with the batch")
     check_writable(save_to)
@@ -195,8 +195,8 @@ def advise(
     found = load_sized_target(target, "batch", first=1, device="meta")
     arguments = replace(planning, loss_fn=found.loss_fn).arguments()
     del arguments["accumulation"]
-    advice = public.advise(found.model, found.make_inputs, effective_batch=effective_batch,
-                    budget=budget, make_loss_fn=found.make_loss_fn, **arguments)
+    advice = find_choices(found.model, found.make_inputs, effective_batch=effective_batch,
+                          budget=budget, make_loss_fn=found.make_loss_fn, **arguments)
     if save_to is not None and advice.best.plan is not None:
         advice.best.plan.save(save_to)
     print_result(advice, advice_report, json=json)
@@ -243,18 +243,19 @@ def memory(
     json: Json = False,
 ) -> None:
     """Print the memory of a training loop of TARGET by phase, and check it against a budget."""
-    from planner import public
     from planner.arguments.budget import absolute_budget
     from planner.cli.target import load_target
+    from planner.plans.file import load
     from planner.reporters.memory_table import memory_report
     from planner.training_loop.budget_check import check_budget
+    from planner.training_loop.memory import memory as predict
 
     limit = None if budget is None else absolute_budget(
         None, budget, "which is what this command tells")
     check_writable(snapshot)
-    plan = None if plan_path is None else public.load(plan_path)
+    plan = None if plan_path is None else load(plan_path)
     model, example, loss_fn = load_target(target, device="meta")
-    report = public.memory(
+    report = predict(
         model, example, loss_fn=loss_fn, optimizer=planning.optimizer, plan=plan,
         accumulation=planning.accumulation, autocast=planning.autocast, grad_clip=grad_clip,
         grad_scaler=grad_scaler, set_to_none=set_to_none, zero_grad=zero_grad.value,

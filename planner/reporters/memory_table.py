@@ -16,7 +16,7 @@ from planner.step.categories import CATEGORIES
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.ranks.rank_memory import RankMemory
+    from planner.ranks.data_parallel import RankMemory
     from planner.training_loop.breakdown import MemoryHolder, PhaseMemory
     from planner.training_loop.report import MemoryReport
 

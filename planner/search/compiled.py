@@ -25,6 +25,9 @@ from planner.units import format_bytes
 CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
            "longer one, or a machine that does less beside, may find a better plan")
 """Note of such plans."""
+_WORTH_GENERATING = 1.3
+"""The default's code is not generated if the problem's breakdown is more than this multiple of the
+budget."""
 _NO_LESS = 0.95
 """Variants of nearly the same least memory, by the problem's breakdown, are both tried."""
 
@@ -38,13 +41,14 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
         return _make_plan(searches, base, base.confirmed(base.default()))
     net = budget.net_bytes(budget_bytes)
     if budget.is_possible(budget_bytes):
-        default = base.default()
-        if default.peak_bytes <= net:
-            default = base.confirmed(default)
-        if default.peak_bytes <= net:
-            return _make_plan(searches, base, default, budget_bytes)
+        if base.variant.net_peak_bytes(base.default_schedule) <= _WORTH_GENERATING * net:
+            default = base.default()
+            if default.peak_bytes <= net:
+                default = base.confirmed(default)
+            if default.peak_bytes <= net:
+                return _make_plan(searches, base, default, budget_bytes)
         cheapest = choose(searches, lambda search: search.within(net),
-                          lambda search, best: search.is_worth(net, best))
+                          lambda search, best: search.is_worth(best))
         if cheapest is not None:
             return _make_plan(searches, *cheapest, budget_bytes)
     search, found = _smallest(searches, net)

@@ -210,11 +210,10 @@ class CompiledSearch:
 
     # Both.
 
-    def is_worth(self, net_bytes: int, best: Candidate) -> bool:
+    def is_worth(self, best: Candidate) -> bool:
         """True if this search may find a cheaper candidate than `best`, of another search: copies
         of gradients are for budgets near the least."""
-        return best.spec.kernel_order and not self.is_late() and (
-            best.cost > self.least_cost_within(net_bytes))
+        return best.spec.kernel_order and not self.is_late()
 
     def within(self, net_bytes: int) -> Candidate | None:
         """The cheapest candidate found whose compiled step uses at most `net_bytes`, which
