@@ -10,7 +10,6 @@ generated code is therefore checked to use no more memory than planned, for smal
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any
 from torch import fx
 
 from planner._apply.errors import PlanMismatch
-from planner._apply.layouts import lay_out_weights
 from planner._apply.plan_backend import Match, PlanBackend, checked_backward
 from planner._apply.realized import realize_across_library_calls
 from planner._apply.rewrite import RewrittenRegion
@@ -37,7 +35,7 @@ from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
 """A graph that would keep more than this fraction of its ops is compiled whole."""
-_FORMAT = "checkpoint-planner 11"
+_FORMAT = "checkpoint-planner 12"
 """Version that changes whenever the same rewrite spec gives other graphs than before."""
 
 
@@ -50,10 +48,8 @@ class InductorBackend(PlanBackend):
         self._find_runs: FindRuns | None = None
         self.left_out: tuple[LeftOut, ...] = ()
         """Layers left out of the graph compiled last."""
-        self.compiled_ops = self.planned_ops = 1
-        """Ops of the graphs compiled last, and of these with all layers."""
-        self.cut_at = 0.0
-        """Time at which layers were left out of them, of `time.monotonic`."""
+        self.compiled_ops = 0
+        """Ops of the shortened graphs compiled last."""
 
     def leave_out_layers(self, find_runs: FindRuns) -> None:
         """From now on, compile graphs without most of the repeated layers.  Their code is only for
@@ -97,7 +93,6 @@ class InductorBackend(PlanBackend):
             settings["allow_buffer_reuse"] = False
         return inductor_backend(
             partition, uuid_of(self._spec), finish=finish,
-            own_layouts=self._spec.low_memory_codegen,
             settings=settings | {each.setting: each for each in passes},
         )(module, inputs)
 
@@ -107,7 +102,6 @@ class InductorBackend(PlanBackend):
             if node.target is REALIZED_COPY or is_companion(node.target):
                 declare_fallback(node.target)
         if self._spec.kernel_order:
-            lay_out_weights(graphs.backward)
             realize_across_library_calls(graphs.backward.graph)
         if self._find_runs is None:
             return graphs
@@ -117,8 +111,7 @@ class InductorBackend(PlanBackend):
                                              (short.forward.graph, short.backward.graph)))
         if rest > _WORTH_SHORTENING * whole:
             return graphs
-        self.left_out, self.compiled_ops, self.planned_ops = short.left_out, rest, whole
-        self.cut_at = time.monotonic()
+        self.left_out, self.compiled_ops = short.left_out, rest
         return RewrittenRegion(short.forward, short.backward)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool

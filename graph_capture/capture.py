@@ -34,8 +34,8 @@ from planner._graph_capture.fake_copies.skipped_blocks import skipped_blocks
 from planner._graph_capture.fake_copies.storage_less import storage_less_copy
 from planner._graph_capture.garbage import fewer_collections
 from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
-from planner._graph_capture.inductor.compiled_variant import compiled_variant
 from planner._graph_capture.inductor.fused_costs import FusedCosts
+from planner._graph_capture.inductor.within_kernels import compiled_variant
 from planner._graph_capture.joint_graph.pipeline import JointVariant, has_low_peak_variant
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.memory.trace import Block

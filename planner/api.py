@@ -191,7 +191,7 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
     from planner._apply.call_signature import autocast_words, signature_of, tensor_keys
-    from planner.step.host_link import host_link
+    from planner.step.lowering import host_link
     from planner.step.wrapped import unwrapped, with_wrappers
 
     planning = with_wrappers(model, planning)

@@ -5,10 +5,6 @@ sources of the buffer, which stay in memory until then and which it may overwrit
 overwrites an operand only if nothing else is made of it afterwards, and if each element of the
 result is made of the element at the same place.
 
-On a CPU all code generated between two external ops (`fused_costs`) is one function, and buffers
-that die in it are freed only at its end.  Operands of the next external op may be recomputed in it,
-too, and then use as much memory as an overwritten operand leaves.
-
 Blind spots: the operand that Inductor overwrites where there are several; results that share an
 operand and a kernel by decision of the scheduler.
 """
@@ -23,11 +19,23 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from planner._graph_capture.inductor.fused_costs import Fusion, fused_storages, fusion_of
+from planner._graph_capture.inductor.fused_costs import (
+    FusedCosts,
+    Fusion,
+    fused_storages,
+    fusion_of,
+    stays_in_one_kernel,
+)
 from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
 from planner._graph_capture.step.regions import RegionUse
 from planner._graph_capture.torch_compat.layout import is_dense
-from planner._graph_capture.training_graph import Phase, TrainingGraph, TrainingOp
+from planner._graph_capture.training_graph import (
+    Phase,
+    SavingCosts,
+    StepVariant,
+    TrainingGraph,
+    TrainingOp,
+)
 
 
 def within_kernels(graph: TrainingGraph, uses: Sequence[RegionUse]) -> TrainingGraph:
@@ -82,7 +90,6 @@ class _KernelGraph:
     def _writing_over_sources(self, ops: Sequence[TrainingOp]) -> tuple[TrainingOp, ...]:
         """The ops; pointwise ones with all the operands that their results may overwrite."""
         is_read_beside = self._read_beside(ops)
-        recomputed_bytes = self._bytes_that_follow()
         alike: dict[int, tuple[int, ...]] = {}
         """Sources of a fused buffer that are read at the same place only."""
         unlike: dict[int, Set[int]] = {}
@@ -106,7 +113,7 @@ class _KernelGraph:
                 size_bytes = self._buffers[made].size_bytes
                 over = _unique((*over, *(
                     buffer for buffer in found
-                    if self._buffers[buffer].size_bytes == size_bytes > recomputed_bytes[index]
+                    if self._buffers[buffer].size_bytes == size_bytes
                     and not is_read_beside(buffer, index))))
             changed.append(replace(op, inplace=over))
         return tuple(changed)
@@ -127,29 +134,6 @@ class _KernelGraph:
 
         return is_read
 
-    def _bytes_that_follow(self) -> list[int]:
-        """For each op, the bytes that its generated function may recompute for the external ops
-        that follow."""
-        graph = self._captured
-        if graph.device.partition(":")[0] != "cpu":
-            return [0] * len(graph.ops)
-        following: list[int] = []
-        read: set[int] = set()
-        for index in range(len(graph.ops) - 1, -1, -1):
-            op = graph.ops[index]
-            if not self._is_generated(index):
-                if index + 1 < len(graph.ops) and self._is_generated(index + 1):
-                    read = set()
-                if op.phase is Phase.BACKWARD and index in self._nodes:
-                    read |= {buffer for buffer in op.inputs if self._may_be_recomputed(buffer)}
-            following.append(sum(self._buffers[buffer].size_bytes for buffer in read))
-        return following[::-1]
-
-    def _may_be_recomputed(self, buffer: int) -> bool:
-        producer = self._buffers[buffer].producer
-        op = self._captured.ops[producer]
-        return op.phase is Phase.FORWARD and self._is_generated(producer) and not op.pinned
-
     def _is_generated(self, index: int) -> bool:
         return self._kinds.get(index) in (Fusion.POINTWISE, Fusion.REDUCTION)
 
@@ -165,3 +149,36 @@ def _same_place(operand: fx.Node, node: fx.Node) -> bool:
 
 def _unique(buffers: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(buffers))
+
+
+def compiled_variant(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts | None, *,
+                     low_peak: bool) -> StepVariant:
+    """The variant of a step that Inductor compiles; `costs`: `None` if time does not count."""
+    return StepVariant(
+        within_kernels(graph, uses), low_peak,
+        saved_by_default=_saved_by_default(graph, uses),
+        saving_costs=SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
+
+
+def _saving_costs(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts
+                  ) -> SavingCosts:
+    to_save, to_read = {}, {}
+    for use in uses:
+        in_one = stays_in_one_kernel(use.lowered)
+        for op in use.lowered.ops[:use.lowered.num_forward]:
+            seconds = costs.saving_seconds(op.node)
+            for storage in op.outputs:
+                buffer = buffer_of(graph, use.lowered, storage)
+                to_read[buffer] = costs.reading_seconds(graph.buffers[buffer].size_bytes)
+                if seconds and storage in in_one:
+                    to_save[buffer] = seconds
+    return SavingCosts(to_save, to_read)
+
+
+def _saved_by_default(graph: TrainingGraph, uses: Sequence[RegionUse]) -> frozenset[int]:
+    """Buffers that Inductor's own partitioner saves."""
+    return frozenset(
+        buffer_of(graph, use.lowered, storage)
+        for use in uses for node, storage in use.lowered.storage_of.items()
+        if node.name in use.lowered.saved_by_default and storage != RESIDENT
+        and use.lowered.storages[storage].producer >= 0)

@@ -25,7 +25,6 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from planner._graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
-from planner._graph_capture.torch_compat.convolution_layouts import layouts_of_their_own
 from planner._graph_capture.torch_compat.kernel_sketch import sketched_kernels
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[[list[Any]], Any]]
@@ -64,14 +63,12 @@ class JointPartitioner(CustomPartitionerFn):
 def inductor_backend(
     partition: PartitionFunction, uuid: str, *, compile_graph: CompileGraph | None = None,
     finish: FinishGraph | None = None, settings: Mapping[str, Any] | None = None,
-    own_layouts: bool = False,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend: Inductor with another partitioner.
 
     `compile_graph` replaces the compilation of the forward and backward graphs, whose result
     Inductor caches otherwise.  `finish` receives the compiled code, and may wrap it.  `settings`
-    are entries of `torch._inductor.config`.  `own_layouts`: only the operands and results of
-    convolutions are laid out for them (`convolution_layouts`).
+    are entries of `torch._inductor.config`.
     """
     patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
 
@@ -82,8 +79,7 @@ def inductor_backend(
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
         partitioned = _placeholder_values(gm)
-        with layouts_of_their_own() if own_layouts else contextlib.nullcontext():
-            compiled = compile_fx_inner(gm, example_inputs, **options)
+        compiled = compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -151,14 +147,6 @@ def is_stored(node: fx.Node) -> bool:
 
 
 _STORED = "inductor_realize_to_strides"
-
-
-def lays_out_for_convolutions(module: fx.GraphModule) -> bool:
-    """True if Inductor would give the operands of a training graph's convolutions the layout
-    `channels_last`."""
-    from torch._inductor.graph import GraphLowering
-
-    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -52,9 +52,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "tree_map(function, tree)", "tree_map_only(kind, function, tree)",
              "tree_unflatten(leaves, structure)"),
     ),
-    "convolution_layouts": (
-        "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last(self)",
-    ),
     "dispatch": (
         *_of("torch._C", "DispatchKey.AutocastCPU", "DispatchKey.Autograd",
              "DispatchKey.CompositeImplicitAutograd", "DispatchKey.PythonDispatcher",
@@ -93,8 +90,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._inductor.cpp_builder.get_cpp_compiler()",
         "torch._inductor.custom_graph_pass.CustomPartitionerFn",
         "torch._inductor.exc.InvalidCxxCompiler",
-        *_of("torch._inductor.graph.GraphLowering", "codegen(self)", "compile_to_module(self)",
-             "decide_layout_opt(graph, is_inference=)"),
+        *_of("torch._inductor.graph.GraphLowering", "codegen(self)", "compile_to_module(self)"),
         *_of("torch._inductor.lowering", "constrain_to_fx_strides", "lowerings",
              "make_fallback(op, layout)"),
     ),

@@ -30,7 +30,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command within this process; return its exit code."""
     try:
-        from planner.cli.application import NAME, commands
+        from planner.cli.commands import NAME, commands
     except KeyboardInterrupt:
         INTERRUPTS.say()
         return INTERRUPTED

@@ -27,8 +27,8 @@ from planner.plans.decisions import build_regions, decide, schedule_of
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.breakdown import breakdown, memory_over
 from planner.step.budget import StepBudget
+from planner.step.categories import StepTimeline
 from planner.step.lowering import lower
-from planner.step.timeline import StepTimeline
 from planner.step.variant import Variant
 
 if TYPE_CHECKING:

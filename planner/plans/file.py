@@ -3,14 +3,23 @@
 Reading checks every field, the fingerprint, and that the plan follows from its stated step and
 schedule (`planner.plans.checking`).  A truncated or edited file is rejected with the field's path,
 the expected and the given value.
+
+`msgspec` checks types.  The remaining rules are checked against what would be written: every field
+is present, there is no other, and no whole number is below 0.  Before that, every single value is
+checked: numbers have 64 bits and are finite, texts are printable.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass
+from importlib.resources import files
 from os import PathLike
 from pathlib import Path
+from typing import Any, TypeVar
+from unicodedata import category
 
 import msgspec
 
@@ -18,15 +27,11 @@ from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._graph_capture.training_graph import Phase, TrainingOp
 from planner.errors import PlanFileError
 from planner.plans.checking import contradiction
-from planner.plans.document import SCHEMA_VERSION, Document, ops_of, pick
+from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION, Document, ops_of, pick
 from planner.plans.plan import Plan
-from planner.plans.reader import check_complete, check_values, read
 from planner.plans.writing import dumps as dumps
 from planner.plans.writing import fingerprint
 from planner.plans.writing import to_dict as to_dict
-
-_DRAFTS = range(2, 9)
-"""Layout versions from before the first release, which are not read."""
 
 
 def load(path: str | PathLike[str]) -> Plan:
@@ -59,11 +64,8 @@ def from_dict(document: object, *, name: str = "the document") -> Plan:
     check_values(document, name)
     version = read(document, _Version, name).schema_version
     if version != SCHEMA_VERSION:
-        what = ("a draft from before the first release" if version in _DRAFTS
-                else "which this version does not read")
-        raise PlanFileError(f"{name} has schema_version {version}, {what}, expected "
-                            f"{SCHEMA_VERSION}: plan again with this version of "
-                            "checkpoint-planner and save to a new file")
+        raise PlanFileError(f"{name} has schema_version {version}, expected {SCHEMA_VERSION}: plan "
+                            "again with this version of checkpoint-planner and save to a new file")
     given = read(document, Document, name)
     check_complete(document, msgspec.to_builtins(given), name)
     assert isinstance(document, dict), "it was read as a document"
@@ -121,3 +123,123 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) < len(pairs):
         raise ValueError("a field stands twice in one object")
     return found
+
+
+_Kind = TypeVar("_Kind")
+
+
+def read(value: object, kind: type[_Kind], name: str) -> _Kind:
+    """`value` as a `kind`; raises `PlanFileError` that names the file and the field's path."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        steps = [int(index) if index else key
+                 for key, index in re.findall(r"\.?(\w+)|\[(\d+|\.\.\.)\]", place.rstrip("`"))
+                 if index != "..."]
+    missing = re.search("missing required field `(.*)`", what)
+    raise _missing(name, [*steps, missing[1]]) if missing else _wrong(name, value, steps)
+
+
+_DEEPEST = 64
+"""Limit on levels of nesting; plans stay far below it."""
+_LARGEST = 2 ** 63 - 1
+_MARKUP = re.compile(r"\[/[^\[\]]*\]")
+"""A closing tag of rich, which prints plans."""
+
+
+def check_values(document: object, name: str) -> None:
+    """Raise `PlanFileError` for a number, text or nesting that no plan contains, at any depth."""
+    pending: list[tuple[object, list[str | int]]] = [(document, [])]
+    while pending:
+        value, steps = pending.pop()
+        inner: list[tuple[str | int, object]] = []
+        if isinstance(value, dict):
+            inner = [*value.items()]
+        elif isinstance(value, list | tuple):
+            inner = [*enumerate(value)]
+        if len(steps) >= _DEEPEST and inner:
+            raise PlanFileError(f"{name} is no plan: it is nested deeper than {_DEEPEST} levels; "
+                                "plan again and save to a new file")
+        for key, each in inner:
+            if isinstance(key, str) and (words := _why_no_text(key)):
+                raise PlanFileError(_expected(name, words, steps, key))
+            pending.append((each, [*steps, key]))
+        if isinstance(value, str) and (words := _why_no_text(value)):
+            raise PlanFileError(_expected(name, words, steps, value))
+        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+            raise PlanFileError(_expected(name, "a number of at most 64 bits", steps,
+                                          f"{value.bit_length()} bits"))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PlanFileError(_expected(name, "a finite number", steps, value))
+
+
+def _why_no_text(text: str) -> str:
+    """The kind of text expected in place of an unprintable one; empty if `text` is printable."""
+    if any(category(character) in ("Cc", "Cs") and character != "\n" for character in text):
+        return "text without control characters and lone surrogates"
+    return "text without markup" if _MARKUP.search(text) else ""
+
+
+def check_complete(value: Any, written: Any, name: str, path: tuple[str | int, ...] = ()) -> None:
+    """Raise `PlanFileError` unless `value` has exactly the fields of `written`."""
+    steps = list(path)
+    if isinstance(written, dict):
+        for key in written:
+            if key not in value:
+                raise _missing(name, [*steps, key])
+            if path or key not in FREE_FIELDS:
+                check_complete(value[key], written[key], name, (*path, key))
+        for key in value:
+            if key not in written:
+                raise PlanFileError(f"{name} is no plan: the field {_at([*steps, key])} is none "
+                                    "of a plan; plan again and save to a new file")
+    elif isinstance(written, list | tuple):
+        for position, item in enumerate(written):
+            check_complete(value[position], item, name, (*path, position))
+    elif isinstance(value, int) and value < 0:
+        raise PlanFileError(_expected(name, "a whole number >= 0", steps, value))
+
+
+def _missing(name: str, steps: list[str | int]) -> PlanFileError:
+    return PlanFileError(f"{name} is no plan: the field {_at(steps)} is missing; "
+                         "plan again and save to a new file")
+
+
+def _wrong(name: str, document: Any, steps: list[str | int]) -> PlanFileError:
+    """The error for a value that does not match the published schema."""
+    schema = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
+
+    def alternatives(node: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        options = node.get("anyOf", [])
+        return [part for option in options for part in alternatives(option)] or [node]
+
+    nodes, value = alternatives(schema), document
+    for step in steps:
+        inner = [node.get("items") if isinstance(step, int)
+                 else node.get("properties", {}).get(step) for node in nodes]
+        nodes = [part for node in inner if node for part in alternatives(node)]
+        value = value[step]
+    words = " or ".join(" or ".join(map(repr, node["enum"])) if "enum" in node else
+                        _WORDS[node["type"]] for node in nodes)
+    words += f" such as {nodes[0]['pattern']}" if "pattern" in nodes[0] else ""
+    words += " of texts" if isinstance(nodes[0].get("additionalProperties"), dict) else ""
+    return PlanFileError(_expected(name, words, steps, value))
+
+
+_WORDS = {"object": "an object", "array": "a list", "string": "text", "boolean": "true or false",
+          "integer": "a whole number >= 0", "number": "a number > -1", "null": "null"}
+
+
+def _expected(name: str, words: str, steps: list[str | int], value: object) -> str:
+    shown = ascii(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return (f"{name} is no plan: expected {words} as {_at(steps) or 'the document'}, got {shown}; "
+            "plan again and save to a new file")
+
+
+def _at(steps: list[str | int]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}"
+                   for step in steps).removeprefix(".")

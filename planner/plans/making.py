@@ -12,12 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.training_graph import BufferKind
 from planner.plans.decisions import decide, with_step
+from planner.plans.document import pick
 from planner.plans.plan import Plan
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Status
 from planner.step.budget import StepBreakdown
+from planner.step.categories import StepTimeline
 from planner.step.prepared import PreparedStep
-from planner.step.timeline import StepTimeline
 from planner.step.variant import Variant
 from planner.units import format_bytes
 
@@ -37,48 +38,20 @@ def assemble_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | 
     `reserved_bytes`: memory that torch reserves for the schedule, if known.
     """
     decisions = decide(variant, schedule)
-    return Plan(
-        budget_bytes=budget_bytes,
-        budget_of=prepared.budget_of,
-        peak_bytes=breakdown.peak_bytes,
-        baseline_peak_bytes=prepared.baseline_peak_bytes,
-        reserved_bytes=reserved_bytes,
-        baseline_reserved_bytes=prepared.baseline_reserved_bytes,
-        resident_bytes=variant.budget.resident_bytes,
-        memory=breakdown.memory,
-        forward_backward_peak_bytes=breakdown.forward_backward_peak_bytes,
-        optimizer_step_peak_bytes=variant.budget.optimizer_step_bytes,
+    graph, budget = variant.graph, variant.budget
+    more = _more_than_plain(prepared, breakdown.peak_bytes if budget_bytes is None else 0)
+    return pick(
+        Plan, breakdown, prepared, graph, budget, budget_bytes=budget_bytes,
+        reserved_bytes=reserved_bytes, resident_bytes=budget.resident_bytes,
+        optimizer_step_peak_bytes=budget.optimizer_step_bytes,
         recompute_flops=sum(row.flops * row.recomputations for row in decisions),
         offloaded_bytes=variant.offloaded_bytes(schedule),
-        transfer_seconds=variant.transfer_seconds(schedule),
-        step_flops=variant.graph.step_flops,
-        overhead=overhead,
-        overhead_bound=overhead_bound,
-        status=status,
-        solver=solver,
-        optimizer=variant.budget.optimizer,
-        device=variant.graph.device,
-        backend=prepared.backend,
-        parallel=prepared.parallel,
-        cost_model=prepared.cost_model,
-        decisions=decisions,
-        spec=with_step(spec, variant.graph),
-        resident=variant.graph.resident,
-        link=variant.problem.link,
-        inputs=prepared.inputs,
-        notes=(
-            *variant.graph.notes,
-            *notes,
-            *_more_than_plain(prepared, breakdown.peak_bytes if budget_bytes is None else 0),
-        ),
-        kernels=variant.graph.kernels,
-        assumptions=variant.graph.assumptions,
-        created_with=created_with(),
-        memory_timeline=StepTimeline.of(
-            made, backward_begins, variant.budget.resident, prepared.plain
-        ),
-        solve_seconds=seconds,
-    )
+        transfer_seconds=variant.transfer_seconds(schedule), overhead=overhead,
+        overhead_bound=overhead_bound, status=status, solver=solver, decisions=decisions,
+        spec=with_step(spec, graph), link=variant.problem.link,
+        notes=(*graph.notes, *notes, *more), created_with=created_with(),
+        memory_timeline=StepTimeline.of(made, backward_begins, budget.resident, prepared.plain),
+        solve_seconds=seconds)
 
 
 def _more_than_plain(prepared: PreparedStep, peak_bytes: int) -> tuple[str, ...]:

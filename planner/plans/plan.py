@@ -18,7 +18,7 @@ from planner.plans.decisions import Decision
 from planner.plans.predicted import Change, Predicted
 from planner.solvers.problem import Link
 from planner.solvers.result import Status
-from planner.step.timeline import StepTimeline
+from planner.step.categories import StepTimeline
 
 if TYPE_CHECKING:
     from torch import nn

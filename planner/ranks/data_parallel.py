@@ -3,7 +3,7 @@
 Model of the world: every rank runs the plain step on its own batch; the report is of the rank that
 uses the most memory.
 
-Blind spots: those of `graph_capture.data_parallel.rank_step`; memory of the communication library
+Blind spots: those of `graph_capture.plain_step.micro_batch`; memory of the communication library
 outside torch's allocator (NCCL: some hundred megabytes on each GPU).
 """
 
@@ -11,23 +11,84 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
-from planner.ranks.rank_memory import RankCategories, RankMemory
+from planner.step.breakdown import breakdown
+from planner.step.categories import MemoryByCategory
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from planner._graph_capture.data_parallel.rank_step import ParallelStep
     from planner._graph_capture.fake_copies.fake import FakeCopy
+    from planner._graph_capture.memory.trace import MemoryTrace
     from planner._graph_capture.op_costs.devices import Gpu
     from planner._graph_capture.training_graph import OptimizerMemory
     from planner.plans.plan import Plan
+    from planner.solvers.simulator import Timeline
     from planner.step.rank_layout import FullyShardedLayout, Replicated
+    from planner.step.variant import Variant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankCategories(MemoryByCategory):
+    """Mapping from category to bytes, in a fixed order; the categories sum to the peak.  Parameters
+    are whole ones or this rank's shards, and so are gradients, which may be views of buckets."""
+
+    unsharded_parameters: int = 0
+    """Parameters of units that are gathered at the peak."""
+    communication: int = 0
+    """Buckets separate from the gradients; buffers of all-gather and reduce-scatter."""
+
+
+CATEGORIES = tuple(field.name for field in fields(RankCategories))
+"""The categories of a rank's memory, in the order in which reports list them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one rank; peaks include resident memory."""
+
+    parallel: DataParallel
+    peak_bytes: int
+    memory: RankCategories
+    """Bytes by category at the peak; sums to `peak_bytes`."""
+    resident_bytes: int
+    """Allocated between steps: parameters, buffers, inputs, optimizer state, DDP's buckets."""
+    forward_backward_peak_bytes: int
+    optimizer_step_peak_bytes: int
+    """0 without an optimizer."""
+    bucket_bytes: tuple[int, ...]
+    """Sizes of DDP's buckets, in the order in which they are reduced."""
+    units: tuple[tuple[str, int], ...]
+    """Wrapped modules and the bytes of their whole parameters; the root, named "", last."""
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "kind": self.parallel.kind,
+            "ranks": self.parallel.ranks,
+            "peak_bytes": self.peak_bytes,
+            "resident_bytes": self.resident_bytes,
+            "forward_backward_peak_bytes": self.forward_backward_peak_bytes,
+            "optimizer_step_peak_bytes": self.optimizer_step_peak_bytes,
+            "memory": dict(self.memory),
+            "bucket_bytes": list(self.bucket_bytes),
+            "units": [{"module": name, "bytes": size} for name, size in self.units],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        from planner.reporters.memory_table import rank_report
+        from planner.reporters.table import plain_text
+
+        return plain_text(rank_report(self))
+
 
 def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataParallel,
                   loss_fn: Callable[[Any], torch.Tensor] | None = None, optimizer: object = None,
@@ -55,9 +116,7 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     plain = _trace(model, args, kwargs, parallel, loss_fn, optimizer, device, gpu, probe)
     if plan is None:
         return plain
-    from planner.ranks.planned_rank import planned_rank
-
-    return planned_rank(model, inputs, plan, plain, loss_fn=loss_fn, optimizer=optimizer,
+    return _planned(model, inputs, plan, plain, loss_fn=loss_fn, optimizer=optimizer,
                         device=device, gpu=gpu, probe=probe)
 
 
@@ -65,11 +124,11 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
            parallel: DataParallel, loss_fn: Callable[[Any], torch.Tensor] | None,
            optimizer: object, device: torch.device | str | None, gpu: str | Gpu | None,
            probe: bool) -> RankMemory:
-    from planner._graph_capture.data_parallel.rank_step import trace_parallel_step
     from planner._graph_capture.fake_copies.fake import device_planned_for, make_fake_copy
     from planner._graph_capture.op_costs.costs import OpCosts
     from planner._graph_capture.op_costs.devices import compute_capability
     from planner._graph_capture.optimizer.step import trace_optimizer
+    from planner._graph_capture.plain_step.micro_batch import trace_micro_batch
     from planner._graph_capture.torch_compat import quiet_fake_tensors
     from planner.step.rank_layout import layout_of
     from planner.step.wrapped import beneath_wrappers
@@ -81,9 +140,8 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                                    capability=compute_capability(target, gpu))
         layout = layout_of(model, fake_copy, parallel)
         costs = OpCosts(fake_copy.device, probe=probe, gpu=gpu)
-        step = trace_parallel_step(fake_copy, layout.wrapper(),
-                                   None if loss_fn is None else fake_copy.extra[0],
-                                   workspace=costs.workspace_bytes)
+        step = trace_micro_batch(fake_copy, None if loss_fn is None else fake_copy.extra[0],
+                                 workspace=costs.workspace_bytes, wrapper=layout.wrapper())
         footprint = (None if optimizer is None
                      else trace_optimizer(*layout.share_of(optimizer),
                                           workspace=costs.workspace_bytes))
@@ -93,12 +151,14 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                      + ", ".join(sorted(costs.assumed)))
     if optimizer is None:
         notes.append("no optimizer was given: its state and its step are not counted")
-    return _breakdown(fake_copy, parallel, layout, step, footprint, tuple(notes))
+    return _breakdown(fake_copy, parallel, layout, step.trace, footprint, tuple(notes))
 
 
 def _breakdown(fake_copy: FakeCopy, parallel: DataParallel,
-               layout: Replicated | FullyShardedLayout, step: ParallelStep,
+               layout: Replicated | FullyShardedLayout, trace: MemoryTrace,
                footprint: OptimizerMemory | None, notes: tuple[str, ...]) -> RankMemory:
+    from planner._graph_capture.memory.trace import COMMUNICATION, Category
+
     resident = {
         "parameters": layout.parameters_bytes,
         "buffers": fake_copy.resident.buffers_bytes,
@@ -108,18 +168,68 @@ def _breakdown(fake_copy: FakeCopy, parallel: DataParallel,
         "communication": layout.communication_bytes,
     }
     resident_bytes = sum(resident.values())
-    forward_backward = resident_bytes + step.peak_bytes
+    forward_backward = resident_bytes + trace.peak_bytes
+    left: Counter[str] = Counter()  # gradients apart from those in buckets, and the output
+    for number in trace.alive_after(len(trace.events)):
+        block = trace.blocks[number]
+        is_gradient = block.category is Category.GRADIENTS
+        left["gradients" if is_gradient else "activations"] += block.size_bytes
     optimizer_step = 0 if footprint is None else (
-        resident_bytes + step.end_gradients_bytes + step.end_activations_bytes
-        + footprint.step_peak_bytes)
+        resident_bytes + left.total() + footprint.step_peak_bytes)
     alive = Counter(resident)
     if footprint is not None and optimizer_step > forward_backward:
-        alive.update(gradients=step.end_gradients_bytes, activations=step.end_activations_bytes,
-                     temporaries=footprint.step_peak_bytes)
+        alive.update(left, temporaries=footprint.step_peak_bytes)
     else:
-        alive.update(step.by_category)
+        for number in trace.alive_at_peak():
+            block = trace.blocks[number]
+            alive["unsharded_parameters" if block.category is Category.PARAMETERS else
+                  "communication" if block.label == COMMUNICATION else block.category.value
+                  ] += block.size_bytes
     return RankMemory(
         parallel=parallel, peak_bytes=max(forward_backward, optimizer_step),
         memory=RankCategories(**alive), resident_bytes=resident_bytes,
         forward_backward_peak_bytes=forward_backward, optimizer_step_peak_bytes=optimizer_step,
         bucket_bytes=layout.bucket_bytes, units=layout.units, notes=notes)
+
+
+def _planned(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
+             **arguments: Any) -> RankMemory:
+    """The report of a rank under `plan`; `plain`: its plain step; `arguments`: further ones of
+    `plan`."""
+    from planner.api import capture_for
+
+    if plan.backend != "eager":
+        raise ValueError(f"plan: a plan for the backend {plan.backend!r} is one for one device; "
+                         'plan with backend="eager" and parallel=')
+    variant, timeline = capture_for(plan, model, inputs, parallel=plain.parallel, **arguments)
+    found = breakdown(variant, timeline)
+    alive: Counter[str] = Counter(found.memory)
+    budget = variant.budget
+    # Resident buckets count as buffers in a plan, and separately here.
+    buckets = sum(plain.bucket_bytes)
+    where = "gradients" if plain.parallel.gradient_as_bucket_view else "communication"
+    alive.update({"buffers": -buckets, where: buckets})
+    if found.peak_bytes == found.forward_backward_peak_bytes:
+        gathered, sent = _of_wrapper(variant, timeline)
+        alive.update({"parameters": -gathered, "unsharded_parameters": gathered,
+                      "temporaries": -sent, "communication": sent})
+    return replace(plain, peak_bytes=found.peak_bytes, memory=RankCategories(**alive),
+                   resident_bytes=budget.resident_bytes,
+                   forward_backward_peak_bytes=found.forward_backward_peak_bytes,
+                   optimizer_step_peak_bytes=budget.optimizer_step_bytes,
+                   notes=(*plain.notes, f"under a plan: the plain step takes "
+                          f"{plain.peak_bytes:,} bytes"))
+
+
+def _of_wrapper(variant: Variant, timeline: Timeline) -> tuple[int, int]:
+    """Bytes of gathered parameters, and of collectives' buffers, at the peak."""
+    from planner._graph_capture.memory.trace import COMMUNICATION
+    from planner._graph_capture.training_graph import BufferKind
+
+    position, gathered, sent = timeline.peak_position, 0, 0
+    for instance in timeline.instances:
+        buffer = variant.graph.buffers[instance.storage]
+        if instance.birth <= position <= instance.death:
+            gathered += buffer.size_bytes if buffer.kind is BufferKind.PARAMETER else 0
+            sent += buffer.size_bytes if buffer.label == COMMUNICATION else 0
+    return gathered, sent

@@ -11,14 +11,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.reporters.layout import new_table, note_lines, title
+from planner.reporters.layout import category_table, new_table, note_lines, peak_moment, title
 from planner.step.categories import CATEGORIES
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
+    from planner.ranks.data_parallel import RankMemory
     from planner.training_loop.breakdown import MemoryHolder, PhaseMemory
-    from planner.training_loop.budget_check import BudgetCheck
     from planner.training_loop.report import MemoryReport
+
 
 _ROWS = 12
 """Number of holders listed."""
@@ -35,22 +36,6 @@ def memory_report(report: MemoryReport) -> RenderableType:
     if report.proposals:
         parts += [title("What would lower the peak"), _proposals(report)]
     return Group(*parts, *note_lines(report.notes, optimizer=report.optimizer))
-
-
-def budget_report(check: BudgetCheck) -> RenderableType:
-    """Report whether the loop fits, and which phases do not."""
-    within = f"{format_bytes(check.budget_bytes)} ({check.budget_bytes:,} bytes)"
-    if check.fits:
-        left = format_bytes(check.budget_bytes - check.peak_bytes)
-        return Text(f"fits in {within}: {left} are left")
-    table = new_table("over the budget", ">peak", ">over by")
-    for each in check.over:
-        table.add_row(f"{each.step}: {each.phase}", format_bytes(each.peak_bytes),
-                      format_bytes(each.peak_bytes - check.budget_bytes))
-    if not check.over:
-        table.add_row("reserved for the loop", format_bytes(check.peak_bytes),
-                      format_bytes(check.peak_bytes - check.budget_bytes))
-    return Group(title(f"Does not fit in {within}"), table, Text(check.remedy))
 
 
 def _moment(report: MemoryReport) -> str:
@@ -155,3 +140,21 @@ def _proposals(report: MemoryReport) -> Table:
                       f"{1 - proposal.peak_bytes / report.peak_bytes:.0%}",
                       proposal.change + caveat)
     return table
+
+
+def rank_report(report: RankMemory) -> RenderableType:
+    """Memory of one rank at its peak, and the size of its collectives."""
+    moment = peak_moment(report.forward_backward_peak_bytes, report.optimizer_step_peak_bytes)
+    parts: list[RenderableType] = [
+        title(f"One of {report.parallel.ranks} ranks under {report.parallel.kind}, at the peak in "
+              f"{moment}"),
+        category_table(report.memory, f"{report.peak_bytes:,} bytes"),
+        Text(f"resident between steps: {format_bytes(report.resident_bytes)}")]
+    if report.bucket_bytes:
+        parts.append(Text(f"{len(report.bucket_bytes)} buckets of up to "
+                          f"{format_bytes(max(report.bucket_bytes))}"))
+    if report.units:
+        name, size = max(report.units, key=lambda unit: unit[1])
+        parts.append(Text(f"{len(report.units)} units; the largest, {name or 'the root'}, is "
+                          f"{format_bytes(size)} when gathered"))
+    return Group(*parts, *note_lines(report.notes))

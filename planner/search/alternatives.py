@@ -12,7 +12,7 @@ from planner.arguments.planning import CHOICES, Planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.search.eager import infeasible
 from planner.solvers.minimum import minimum_peak
-from planner.step.host_link import host_link
+from planner.step.lowering import host_link
 from planner.step.prepared import PreparedStep
 from planner.units import format_bytes
 

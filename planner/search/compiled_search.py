@@ -1,11 +1,13 @@
-"""Search one graph variant of a step for Inductor: the solver proposes, the generated code decides.
+"""Search one graph variant of a step for Inductor: solve, generate code, judge, correct.
 
 Model of the world: the scheduling problem counts ops, and Inductor generates kernels from them.
-The memory of a schedule therefore differs between the problem and the compiled step, slightly.
-Each schedule is evaluated by the code that Inductor generates for it
-(`graph_capture.inductor.compiled_step`), and the solver's budget is adjusted until the compiled
-step fills the user's budget as far as possible.  Code of the whole step is generated for the likely
-plan; other tries use a step without most of its repeated layers.
+The memory of a schedule therefore differs between the problem and the compiled step: its codegen
+overhead, which is similar for similar schedules.  The solver's schedule for a budget is adapted to
+kernels (a result that Inductor recomputes for free, or for less than the cost of saving it, is not
+saved), and judged by the code that Inductor generates for it
+(`graph_capture.inductor.compiled_step`).  Then the solver's budget is corrected by the codegen
+overhead.  These tries use a step without most of its repeated layers; the code of the whole step
+confirms the plan.
 
 Work is counted, not timed: the same step and budget give the same plan on a busy machine, unless
 the time limit is reached; then the best plan so far is returned, with a note.
@@ -14,181 +16,184 @@ the time limit is reached; then the best plan so far is returned, with a note.
 from __future__ import annotations
 
 import time
-from bisect import bisect
-from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from planner._apply.rewrite_spec import RewriteSpec
-from planner.search.candidate import Candidate, foreseen_step, peak_bytes_of, spec_for_inductor
-from planner.search.codegen_overhead import MARGIN, CodegenOverhead, at_most
+from planner.plans.decisions import build_spec
 from planner.search.effort import Effort
-from planner.search.proposals import Proposals
-from planner.search.saving import saved_buffers, schedule_saving
-from planner.search.time_left import TimeLeft
-from planner.search.variants import without_workspace
+from planner.search.fused_bound import least_cost
+from planner.search.saving import (
+    free_ops,
+    saved_buffers,
+    saving_seconds,
+    schedule_saving,
+    without_cheap,
+    without_free,
+)
+from planner.search.variants import solve_variant
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.problem import Schedule
+from planner.solvers.result import Result
+from planner.solvers.simulator import unroll
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
 
-_ROUNDS = 4
-"""Limit on the solver budgets tried for one plan and kernel order."""
+if TYPE_CHECKING:
+    from planner._graph_capture.inductor.compiled_step import CompiledStep
+
+_TRIES = 3
+"""Budgets that the solver is asked for, for one kernel order: the first and its corrections."""
 _CLOSE_ENOUGH = 0.02
 """Fraction of the budget that may remain unused."""
-_WORTH = 1e-3
-"""Minimal gain, as a fraction of the step's time, for generating the code of another step."""
-_STEEP = 0.05
-"""Extra time, as a fraction of the step, above which the last of the budget may save much of it: 3%
-of the step of a U-Net by 0.4% of the budget."""
-_WORKSPACE = 0.05
-"""Fraction of the budget above which the workspace of one op may decide whether a schedule fits."""
-_SPREAD = 0.02
-"""Relative difference between the smallest peaks of two searches, which stop by the clock."""
-_STRICTNESS = 0.03
-"""Cost of the fixed kernel order, as a fraction of the step's time (Llama at 60%)."""
-_TIGHT, _MAYBE_TIGHT = 1.25, 1.6
-"""Budgets below the first multiple of the least memory, by the problem's breakdown, are met in the
-fixed kernel order if at all; the least is computed if a budget is below the second multiple of its
-lower bound."""
-_CONFIRMATIONS = 3
-"""Limit on whole steps compiled for one variant because an estimate did not fit."""
+_MARGIN = 0.004
+"""Fraction of the budget that a correction leaves for a slightly different codegen overhead."""
+_SHARE_OF_SOLVER = 0.1
+"""Fraction of the time limit for one schedule, counted as work."""
+_LEAST_SECONDS = 2.0
+"""Time for the search for the least memory, whatever the time limit."""
+_COST_OF_FREE = 1e-3
+"""Fraction of its cost that the solver counts for an op that is free to recompute: enough to break
+ties between schedules."""
+
+peak_bytes_of = attrgetter("peak_bytes")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule with its compiled step."""
+
+    schedule: Schedule
+    spec: RewriteSpec
+    step: CompiledStep
+    cost: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the compiled step above resident memory."""
+        return self.step.peak_bytes
+
+
+def spec_for_inductor(prepared: PreparedStep, variant: Variant, schedule: Schedule) -> RewriteSpec:
+    """The rewrite spec of a schedule, without in-place reuses, which Inductor chooses itself."""
+    spec = build_spec(prepared, variant, unroll(variant.problem, schedule))
+    return replace(spec, backend="inductor", regions=tuple(
+        replace(region, inplace_reuses=()) for region in spec.regions))
 
 
 class CompiledSearch:
-    """The schedules tried for one graph variant of a step.
+    """The schedules tried for one graph variant of a step; mutable, since it caches them."""
 
-    A library's convolution may need much workspace for one operand layout and hardly any for
-    another, and Inductor may choose other layouts under another schedule.  Such steps therefore
-    also have a breakdown without workspace; schedules that it accepts are evaluated by their code.
-    """
-
-    def __init__(self, prepared: PreparedStep, variant: Variant, effort: Effort, *,
-                 has_workspace: bool = True, started: float | None = None) -> None:
-        """`has_workspace`: False if the solver's problem leaves out the workspace of ops.
-        `started`: the start of the time limit; `None`: now."""
+    def __init__(self, prepared: PreparedStep, variant: Variant, effort: Effort) -> None:
+        """The time limit of `effort` begins now."""
         assert variant.compiled is not None
         self.prepared, self.variant, self.effort = prepared, variant, effort
-        self.breakdown, self.has_workspace = variant.compiled, has_workspace
-        self.time = TimeLeft(effort.time_limit, self.breakdown, started)
-        self.proposals = Proposals(variant if has_workspace else without_workspace(variant), effort,
-                                   self.time)
-        self.net_peak_bytes = self.proposals.variant.net_peak_bytes
-        self._beside = CodegenOverhead(self.net_peak_bytes(self.proposals.default))
-        self._is_hopeless = False
-        """True if workspace that this breakdown leaves out exceeded the budget."""
+        self.breakdown, self._costs = variant.compiled, variant.compiled.saving_costs
+        self.started = time.monotonic()
+        self.is_cut_off = False
+        """True if the time limit prevented a try."""
         self.followed: list[Candidate] = []
         """Candidates whose code was traced, except Inductor's default, which peaks elsewhere."""
 
-    def without_workspace(self) -> CompiledSearch:
-        """A search of the same variant by a breakdown without workspace."""
-        search = CompiledSearch(self.prepared, self.variant, self.effort, has_workspace=False,
-                                started=self.time.started)
-        search.followed, search._beside.default_code = self.followed, self._beside.default_code
-        return search
+    # Schedules by the problem's breakdown.
 
-    def depends_on_workspace(self, net_bytes: int) -> bool:
-        """True if the workspace of some op may decide whether a schedule fits."""
-        return any(op.workspace_bytes > _WORKSPACE * net_bytes for op in self.variant.problem.ops)
-
-    def is_worth(self, net_bytes: int, best: Candidate) -> bool:
-        """True if this search may find a cheaper candidate than `best`, of another search."""
-        if self.variant.low_peak:  # copies of gradients are for budgets near the least
-            return best.spec.kernel_order and self.proposals.cost_within(net_bytes) < best.cost
-        worth = _WORTH * self.variant.problem.keep_all_cost
-        return not self.is_late() and self._promised(net_bytes) < best.cost - worth
-
-    def leaves_more_than(self, other: CompiledSearch, net_bytes: int, best: Candidate) -> bool:
-        """True if the solver would have more memory here than `best` uses.  `other`: a search in
-        which no schedule costs more: this one, or one without workspace."""
-        return self._for_solver(net_bytes) > other.net_peak_bytes(best.schedule)
-
-    def _for_solver(self, net_bytes: int) -> int:
-        """The solver's budget for code that may use at most `net_bytes`."""
-        return net_bytes - self._expected_codegen_overhead(net_bytes)[0]
-
-    def _expected_codegen_overhead(
-        self, net_bytes: int, kernel_order: bool = False
-    ) -> tuple[int, int]:
-        """Expected codegen overhead, and its tolerated error."""
-        if not self.followed and self.is_late():  # the first try is the last one
-            return at_most(net_bytes), net_bytes
-        if kernel_order or self.variant.low_peak:  # near the least: either sign
-            return 0, net_bytes
-        is_unsure = self.has_workspace and self.depends_on_workspace(net_bytes)
-        return self._beside.expected(net_bytes, is_unsure)
-
-    def _promised(self, net_bytes: int) -> float:
-        """Expected cost of a schedule whose code uses at most `net_bytes`."""
-        return self.proposals.cost_within(self._for_solver(net_bytes))
-
-    @property
-    def overstated_bytes(self) -> int:
-        """The largest amount by which the problem's breakdown exceeded the code's memory."""
-        return -min(self._codegen_overheads(), default=0)
-
-    def _codegen_overheads(self) -> list[int]:
-        """Codegen overhead of each try."""
-        return [found.peak_bytes - self.net_peak_bytes(found.schedule) for found in self.followed]
-
-    def is_late(self) -> bool:
-        """True if there is no time for another try, which is then skipped."""
-        return self.time.is_late(self.proposals.solver_seconds)
-
-    def default(self) -> Candidate:
-        """Inductor's default."""
-        found = self._evaluated(self.proposals.default, self.default_spec, as_whole=False)
-        self._beside.default_code = found.peak_bytes
-        return found
+    @cached_property
+    def default_schedule(self) -> Schedule:
+        """The schedule that saves what Inductor's own partitioner saves."""
+        return schedule_saving(self.variant, self.breakdown.saved_by_default)
 
     @cached_property
     def default_cost(self) -> float:
         """Cost of Inductor's default."""
-        return self.proposals.cost(self.proposals.default)
+        return self.cost(self.default_schedule)
 
-    def evaluate(self, schedule: Schedule, kernel_order: bool = False, as_whole: bool = False
-              ) -> Candidate:
-        """Compile a step with this schedule and trace its memory; `as_whole`: the whole step, if
-        time allows."""
-        found = self._evaluated(schedule, self.spec(schedule, kernel_order), as_whole)
-        if schedule != self.proposals.default:
-            self.followed.append(found)
-        return found
+    def cost(self, schedule: Schedule) -> float:
+        """Seconds of a step by the problem's costs, plus the cost of saving."""
+        return self.variant.cost(schedule) + saving_seconds(self.variant, schedule, self._costs)
 
-    def _evaluated(self, schedule: Schedule, spec: RewriteSpec, as_whole: bool) -> Candidate:
-        if self.effort.progress is not None:
-            self.effort.progress("generating the compiled step")
-        begun = time.monotonic()
-        step = (self.breakdown.trace(spec) if as_whole and self._has_time_for_whole(spec)
-                else self.breakdown.estimate(spec))
-        self.time.code_seconds = max(self.time.code_seconds, time.monotonic() - begun)
-        return Candidate(schedule, spec, step, self.proposals.cost(schedule))
+    def least_cost_within(self, net_bytes: int) -> float:
+        """Lower bound on the cost of any schedule within `net_bytes`, by the problem's costs."""
+        return least_cost(self.variant, net_bytes, self._costs.to_save,
+                          max(self._seconds_left(), self._work()))
+
+    @cached_property
+    def least(self) -> tuple[int, Schedule]:
+        """The least net bytes of a known schedule, by the problem's breakdown, and that schedule;
+        empty if it is not available."""
+        try:  # with unfused costs: a schedule other than those of `schedule_within`
+            return 0, self._ask(self.variant, 0, _LEAST_SECONDS).schedule
+        except Refusal as refusal:
+            return refusal.minimum_bytes, refusal.schedule
+
+    def schedule_within(self, net_bytes: int) -> Schedule:
+        """The solver's schedule within `net_bytes`, without saving results that are free or cheap
+        to recompute.  Raises `solvers.InfeasibleBudget`."""
+        saved = saved_buffers(self.variant, self._ask(self._priced, net_bytes).schedule)
+        saved = without_free(self.variant.graph, saved, self._free)
+        return schedule_saving(self.variant, without_cheap(self.variant, saved, self._costs))
+
+    @cached_property
+    def _free(self) -> frozenset[int]:
+        """Ops that are free to recompute if what Inductor saves by default is saved, except what is
+        cheap to recompute."""
+        return free_ops(self.variant, without_cheap(
+            self.variant, self.breakdown.saved_by_default, self._costs))
+
+    @cached_property
+    def _priced(self) -> Variant:
+        """The variant with the problem that the solver sees."""
+        problem = self.variant.problem
+        return replace(self.variant, problem=replace(problem, ops=tuple(
+            replace(op, cost=_COST_OF_FREE * op.cost) if index in self._free else op
+            for index, op in enumerate(problem.ops))))
+
+    def _ask(self, variant: Variant, net_bytes: int, least_seconds: float = 0.0) -> Result:
+        work = max(self._work(), least_seconds)
+        seconds = max(self._seconds_left(), work)
+        return solve_variant(variant, net_bytes, replace(self.effort, time_limit=seconds),
+                             work_limit=work)
+
+    def _work(self) -> float:
+        return _SHARE_OF_SOLVER * (self.effort.work_limit or self.effort.time_limit)
+
+    def _seconds_left(self) -> float:
+        """Time until only the code of the whole step can be generated."""
+        return (self.started + self.effort.time_limit - self.breakdown.whole_seconds
+                - time.monotonic())
+
+    def is_late(self) -> bool:
+        """True if there is no time for another try, which is then skipped."""
+        self.is_cut_off |= self._seconds_left() <= 0
+        return self.is_cut_off
+
+    # Their code.
+
+    @cached_property
+    def default_spec(self) -> RewriteSpec:
+        """The rewrite spec of Inductor's default."""
+        return spec_for_inductor(self.prepared, self.variant, self.default_schedule)
+
+    def default(self) -> Candidate:
+        """Inductor's default."""
+        return self._evaluated(self.default_schedule, self.default_spec)
 
     def spec(self, schedule: Schedule, kernel_order: bool) -> RewriteSpec:
         """The rewrite spec of a schedule for a budget."""
         return replace(spec_for_inductor(self.prepared, self.variant, schedule),
                        kernel_order=kernel_order, low_memory_codegen=True)
 
-    @cached_property
-    def default_spec(self) -> RewriteSpec:
-        """The rewrite spec of Inductor's default."""
-        return spec_for_inductor(self.prepared, self.variant, self.proposals.default)
+    def evaluate(self, schedule: Schedule, kernel_order: bool = False) -> Candidate:
+        """Compile a step with this schedule and trace its memory."""
+        self.followed.append(self._evaluated(schedule, self.spec(schedule, kernel_order)))
+        return self.followed[-1]
 
-    def within(self, net_bytes: int) -> Candidate | None:
-        """The cheapest candidate found whose compiled step uses at most `net_bytes`, which
-        Inductor's default exceeds."""
-        target_bytes = net_bytes
-        for _ in range(_CONFIRMATIONS):
-            found = self._evaluated_within(target_bytes)
-            if found is None:
-                return None
-            whole = self.confirmed(found)
-            if whole.peak_bytes <= net_bytes:
-                return whole
-            target_bytes -= whole.peak_bytes - net_bytes + int(MARGIN * net_bytes)
-            self._beside.of_whole[found.spec.kernel_order] = (
-                whole.peak_bytes - self.net_peak_bytes(found.schedule))
-        return None
+    def _evaluated(self, schedule: Schedule, spec: RewriteSpec) -> Candidate:
+        if self.effort.progress is not None:
+            self.effort.progress("generating the compiled step")
+        return Candidate(schedule, spec, self.breakdown.estimate(spec), self.cost(schedule))
 
     def confirmed(self, found: Candidate) -> Candidate:
         """The candidate with the memory breakdown of the whole step, regardless of time: a plan's
@@ -197,186 +202,71 @@ class CompiledSearch:
             self.effort.progress("generating the whole compiled step")
         return replace(found, step=self.breakdown.trace(found.spec))
 
-    def _has_time_for_whole(self, spec: RewriteSpec) -> bool:
-        """True if there is time to generate the code of the whole step."""
-        return self.breakdown.is_known(spec) or self.time.allows_whole()
+    @property
+    def overstated_bytes(self) -> int:
+        """The largest amount by which the problem's breakdown exceeded the code's memory."""
+        return max([0, *(self.variant.net_peak_bytes(found.schedule) - found.peak_bytes
+                         for found in self.followed)])
 
-    def _evaluated_within(self, net_bytes: int) -> Candidate | None:
-        """Like `within`, but estimates repeated layers from one copy."""
-        is_tight = not self.variant.low_peak and self._is_tight(net_bytes)
-        found = None if is_tight or self.variant.low_peak else self._narrow(net_bytes, False)
-        if found is None and not is_tight and self._has_one_try_left():
-            return self._last_try(net_bytes)
-        price = _STRICTNESS * self.variant.problem.keep_all_cost
-        # A try is worthwhile if it may gain as much as it costs.
-        if not self._is_hopeless and (found is None or self._may_gain(2 * price, found, net_bytes)):
-            strict = self._narrow(net_bytes, kernel_order=True)
-            if strict is not None and (found is None or strict.cost + price < found.cost):
-                found = strict
-            if is_tight and strict is not None and self._may_gain(0.0, strict, net_bytes):
-                loose = self._narrow(net_bytes, kernel_order=False)
-                if loose is not None and loose.cost <= strict.cost + price:
-                    found = loose
-        if found is not None and found.cost > self.default_cost:
-            found = self._filled(found, net_bytes)
-        return found
+    # Both.
 
-    def _last_try(self, net_bytes: int) -> Candidate | None:
-        """The solver's proposal for a budget that its code is very likely to meet, if it does.  A
-        breakdown without workspace leaves this to the other one, whose code fits sooner."""
-        if not self.has_workspace:
-            return None
-        off_bytes = at_most(net_bytes, self._codegen_overheads())
-        try:
-            schedules = self.proposals.within(net_bytes - off_bytes)
-        except Refusal:
-            return None
-        found = self.evaluate(min(schedules, key=self.net_peak_bytes), as_whole=True)
-        return found if found.peak_bytes <= net_bytes else None
+    def is_worth(self, best: Candidate) -> bool:
+        """True if this search may find a cheaper candidate than `best`, of another search: copies
+        of gradients are for budgets near the least."""
+        return best.spec.kernel_order and not self.is_late()
 
-    def _may_gain(self, seconds: float, found: Candidate, net_bytes: int) -> bool:
-        """True if there is time for another kernel order, which may cost `seconds` less."""
-        return (self.leaves_more_than(self, net_bytes, found)
-                and found.cost > self._promised(net_bytes) + seconds
-                and not self.is_late())
+    def within(self, net_bytes: int) -> Candidate | None:
+        """The cheapest candidate found whose compiled step uses at most `net_bytes`, which
+        Inductor's default exceeds."""
+        limit_bytes = net_bytes
+        for _ in range(_TRIES):
+            # Kernels in the order of the plan use less memory, and more time.
+            found = None if self.variant.low_peak else self._in_order(False, limit_bytes)
+            found = found or self._in_order(True, limit_bytes)
+            if found is None:
+                return None
+            whole = self.confirmed(found)
+            if whole.peak_bytes <= net_bytes:
+                return whole
+            limit_bytes -= whole.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
+        return None
 
-    def _is_tight(self, net_bytes: int) -> bool:
-        """True if a budget is so close to the least that only the fixed kernel order may meet
-        it."""
-        return (net_bytes < _MAYBE_TIGHT * self.variant.floor_bytes
-                and net_bytes < _TIGHT * self.proposals.least[0])
-
-    def _filled(self, found: Candidate, net_bytes: int) -> Candidate:
-        """A candidate that uses the rest of the budget to save more of what Inductor saves by
-        default, the smallest buffers first."""
-        left = net_bytes - int(MARGIN * net_bytes) - found.peak_bytes
-        limit = self.net_peak_bytes(found.schedule) + left
-        saved = saved_buffers(self.variant, found.schedule)
-        missing = sorted(self.proposals.costly - saved, key=lambda buffer: (
-            self.variant.graph.buffers[buffer].size_bytes, buffer))
-
-        def saving_more(count: int) -> Schedule:
-            return schedule_saving(self.variant, saved.union(missing[:count]))
-
-        count = bisect(range(1, len(missing) + 1), limit, key=lambda count: (
-            self.net_peak_bytes(saving_more(count))))
-        schedule = saving_more(count)
-        worth = _WORTH * self.variant.problem.keep_all_cost
-        if (not count or self.proposals.cost(schedule) >= found.cost - worth or self.is_late()):
-            return found
-        fuller = self.evaluate(schedule, found.spec.kernel_order)
-        return fuller if fuller.peak_bytes <= net_bytes else found
-
-    def _narrow(self, net_bytes: int, kernel_order: bool) -> Candidate | None:
-        """The cheapest candidate found with one kernel order."""
-        # Solver budgets: `low` is known to fit or to be infeasible, `high` not to fit.
-        low = self.proposals.least[0] - 1 if self._is_tight(net_bytes) else 0
-        high = self.net_peak_bytes(self.proposals.default)
+    def _in_order(self, kernel_order: bool, net_bytes: int) -> Candidate | None:
+        """Like `within`, with one kernel order, but estimates repeated layers from one copy."""
         best: Candidate | None = None
-        codegen_overhead = self._beside.of_whole
-        seen_bytes = (
-            codegen_overhead.get(kernel_order) if codegen_overhead and self.is_late() else None
-        )
-        # Codegen overhead.
-        off_bytes, spread = (seen_bytes, 0) if seen_bytes is not None else (
-            self._expected_codegen_overhead(net_bytes, kernel_order))
-        # The first try is likely to be the plan, if its kernel order is the cheapest.
-        as_whole = seen_bytes is not None or not (kernel_order or self.variant.low_peak)
-        internal = min(high, net_bytes - off_bytes)
-        margin, rounds, foreseen = int(MARGIN * net_bytes), 0, 0
-        while rounds < _ROUNDS:
-            if self._has_one_try_left() or (best is not None and self.is_late()):
-                break  # that one is `_last_try`, or the smallest
+        asked_bytes = net_bytes
+        for _ in range(_TRIES):
+            if self.followed and self.is_late():
+                break
             try:
-                schedules = self.proposals.within(internal)
+                found = self.evaluate(self.schedule_within(asked_bytes), kernel_order)
             except Refusal as refusal:
-                low = max(low, internal)
-                internal, rounds = refusal.minimum_bytes, rounds + 1
-                if internal >= high:
+                if best is not None or refusal.minimum_bytes <= asked_bytes:
                     break
+                asked_bytes = refusal.minimum_bytes
                 continue
-            left = net_bytes - off_bytes - min(map(self.net_peak_bytes, schedules))
-            if left < -spread and foreseen < _ROUNDS and internal + left - margin > low:
-                internal += left - (0 if spread else margin)
-                foreseen += 1
-                continue
-            if left >= 0 and seen_bytes is not None and self.is_late():
-                smallest = min(schedules, key=self.net_peak_bytes)
-                return Candidate(smallest, self.spec(smallest, kernel_order),
-                                 foreseen_step(self.variant, smallest, seen_bytes),
-                                 self.proposals.cost(smallest))
-            if not self.has_workspace and self.is_late():
-                break  # the other breakdown gets the last try: it fits sooner
-            rounds += 1
-            candidate = self._best_of(schedules, net_bytes, kernel_order, as_whole)
-            off_bytes = candidate.peak_bytes - self.net_peak_bytes(candidate.schedule)
-            as_whole, spread, foreseen = True, 0, 0
-            left = net_bytes - candidate.peak_bytes
-            if left >= 0:
-                if best is None or candidate.cost < best.cost:
-                    best = candidate
-                low = max(low, internal)
-            else:
-                high = min(high, internal)
-            self._is_hopeless = left < -_WORKSPACE * net_bytes and not self.has_workspace
-            if (self._is_hopeless or (best is not None and best.cost <= self.default_cost)
-                    or high - low <= _CLOSE_ENOUGH * net_bytes):
+            left_bytes = net_bytes - found.peak_bytes
+            if left_bytes >= 0 and (best is None or found.cost < best.cost):
+                best = found
+            if 0 <= left_bytes <= _CLOSE_ENOUGH * net_bytes or (
+                    best is not None and best.cost <= self.default_cost):
                 break
-            # The next proposal is assumed to have the same overhead.
-            internal += left - margin
-            if 0 <= left <= _CLOSE_ENOUGH * net_bytes and not (
-                    left > margin and self._is_dearer(candidate, internal)):
-                break
-            if not low < internal < high:
-                internal = (low + high) // 2
+            # The next schedule is assumed to have the same codegen overhead.
+            asked_bytes = (self.variant.net_peak_bytes(found.schedule) + left_bytes
+                           - int(_MARGIN * net_bytes))
         return best
 
-    def _is_dearer(self, candidate: Candidate, internal_bytes: int) -> bool:
-        """True if a candidate is clearly more expensive than the solver's proposal for a budget."""
-        step = self.variant.problem.keep_all_cost
-        return (candidate.cost > self.default_cost + _STEEP * step
-                and self.proposals.gain_within(internal_bytes) > 4 * _WORTH * step
-                and candidate.cost > self.proposals.cost_within(internal_bytes) + 4 * _WORTH * step)
-
-    def _best_of(self, schedules: Sequence[Schedule], net_bytes: int, kernel_order: bool,
-                 as_whole: bool = False) -> Candidate:
-        """The first candidate that fits, else the smallest."""
-        tried: list[Candidate] = []
-        for schedule in schedules:
-            tried.append(self.evaluate(schedule, kernel_order, as_whole))
-            if tried[-1].peak_bytes <= net_bytes:
-                return tried[-1]
-        return min(tried, key=peak_bytes_of)
-
-    def smallest(self, net_bytes: int = 0) -> tuple[Candidate, int]:
-        """A candidate whose compiled step uses at most `net_bytes`, else the smallest of those
-        tried; and the bytes within which a later search will find a candidate."""
-        schedule = self.proposals.least[1]
-        bare = (schedule,) if schedule else ()
-        only_bare = bare and self._has_one_try_left()
-        leanest = self._best_of(bare if only_bare else (*self._cheap_within_least(), *bare),
-                                net_bytes, kernel_order=True)
-        found = min((leanest, *self.followed), key=peak_bytes_of)
-        if found.peak_bytes > net_bytes and not self._has_one_try_left():
-            leanest = min((self.evaluate(schedule, strict)
-                           for schedule in bare or (found.schedule,) for strict in (True, False)),
-                          key=peak_bytes_of)
-            found = min(found, leanest, key=peak_bytes_of)
-            # The quality of the other candidates depends on the available time.
-            leanest = leanest if self.time.is_over else found
-        return found, int((1 + _SPREAD) * leanest.peak_bytes)
-
-    def _cheap_within_least(self) -> tuple[Schedule, ...]:
-        """The solver's proposals within the least memory, or slightly more."""
-        least_bytes, schedule = self.proposals.least
-        try:
-            return self.proposals.within(least_bytes)
-        except Refusal as refusal:
-            if not (refusal.schedule or schedule):
-                raise
-            return (refusal.schedule,) if refusal.schedule else ()
-
-    def _has_one_try_left(self) -> bool:
-        """True if there is time for only one more try, since each may take as long as a whole
-        step."""
-        return bool(self.followed and not self.breakdown.leaves_out_layers and self.is_late())
+    def smallest(self, net_bytes: int = 0) -> Candidate:
+        """A candidate whose compiled step uses at most `net_bytes`, else the smallest of a few that
+        do not depend on it: planning within what that one uses finds it again."""
+        least_bytes, bare = self.least
+        tries = [(bare or self.default_schedule, True), (bare or self.default_schedule, False)]
+        if bare and not self.is_late():
+            with suppress(Refusal):
+                tries.insert(0, (self.schedule_within(least_bytes), True))
+        best = self.evaluate(*tries[0])
+        for schedule, kernel_order in tries[1:]:
+            if best.peak_bytes <= net_bytes or self.is_late():
+                break
+            best = min(best, self.evaluate(schedule, kernel_order), key=peak_bytes_of)
+        return best

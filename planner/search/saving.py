@@ -1,14 +1,24 @@
-"""Schedules defined by the buffers saved for the backward, which alone determine Inductor's code.
+"""Schedules defined by the buffers saved for the backward, which alone determine Inductor's code;
+and results that a compiled step should recompute even if there is memory to save them.
 
 The recomputations of such a schedule follow: everything else that the backward needs runs again
 just before its first use.
+
+Model of the world: Inductor computes a pointwise result in the kernel that reads it.  Saving it
+costs a write and a read; recomputing it costs arithmetic, and memory traffic only for inputs that
+are not read anyway.  On a CPU, writing and reading a dropout mask takes longer than drawing it
+again.
+
+Blind spots: those of `graph_capture.inductor.fused_costs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Iterator, Set
 
-from planner._graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase, SavingCosts, TrainingGraph
+from planner.solvers.actions import as_order
 from planner.solvers.problem import Schedule
 from planner.step.variant import Variant
 
@@ -57,3 +67,117 @@ def saved_buffers(variant: Variant, schedule: Schedule) -> frozenset[int]:
     return frozenset(
         instance.storage for instance in variant.saved_instances(schedule)
         if graph.ops[graph.buffers[instance.storage].producer].phase is Phase.FORWARD)
+
+
+def free_ops(variant: Variant, saved: Set[int]) -> frozenset[int]:
+    """Ops that Inductor recomputes by itself, fused into the kernels that read them."""
+    runs = Counter(as_order(schedule_saving(variant, saved)))
+    return frozenset(index for index, count in runs.items() if count > 1)
+
+
+def without_free(graph: TrainingGraph, saved: Set[int], free: Set[int]) -> frozenset[int]:
+    """`saved` without the buffers that free ops compute from the other saved buffers."""
+    known: dict[int, bool] = {}
+
+    def available(buffer: int) -> bool:
+        """True if the backward can compute the buffer from buffers that no free op produces."""
+        if buffer not in known:
+            producer = graph.buffers[buffer].producer
+            if producer in free:
+                known[buffer] = all(available(b) for b in graph.ops[producer].inputs)
+            else:
+                known[buffer] = buffer in saved or graph.buffers[buffer].kept_to_end
+        return known[buffer]
+
+    for op in graph.ops:  # in order, so that the recursion is shallow
+        for buffer in op.outputs:
+            available(buffer)
+    return frozenset(buffer for buffer in saved
+                     if graph.buffers[buffer].producer not in free or not available(buffer))
+
+
+def saving_seconds(variant: Variant, schedule: Schedule, costs: SavingCosts) -> float:
+    """Seconds to write and read the buffers that a schedule saves."""
+    return sum(costs.to_save.get(buffer, 0.0) for buffer in saved_buffers(variant, schedule))
+
+
+def without_cheap(variant: Variant, saved: Set[int], costs: SavingCosts) -> frozenset[int]:
+    """`saved` without the buffers that are recomputed from the others in less time than it takes to
+    write and read them; the largest gain is dropped first."""
+    kept = set(saved)
+    while True:
+        recomputes = Recomputes(variant, kept, costs)
+        gains = []
+        for buffer in kept & costs.to_save.keys():
+            seconds = recomputes.seconds(buffer, costs.to_save[buffer])
+            if seconds < costs.to_save[buffer]:
+                gains.append((seconds - costs.to_save[buffer], buffer))
+        given_up: set[int] = set()
+        for _, buffer in sorted(gains):
+            # A buffer dropped before may be a source of this one.
+            if given_up.isdisjoint(recomputes.sources(buffer)):
+                given_up.add(buffer)
+        if not given_up:
+            return frozenset(kept)
+        kept -= given_up
+
+
+class Recomputes:
+    """Cost of recomputing one more buffer, where `kept` is saved for the backward."""
+
+    def __init__(self, variant: Variant, kept: Set[int], costs: SavingCosts) -> None:
+        self._graph, self._problem, self._kept, self._costs = (
+            variant.graph,
+            variant.problem,
+            kept,
+            costs,
+        )
+        self._again = free_ops(variant, kept)
+        self._readers: dict[int, list[int]] = {}
+        for index, op in enumerate(variant.graph.ops):
+            if (op.phase is Phase.BACKWARD and op.digest) or index in self._again:
+                for buffer in op.inputs:
+                    self._readers.setdefault(buffer, []).append(index)
+
+    def seconds(self, buffer: int, limit: float) -> float:
+        """Seconds of the additional ops, plus reads of their sources that the buffer's readers do
+        not read anyway; `limit` if it is not less."""
+        graph, problem, costs = self._graph, self._problem, self._costs
+        readers = self._readers.get(buffer, [])
+        first = next((index for index in readers if graph.ops[index].phase is Phase.BACKWARD), None)
+        if first is None:
+            return limit
+        codegen_overhead = {b for index in readers for b in graph.ops[index].inputs}
+        total, held_anew = 0.0, 0
+        for index in self._ops(buffer):
+            if not problem.ops[index].recomputable or not problem.may_replay(index, first):
+                held_anew += sum(graph.buffers[b].size_bytes for b in graph.ops[index].outputs)
+            else:
+                total += problem.ops[index].cost
+            if total >= limit or held_anew >= graph.buffers[buffer].size_bytes:
+                return limit
+        return total + sum(
+            costs.to_read.get(b, 0.0) for b in self.sources(buffer) - codegen_overhead
+        )
+
+    def sources(self, buffer: int) -> set[int]:
+        """The saved buffers that a buffer is recomputed from."""
+        ops = list(self._ops(buffer))
+        made = {b for index in ops for b in self._graph.ops[index].outputs}
+        return {b for index in ops if self._problem.ops[index].recomputable
+                for b in self._graph.ops[index].inputs if b not in made}
+
+    def _ops(self, buffer: int) -> Iterator[int]:
+        """The ops that would run again in addition, or whose result would have to be saved."""
+        graph = self._graph
+        pending, seen = [graph.buffers[buffer].producer], set()
+        while pending:
+            index = pending.pop()
+            if index in seen or index in self._again:
+                continue
+            seen.add(index)
+            yield index
+            if self._problem.ops[index].recomputable:
+                pending.extend(
+                    graph.buffers[b].producer for b in graph.ops[index].inputs
+                    if b not in self._kept and not graph.buffers[b].kept_to_end)

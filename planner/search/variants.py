@@ -156,7 +156,3 @@ def smallest(variants: Sequence[Variant], enough_net_bytes: int = 0) -> tuple[Va
     return best[1:]
 
 
-def without_workspace(variant: Variant) -> Variant:
-    """The variant with a problem whose ops have no workspace."""
-    return replace(variant, problem=replace(variant.problem, ops=tuple(
-        replace(op, workspace_bytes=0) for op in variant.problem.ops)))

@@ -1,10 +1,15 @@
-"""Bytes by category: dataclasses that are also mappings from field to bytes, and timelines of
-them."""
+"""Bytes by category: dataclasses that are also mappings from field to bytes, and timelines of them.
+
+Positions of a step's timeline are runs of ops, including recomputations; for a step that Inductor
+compiles, each allocation and each release.  They have unequal durations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+
+from planner._graph_capture.training_graph import BufferKind
 
 
 class ByCategory(Mapping[str, int]):
@@ -70,3 +75,38 @@ class MemoryTimeline:
         """Bytes at each position, by category."""
         return {name: [row[place] for row in self.bytes_of]
                 for place, name in enumerate(CATEGORIES)}
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTimeline:
+    """Memory timeline of the plain step."""
+
+    whole_bytes: tuple[int, ...]
+    """All memory of the step, resident memory included."""
+    backward_begins: int
+    """First position of the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """Memory timeline of forward, loss and backward under a plan."""
+
+    gradients: tuple[int, ...]
+    """Bytes, including gradients of earlier micro-batches."""
+    activations: tuple[int, ...]
+    temporaries: tuple[int, ...]
+    """Includes temporarily gathered parameters."""
+    backward_begins: int
+    """First position of the backward."""
+    plain: PlainTimeline
+    """The plain step."""
+
+    @classmethod
+    def of(cls, made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
+           resident: MemoryByCategory, plain: PlainTimeline) -> StepTimeline:
+        """Build from the bytes of forward and backward, by kind, and resident memory."""
+        return cls(tuple(resident.gradients + size for size in made[BufferKind.GRADIENT]),
+                   tuple(resident.activations + size for size in made[BufferKind.ACTIVATION]),
+                   tuple(map(sum, zip(made[BufferKind.TEMPORARY], made[BufferKind.PARAMETER],
+                                      strict=True))),
+                   backward_begins, plain)

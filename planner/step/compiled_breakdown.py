@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 _TO_CAPTURE = 1.3
-"""Time to generate the code of a whole step, relative to its capture, until some was generated
-(Llama of 12 and 48 layers 1.2 and 1.4, Swin 1.3, ConvNeXt 1)."""
+"""Time to generate the code of a whole step, relative to its capture, until some was generated."""
 
 
 class _Decided(NamedTuple):
@@ -52,8 +51,6 @@ class CompiledBreakdown:
     """Time of Inductor's kernels to save results for the backward."""
     whole_seconds: float = 0.0
     """Approximate time to generate the code of a whole step with a single region."""
-    leaves_out_layers: bool | None = None
-    """True if some estimate left out layers; `None` before any estimate."""
     compiled_ops: int = 0
     """Number of graph ops compiled for the last estimate."""
     _known: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
@@ -75,14 +72,9 @@ class CompiledBreakdown:
             short = self._new_code(spec, shared)
             short.backend.leave_out_layers(find_runs)
             short.backend.keep_code()
-            begun = time.monotonic()
             step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
             self.compiled_ops = short.backend.compiled_ops
-            cut = max(begun, short.backend.cut_at)  # passes before the cut process all layers
-            self.whole_seconds = cut - begun + (time.monotonic() - cut) * (
-                short.backend.planned_ops / self.compiled_ops)
             self._estimated[spec] = step
-            self.leaves_out_layers = bool(self.leaves_out_layers or short.backend.left_out)
             if not short.backend.left_out:  # it was the whole step
                 self._known[spec] = step
                 self._generated[_decided(shared, spec)] = short

@@ -6,13 +6,20 @@ autograd's copies of finished gradients are outside the captured graphs: nothing
 them, and a recomputation cannot be placed just before them.
 
 With a link to the host, buffers that the forward saves for its own backward, and no others, may be
-stored there.
+stored there.  A GPU's slot has the bandwidth of its PCIe generation, in both directions at the same
+time, minus protocol overhead; each copy is launched like an op.
 
 Resident memory is not part of the problem; `planner.step.breakdown` adds it.
+
+Blind spots: a slot with fewer lanes, a switch or a host shared with other GPUs, hosts with several
+sockets.  `planner.Gpu(host_link_gb=...)` sets another bandwidth.
 """
 
 from __future__ import annotations
 
+import torch
+
+from planner._graph_capture.op_costs.devices import device_model
 from planner._graph_capture.training_graph import (
     KEPT_BY_USER,
     RUNS_SEVERAL_TIMES,
@@ -21,6 +28,7 @@ from planner._graph_capture.training_graph import (
     TrainingGraph,
     TrainingOp,
 )
+from planner.arguments.planning import Planning
 from planner.solvers.problem import Link, Op, Problem, Segment, Storage
 
 
@@ -87,3 +95,18 @@ def _segments(graph: TrainingGraph) -> tuple[Segment, ...]:
             forward_of[op.region] = len(segments)
         segments.append(Segment(start=index, replays=(forward_of[op.region],) if ours else ()))
     return tuple(segments)
+
+
+def host_link(planning: Planning, device: str) -> Link | None:
+    """The host link of the device of `planning`; `None` if storing is not allowed.
+
+    Raises `ValueError` if the device has no memory of its own.
+    """
+    if "offload" not in planning.allow:
+        return None
+    model = device_model(device, gpu=planning.gpu)
+    if model.gpu is None:
+        raise ValueError(f'allow="offload" on the device `{torch.device(device)}`: its results are '
+                         'in the memory of the host already; plan for device="cuda", or leave '
+                         '"offload" out')
+    return Link(model.host_bytes_per_second, model.launch_seconds)

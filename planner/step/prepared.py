@@ -15,9 +15,9 @@ from planner.arguments.parallel import DataParallel
 from planner.solvers.problem import Link, Schedule
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.budget import StepBudget
+from planner.step.categories import PlainTimeline
 from planner.step.lowering import lower
 from planner.step.reserved import StepSurroundings
-from planner.step.timeline import PlainTimeline
 from planner.step.variant import Variant
 from planner.units import format_fraction
 

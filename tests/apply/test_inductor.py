@@ -17,10 +17,9 @@ from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.plans.file import dumps, loads
-from planner.search.cheap_to_recompute import without_free
 from planner.search.compiled import smallest_plan
 from planner.search.planning import plan_within
-from planner.search.saving import saved_buffers, schedule_saving
+from planner.search.saving import saved_buffers, schedule_saving, without_free
 from planner.solvers.simulator import unroll
 from tests.support import training
 from tests.support.compiler import needs_compiler

@@ -1,7 +1,5 @@
-"""What of a compiled step is laid out for convolutions; the measured peak, and the sizes of the
-copies in `channels_last`, are the oracles."""
-
-from dataclasses import replace
+"""Compiled steps with convolutions, whose layouts Inductor chooses; the measured peak is the
+oracle."""
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch import nn
 from planner._graph_capture.memory.allocator import record_peak
 from planner.api import capture
 from planner.plans.file import dumps, loads
-from planner.search.compiled_search import CompiledSearch
 from planner.search.planning import plan_within
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, budget_at
@@ -61,17 +58,7 @@ def check_as_predicted(plan, make_model):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_no_copy_in_the_layout_of_convolutions_is_held(prepared):
-    search = CompiledSearch(prepared, prepared.base, EFFORT)
-    own = search.spec(search.proposals.default, kernel_order=False)
-    peaks = [prepared.base.compiled.trace(replace(own, low_memory_codegen=lean)).peak_bytes
-             for lean in (True, False)]
-    copied = 4 * (IMAGES.numel() + sum(p.numel() for p in convolutions()[2:].parameters()
-                                       if p.dim() == 4))
-    assert peaks[1] - peaks[0] >= 0.9 * copied
-
-
-def test_a_plan_within_a_budget_holds_none_and_is_as_predicted(prepared, tight):
+def test_a_plan_within_a_budget_is_as_predicted(prepared, tight):
     assert tight.spec.low_memory_codegen and tight.overhead > 0
     check_as_predicted(tight, convolutions)
 

@@ -1,7 +1,6 @@
-"""Compiled plans for budgets near the least: what is copied, what is stored, how it is laid out.
+"""Compiled plans for budgets near the least: what is copied, what is stored.
 
-The oracles: the same graphs before the change, the allocator's events, gradients of
-`torch.compile`.
+The oracles: the allocator's events, gradients of `torch.compile`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
-from planner._apply.layouts import lay_out_weights
 from planner._apply.realized import realize_across_library_calls
-from planner._apply.rewrite import rewrite
-from planner._apply.rewrite_spec import Insertion, RunAgain
 from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
 from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
 from planner._graph_capture.torch_compat.inductor import is_stored
@@ -26,7 +22,6 @@ from planner.search.compiled import smallest_plan
 from planner.search.effort import Effort
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case, unet
-from tests.support.regions import lowered
 from tests.support.training import measured_peak, train
 
 pytestmark = needs_compiler
@@ -102,43 +97,6 @@ def test_one_result_of_several_can_wait():
         return op(aten.add.Tensor, product, op(aten.view.default, offsets, [16, 16]))
 
     assert stored(graph_of(build)) == ["getitem_1"]
-
-
-# --- How it is laid out ---------------------------------------------------------------------------
-
-
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.SiLU(),
-                                    nn.ConvTranspose2d(4, 2, 2, 2), nn.Linear(16, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).sum()
-
-
-def test_graphs_with_other_layouts_compute_the_same():
-    torch.manual_seed(0)
-    model, x = Convolutions(), torch.randn(2, 3, 8, 8)
-    region = lowered(model, x, loss_fn=lambda loss: loss)
-    first = next(op.name for op in region.ops if op.target == "aten.convolution.default")
-    again = Insertion(region.ops[region.num_forward].name, (RunAgain(first),))
-    primals = [torch.randn(p.meta["val"].shape) for p in region.joint.primals]
-    found = []
-    for change in (False, True):
-        graphs = rewrite(region, (again,))
-        if change:
-            lay_out_weights(graphs.backward)
-        loss, *saved = graphs.forward(*primals)
-        found.append((loss, graphs.backward(*saved, torch.ones(()))))
-    copies = [node for node in graphs.backward.graph.nodes if node.target is aten.clone.default]
-    # For the first layer once more, and for the gradient that the second one's backward makes.
-    assert len(copies) == 2
-    assert torch.equal(found[0][0], found[1][0])
-    for before, after in zip(*(gradients for _, gradients in found), strict=True):
-        assert (before is None) == (after is None)
-        if before is not None:
-            torch.testing.assert_close(after, before)
 
 
 # --- Gradients that are copied --------------------------------------------------------------------

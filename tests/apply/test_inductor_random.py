@@ -13,7 +13,7 @@ from torch import nn
 
 from planner._apply.runtime import apply_spec
 from planner.api import capture
-from planner.search.candidate import spec_for_inductor
+from planner.search.compiled_search import spec_for_inductor
 from planner.search.saving import saved_buffers, schedule_saving
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case

@@ -8,8 +8,7 @@ import torch
 
 from planner._graph_capture.training_graph import Phase, SavingCosts
 from planner.api import capture
-from planner.search.cheap_to_recompute import saving_seconds, without_cheap
-from planner.search.saving import saved_buffers, schedule_saving
+from planner.search.saving import saved_buffers, saving_seconds, schedule_saving, without_cheap
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import batch, loss_of, make_model
 

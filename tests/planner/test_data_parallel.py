@@ -8,7 +8,7 @@ from torch import nn
 
 import planner
 from planner.api import capture
-from planner.ranks.rank_memory import CATEGORIES
+from planner.ranks.data_parallel import CATEGORIES
 from planner.step.rank_layout import assign_buckets, partition, unit_names
 
 pytestmark = pytest.mark.compat

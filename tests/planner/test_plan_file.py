@@ -178,13 +178,6 @@ def test_another_schema_version_is_refused(version):
         from_dict(document)
 
 
-def test_a_draft_from_before_the_first_release_is_named_as_such():
-    """Whatever else it holds."""
-    for version in (5, 8):
-        with pytest.raises(planner.PlanFileError, match="a draft from before the first release"):
-            from_dict({"schema_version": version, "regions": 3})
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_missing_field_is_named_by_its_path(data):

@@ -18,13 +18,11 @@ from planner.errors import PlanFileError, PlannerError
 from planner.plans.checking import stated_variant
 from planner.plans.decisions import build_regions, decide, schedule_of
 from planner.plans.document import Document
-from planner.plans.file import _plan_of
+from planner.plans.file import _plan_of, fingerprint, read
 from planner.plans.plan import Plan
-from planner.plans.reader import read
-from planner.plans.writing import fingerprint
 from planner.solvers.simulator import unroll
 from planner.step.breakdown import breakdown, memory_over
-from planner.step.timeline import StepTimeline
+from planner.step.categories import StepTimeline
 
 Place = tuple[str | int, ...]
 

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from planner.cli.failures import TargetError, UsageError
-from planner.cli.loss import OF_CLASSES, OF_VALUES, find_loss, fitted_to
-from planner.cli.target import TargetOptions, load_target
+from planner.cli.target import (
+    OF_CLASSES,
+    OF_VALUES,
+    TargetOptions,
+    find_loss,
+    fitted_to,
+    load_target,
+)
 from planner.cli.tensors import parse_inputs
 
 FACTORIES = """

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from planner.cli.application import COMMANDS
+from planner.cli.commands import COMMANDS
 from tests.support.command_line import run
 
 
