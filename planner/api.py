@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
+from planner.arguments.dynamic import named_dimensions
 from planner.arguments.inputs import describe_inputs, split_inputs
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
-from planner.errors import InfeasibleBudget, PlanMismatch
+from planner.errors import CaptureError, InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.reporters.one_line import summarize
@@ -17,7 +19,7 @@ from planner.search.agreement import agreed
 from planner.search.alternatives import told_in_percent, with_alternatives
 from planner.search.effort import USUAL_TIME_LIMIT
 from planner.search.planning import Effort, plan_within
-from planner.step.prepared import PreparedStep, prepare
+from planner.step.prepared import PreparedStep, prepare, with_sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,6 +100,13 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
             where the environment asks for them.  A percentage is then of what the plain step
             reserves.
+        dynamic: sizes of the inputs that vary, by name: `{"input_ids": {0: "batch", 1: "length"},
+            "labels": {0: "batch", 1: "length"}}`; every input that has such a size is to be named.
+            `True` names all dimensions (`input_ids_0`).  The sizes of `inputs` are the largest that
+            the plan serves: give the largest batch.  One graph with symbolic sizes is captured, the
+            plan is made for the largest sizes and serves every size within `plan.ranges`, whose
+            peak `plan.peak_bytes_at(batch=2, length=100)` tells.  For the eager backend and one
+            device, the whole model as one graph.
         optimizer_in_backward: each gradient is used and freed as soon as it is whole, by a hook of
             its parameter that steps `optimizer` (`register_post_accumulate_grad_hook`).  The
             repeated blocks of the model are then compiled one by one by default, since one graph
@@ -187,6 +196,10 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
     planning = with_wrappers(model, planning)
     model = unwrapped(model)
     step = capture_call(model, args, kwargs, planning, progress)
+    symbolic = None
+    if planning.dynamic:
+        symbolic = symbolic_step(step, model, args, kwargs, planning, progress)
+        step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
     signature = signature_of(model, args, kwargs)
     if planning.autocast_dtype is not None:
         signature = replace(signature, autocast=autocast_words(
@@ -196,8 +209,32 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
         signature=signature, backend=planning.backend, cost_model=planning.cost_model,
         accumulation=planning.accumulation, parallel=planning.parallel,
         budget_of=planning.budget_of)
+    if symbolic is not None:
+        prepared = with_sizes(prepared, symbolic)
     link = host_link(planning, step.graph.device)
     return prepared if link is None else prepared.with_link(link)
+
+
+def symbolic_step(step: CapturedStep, model: nn.Module, args: tuple[Any, ...],
+                  kwargs: dict[str, Any], planning: Planning, progress: Progress | None = None
+                  ) -> SymbolicStep:
+    """The captured step `model(*args, **kwargs)` with the symbols that `dynamic` asks for; raises
+    `CaptureError`."""
+    from planner._apply.call_signature import input_tensors
+    from planner._graph_capture.capture import trace_symbolic
+
+    if progress is not None:
+        progress("capturing the step with symbolic sizes")
+    named = named_dimensions(planning.dynamic, input_tensors(model, args, kwargs))
+    symbolic = trace_symbolic(
+        step, lambda fake: input_tensors(model, fake.args, fake.kwargs), named)
+    wanted = {size for places in named.values() for size in places.values()}
+    fixed = sorted(wanted - symbolic.region.smallest.keys())
+    if isinstance(planning.dynamic, Mapping) and fixed:
+        raise CaptureError(
+            f"the model's code fixes {', '.join(fixed)} at the size of these inputs; take it out "
+            "of dynamic, or name the same size in all inputs that have it")
+    return symbolic
 
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -185,11 +185,12 @@ def sharded_module(model: nn.Module) -> str | None:
          if isinstance(module, fsdp.FSDPModule)), None)
 
 
-def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_module(module: nn.Module, backend: Callable[..., Any], *,
+                   dynamic: bool | None = False) -> Callable[..., Any]:
     """The forward of `module`, without its hooks, behind a function that Dynamo compiles with
-    `backend`."""
-    return functools.partial(
-        compile_forward(type(module).__name__, backend), module, own_forward(module))
+    `backend`; `dynamic`: as for `compile_forward`."""
+    return functools.partial(compile_forward(type(module).__name__, backend, dynamic=dynamic),
+                             module, own_forward(module))
 
 
 def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | None = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,38 @@ def function_of(expression: Any, symbols: Sequence[Any]) -> Callable[..., int]:
     return function
 
 
-_WEAK_MARKS = "_dynamo_weak_dynamic_indices"
+def text_of(size: Any, names: Mapping[Any, str]) -> str:
+    """A size as text in which each symbol has this name; raises `ValueError` where a symbol has
+    none."""
+    expression = expression_of(size)
+    symbols: set[Any] = getattr(expression, "free_symbols", set())
+    if unnamed := sorted(str(each) for each in symbols if each not in names):
+        raise ValueError(f"{expression} depends on {', '.join(unnamed)}, which is no named size")
+    if not symbols:
+        return str(int(expression))
+    named = {each: type(each)(names[each], positive=True, integer=True) for each in symbols}
+    return PythonPrinter().doprint(expression.xreplace(named).expand())
+
+
+def smallest_value(size: torch.SymInt) -> int:
+    """The smallest value of a symbol that the graph's guards allow."""
+    node: Any = size.node
+    return int(node.shape_env.var_to_range[node.expr].lower)
+
+
+def guards_between_sizes(size: torch.SymInt) -> list[str]:
+    """What torch found when it compared symbols, other than bounds of a single one."""
+    node: Any = size.node
+    return sorted({str(guard.expr) for guard in node.shape_env.guards})
+
+
+_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+_WEAK_MARKS = _MARKS[1]
+
+
+def marked_dimensions(tensor: torch.Tensor) -> set[int]:
+    """Dimensions that the user has marked as symbolic (`torch._dynamo.mark_dynamic`)."""
+    return {int(place) for mark in _MARKS for place in getattr(tensor, mark, ())}
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def _spec_of(what: str, plan: object) -> RewriteSpec:
         raise TypeError(f"{what} must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
     plan.check()  # type: ignore[attr-defined]
-    return spec
+    return plan.sized_spec  # type: ignore[attr-defined,no-any-return]
 
 
 def _check_resident(model: nn.Module, plan: Plan) -> None:
