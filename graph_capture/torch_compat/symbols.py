@@ -54,7 +54,8 @@ def text_of(size: Any, names: Mapping[Any, str]) -> str:
     if not symbols:
         return str(int(expression))
     named = {each: type(each)(names[each], positive=True, integer=True) for each in symbols}
-    return PythonPrinter().doprint(expression.xreplace(named).expand())
+    found = expression.xreplace(named)
+    return min(map(PythonPrinter().doprint, (found, found.expand())), key=len)
 
 
 def smallest_value(size: torch.SymInt) -> int:

@@ -114,6 +114,12 @@ class Plan(Predicted):
 
         return peak_bytes_at(self, sizes)
 
+    def resident_bytes_at(self, **sizes: int) -> int:
+        """Resident memory of a step of these sizes; otherwise as `peak_bytes_at`."""
+        from planner.plans.sizes import resident_bytes_at
+
+        return resident_bytes_at(self, sizes)
+
     def apply(self, model: nn.Module, *,
               replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:
         """Like `planner.apply(model, plan)`."""

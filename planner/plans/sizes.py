@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 def peak_bytes_at(plan: Plan, sizes: Mapping[str, int]) -> int:
     """See `Plan.peak_bytes_at`."""
-    if not sizes:
-        return plan.peak_bytes
+    values = _values(plan, sizes)
+    return sized_peak(plan).bytes_at(values) if sizes else plan.peak_bytes
+
+
+def _values(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The value of each named size; raises as `Plan.peak_bytes_at`."""
     ranges = plan.ranges
     unknown = [name for name in sizes if name not in ranges]
     if unknown:
@@ -33,7 +37,13 @@ def peak_bytes_at(plan: Plan, sizes: Mapping[str, int]) -> int:
                                f"{name}" if values[name] > largest else
                                f"{name} {values[name]} is outside of the sizes that the plan "
                                f"serves, {smallest} to {largest}: make a plan for it by itself")
-    return sized_peak(plan).bytes_at(values)
+    return values
+
+
+def resident_bytes_at(plan: Plan, sizes: Mapping[str, int]) -> int:
+    """See `Plan.resident_bytes_at`."""
+    values = _values(plan, sizes)
+    return sized_peak(plan).resident_bytes_at(values) if sizes else plan.resident_bytes
 
 
 def fits(plan: Plan, values: Mapping[str, int]) -> bool:

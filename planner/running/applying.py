@@ -29,8 +29,10 @@ def apply(model: nn.Module, plan: Plan, *,
     state after a step equal those of `model`.
 
     A plan serves the inputs that it was made for, and others whose step has the same graph with no
-    tensor larger: a smaller batch, a shorter sequence.  Any other step raises `PlanMismatch` with
-    the first difference, or, if `replan` is given, runs under a new plan:
+    tensor larger: a smaller batch, a shorter sequence; each is traced anew.  A plan made with
+    `dynamic` serves every size within `plan.ranges`, and is traced once.  Any other step
+    raises `PlanMismatch` with the first difference, or, if `replan` is given, runs under a new
+    plan:
 
         plan.apply(model, replan=lambda model, inputs: planner.plan(model, inputs, budget="8GB"))
 

@@ -110,7 +110,7 @@ class LargestSize:
         return plain_text(largest_report(self))
 
 
-@takes_planning()
+@takes_planning(without=("dynamic",))
 def max_batch_size(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
                    budget: int | str | None = None, plan: bool = True,
                    overhead: float | None = None, smallest: int = 1, largest: int | None = None,
@@ -144,7 +144,7 @@ def max_batch_size(model: nn.Module, inputs: object = None, *, budget_gb: float 
                              "planner.max_batch_size"), make_loss_fn, progress)
 
 
-@takes_planning()
+@takes_planning(without=("dynamic",))
 def max_sequence_length(model: nn.Module, inputs: object = None, *,
                         budget_gb: float | None = None, budget: int | str | None = None,
                         plan: bool = True, overhead: float | None = None, smallest: int = 1,

@@ -132,6 +132,11 @@ class SizedPeak:
         """The same without measurement: workspace is that at the planned sizes."""
         return self._bytes_at(values, {})
 
+    def resident_bytes_at(self, values: Mapping[str, int]) -> int:
+        """Resident memory where the named sizes have these values."""
+        return (self._variant.budget.resident_bytes + self._inputs_at(values)
+                - self._inputs_at(self._sizes.largest))
+
     def _bytes_at(self, values: Mapping[str, int], workspace: Mapping[int, int]) -> int:
         budget, problem = self._variant.budget, self._variant.problem
         texts = self._sizes.buffer_bytes
@@ -152,15 +157,14 @@ class SizedPeak:
             for place, op in enumerate(problem.ops))
         net_bytes = simulate(replace(problem, ops=ops, storages=storages),
                              self._schedule).peak_bytes
-        more_inputs = self._inputs_at(values) - self._inputs_at(self._sizes.largest)
-        more_kept = more_inputs + sum(
-            after.size_bytes - before.size_bytes
-            for after, before in zip(storages, problem.storages, strict=True)
-            if before.kept_to_end)
+        resident_bytes = self.resident_bytes_at(values)
         if budget.optimizer is None:
-            return budget.resident_bytes + more_inputs + net_bytes
-        return max(budget.resident_bytes + more_inputs + net_bytes,
-                   budget.optimizer_step_bytes + more_kept)
+            return resident_bytes + net_bytes
+        more_kept = sum(after.size_bytes - before.size_bytes
+                        for after, before in zip(storages, problem.storages, strict=True)
+                        if before.kept_to_end)
+        return max(resident_bytes + net_bytes, budget.optimizer_step_bytes + more_kept
+                   + resident_bytes - budget.resident_bytes)
 
     def _inputs_at(self, values: Mapping[str, int]) -> int:
         return sum(allocated_bytes(number(text, values), self._device)
