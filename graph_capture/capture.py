@@ -195,6 +195,11 @@ class SymbolicStep:
                  for place, size in places.items()}
         return cls(region, region.values_at(sizes), outputs, found, input_bytes(found, inputs))
 
+    def at(self, inputs: Mapping[str, torch.Tensor]) -> SymbolicStep | None:
+        """The same for a call with other inputs; `None` if the graph is not theirs."""
+        other = SymbolicStep.of(self.region, self.outputs, self.dimensions, inputs)
+        return other if self.region.serves(other.values) else None
+
     @property
     def planned(self) -> dict[str, int]:
         """The named sizes of this step."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.dynamic import named_dimensions
 from planner.arguments.inputs import describe_inputs, split_inputs
-from planner.arguments.planning import PlanArguments, Planning, takes_planning
+from planner.arguments.planning import Dynamic, PlanArguments, Planning, takes_planning
 from planner.errors import CaptureError, InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
@@ -169,8 +169,11 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     from planner.solvers.simulator import unroll
 
     spec = plan.spec
+    dynamic: dict[str, dict[int, str]] = {}
+    for each in () if spec.sizes is None else spec.sizes.dimensions:
+        dynamic.setdefault(each.input, {})[each.dimension] = each.size
     prepared = capture(model, inputs, cost_model=plan.cost_model, regions=spec.blocks or "model",
-                       hold_output=spec.holds_output, **arguments)
+                       hold_output=spec.holds_output, dynamic=dynamic, **arguments)
     variant = prepared.variant_of(spec)
     timeline = unroll(variant.problem, schedule_of(variant, spec))
     if build_spec(prepared, variant, timeline).regions != spec.regions:
@@ -179,9 +182,22 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     return variant, timeline
 
 
+@dataclass(slots=True)
+class SymbolicTrace:
+    """The graph of a model with symbolic sizes, for steps of several sizes."""
+
+    dimensions: Dynamic
+    """Names of the sizes that vary."""
+    step: SymbolicStep | None = None
+    """A step of some size; `None` until there is one."""
+    has_failed: bool = False
+    """True if the model cannot be captured so."""
+
+
 def prepare_step(model: nn.Module, inputs: object, planning: Planning,
-                 progress: Progress | None) -> PreparedStep:
-    """Like `capture`, with checked arguments."""
+                 progress: Progress | None, trace: SymbolicTrace | None = None) -> PreparedStep:
+    """Like `capture`, with checked arguments.  With `trace` the graph with symbolic sizes is
+    captured once, and taken where it serves."""
     import torch
     from torch import nn
 
@@ -189,17 +205,32 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
-    from planner._apply.call_signature import autocast_words, signature_of, tensor_keys
+    from planner._apply.call_signature import (
+        autocast_words,
+        input_tensors,
+        signature_of,
+        tensor_keys,
+    )
     from planner.step.host_link import host_link
     from planner.step.wrapped import unwrapped, with_wrappers
 
     planning = with_wrappers(model, planning)
     model = unwrapped(model)
-    step = capture_call(model, args, kwargs, planning, progress)
-    symbolic = None
-    if planning.dynamic:
-        symbolic = symbolic_step(step, model, args, kwargs, planning, progress)
-        step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
+    symbolic = None if trace is None or trace.step is None else trace.step.at(
+        input_tensors(model, args, kwargs))
+    step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
+    dynamic = planning.dynamic if trace is None else None if trace.step else trace.dimensions
+    if dynamic:
+        try:
+            symbolic = symbolic_step(step, model, args, kwargs, dynamic, progress)
+        except CaptureError:
+            if trace is None:
+                raise
+            trace.has_failed = True
+        else:
+            step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
+            if trace is not None:
+                trace.step = symbolic
     signature = signature_of(model, args, kwargs)
     if planning.autocast_dtype is not None:
         signature = replace(signature, autocast=autocast_words(
@@ -216,7 +247,7 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 
 
 def symbolic_step(step: CapturedStep, model: nn.Module, args: tuple[Any, ...],
-                  kwargs: dict[str, Any], planning: Planning, progress: Progress | None = None
+                  kwargs: dict[str, Any], dynamic: Dynamic, progress: Progress | None = None
                   ) -> SymbolicStep:
     """The captured step `model(*args, **kwargs)` with the symbols that `dynamic` asks for; raises
     `CaptureError`."""
@@ -225,12 +256,12 @@ def symbolic_step(step: CapturedStep, model: nn.Module, args: tuple[Any, ...],
 
     if progress is not None:
         progress("capturing the step with symbolic sizes")
-    named = named_dimensions(planning.dynamic, input_tensors(model, args, kwargs))
+    named = named_dimensions(dynamic, input_tensors(model, args, kwargs))
     symbolic = trace_symbolic(
         step, lambda fake: input_tensors(model, fake.args, fake.kwargs), named)
     wanted = {size for places in named.values() for size in places.values()}
     fixed = sorted(wanted - symbolic.region.smallest.keys())
-    if isinstance(planning.dynamic, Mapping) and fixed:
+    if isinstance(dynamic, Mapping) and fixed:
         raise CaptureError(
             f"the model's code fixes {', '.join(fixed)} at the size of these inputs; take it out "
             "of dynamic, or name the same size in all inputs that have it")

@@ -32,6 +32,7 @@ from planner._graph_capture.step.regions import RegionUse
 from planner._graph_capture.torch_compat import (
     FakeTensorMode,
     expression_of,
+    guards_hold,
     primal_sources,
     smallest_value,
     storage_key,
@@ -97,6 +98,11 @@ class SymbolicRegion:
             smallest[name] = max(smallest.get(name, 0), smallest_value(symbol))
         return cls(variants, sizes, tuple(names), tuple(cotangents),
                    {each: found[each][1] for each in sizes.symbols}, smallest)
+
+    def serves(self, values: Values) -> bool:
+        """True if the graph is that of calls where the symbols have these values."""
+        symbol = self.variants[False].joint.primals[self.symbol_places[0]].meta["val"]
+        return guards_hold(symbol, dict(zip(self.sizes.symbols, values, strict=True)))
 
     def text(self, size: Any) -> str:
         """A size in terms of the named ones."""

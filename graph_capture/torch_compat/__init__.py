@@ -117,7 +117,7 @@ from planner._graph_capture.torch_compat.symbols import backward_keeps_graph as 
 from planner._graph_capture.torch_compat.symbols import expression_of as expression_of
 from planner._graph_capture.torch_compat.symbols import function_of as function_of
 from planner._graph_capture.torch_compat.symbols import (
-    guards_between_sizes as guards_between_sizes,
+    guards_hold as guards_hold,
 )
 from planner._graph_capture.torch_compat.symbols import marked_dimensions as marked_dimensions
 from planner._graph_capture.torch_compat.symbols import same_sizes as same_sizes

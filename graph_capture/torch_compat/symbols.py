@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 
 from planner._graph_capture.torch_compat.requirements import require
@@ -64,10 +65,16 @@ def smallest_value(size: torch.SymInt) -> int:
     return int(node.shape_env.var_to_range[node.expr].lower)
 
 
-def guards_between_sizes(size: torch.SymInt) -> list[str]:
-    """What torch found when it compared symbols, other than bounds of a single one."""
+def guards_hold(size: torch.SymInt, values: Mapping[Any, int]) -> bool:
+    """True if what torch found when it compared sizes, in the graph of this one, holds where the
+    symbols have these values."""
     node: Any = size.node
-    return sorted({str(guard.expr) for guard in node.shape_env.guards})
+    env = node.shape_env
+    numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+    return all(env.var_to_range[symbol].lower <= number <= env.var_to_range[symbol].upper
+               for symbol, number in numbers.items()) and all(
+                   env.replace(guard.expr).xreplace(numbers) == sympy.true
+                   for guard in env.guards)
 
 
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")

@@ -263,8 +263,12 @@ class Planning:
         return dtype
 
     def arguments(self) -> PlanArguments:
-        """The fields as keyword arguments of `planner.plan` and related functions."""
-        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The fields as keyword arguments of `planner.plan` and related functions.
+
+        `dynamic` only if it was given: functions that vary a size themselves have no such argument.
+        """
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)
+                  if field.name != "dynamic" or self.dynamic}
         return cast(PlanArguments, chosen)
 
 
