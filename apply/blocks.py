@@ -32,6 +32,7 @@ from planner._apply.planned_code import (
     tensors_of,
 )
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
+from planner._apply.sized_code import SizedCode
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.model_state import Dice, remembered_state
@@ -149,7 +150,7 @@ class PlannedBlocks:
         return DID_MORE_OUTSIDE if self._did_more_outside else None
 
 
-Code = PlannedCode | PlannedBlocks
+Code = PlannedCode | PlannedBlocks | SizedCode
 
 
 def code_of(model: nn.Module, spec: RewriteSpec) -> Code:
@@ -157,6 +158,8 @@ def code_of(model: nn.Module, spec: RewriteSpec) -> Code:
     `PlanMismatch` if the model lacks blocks of the rewrite spec."""
     if spec.blocks:
         return PlannedBlocks(model, spec)
+    if spec.sizes is not None:
+        return SizedCode(model, spec)
     return PlannedCode(type(model).__name__, model, spec)
 
 

@@ -70,7 +70,7 @@ class Call:
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Sizes of the tensors among its inputs, by name."""
-        return {key.name: tuple(_dtype_and_sizes(key.kind)[1]) for key in self.signature.inputs}
+        return planned_sizes(self.signature)
 
     @property
     def without_sizes(self) -> Call:
@@ -89,6 +89,11 @@ class Call:
         words += ["..."] * (len(found.inputs) > 3)
         words += [f"autocast {found.autocast}"] * bool(found.autocast)
         return ", ".join([*words, *([] if self.training else ["eval mode"])])
+
+
+def planned_sizes(signature: CallSignature) -> dict[str, tuple[int, ...]]:
+    """Sizes of the tensors among the inputs of a signature, by name."""
+    return {key.name: tuple(_dtype_and_sizes(key.kind)[1]) for key in signature.inputs}
 
 
 def input_tensors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -222,7 +222,7 @@ class PlanBackend(OutputWatcher):
                     elided=region.elided)
             if self._lowered is not None:
                 self._lowered[module, index] = lowered
-            difference = _first_difference(region, lowered)
+            difference = different_op(region, lowered)
             is_resized = difference is not None
             if difference is not None and region.region_signature is not None:
                 # In a step that may fall back, code may size tensors by values, with equal inputs.
@@ -274,7 +274,9 @@ def _leaves_no_trace(graph: fx.Graph) -> bool:
         if node.op == "call_function" and node.target is not operator.getitem)
 
 
-def _first_difference(region: RegionSpec, lowered: LoweredRegion) -> str | None:
+def different_op(region: RegionSpec, lowered: LoweredRegion) -> str | None:
+    """Describe the first op that differs between a region and a captured graph; `None` if there is
+    none."""
     expected = (*region.forward, *region.backward)
     for want, have in zip(expected, lowered.ops, strict=False):
         if want.name != have.name or want.digest != have.digest:

@@ -6,7 +6,8 @@ the actions to insert between their first runs.  It knows no costs and no budget
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -140,6 +141,69 @@ class CallSignature:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeRange:
+    """A size of the inputs that may vary."""
+
+    name: str
+    smallest: int
+    largest: int
+    """The size planned for."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDimension:
+    """A dimension of an input that has a size of some name."""
+
+    input: str
+    """See `InputKey.name`."""
+    dimension: int
+    size: str
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """Ops of the step that are called alike, whose workspace at other sizes is measured."""
+
+    call: str
+    """The op and its arguments; sizes in terms of the names (`apply.size_expressions`)."""
+    result: str
+    beyond_bytes: int
+    """Workspace in addition to that of its kernel."""
+    ops: tuple[int, ...]
+    """Indices into the ops of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicSizes:
+    """A step as a function of sizes of its inputs."""
+
+    ranges: tuple[SizeRange, ...]
+    """The sizes that the plan serves."""
+    dimensions: tuple[NamedDimension, ...]
+    input_bytes: tuple[str, ...]
+    """Bytes of the inputs that have such dimensions, in terms of the names."""
+    buffer_bytes: tuple[str, ...]
+    """Bytes of each buffer of the step, in terms of the names."""
+    kernels: tuple[KernelCall, ...]
+    """Ops that may use workspace; that of others is taken to be at most that at the largest
+    sizes."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sizes."""
+        return tuple(each.name for each in self.ranges)
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """The sizes planned for."""
+        return {each.name: each.largest for each in self.ranges}
+
+
+Fits = Callable[[dict[str, int]], bool]
+"""True for sizes at which a step is within the budget."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewriteSpec:
     """The part of a plan that the applier uses."""
 
@@ -179,6 +243,10 @@ class RewriteSpec:
     """
     buffers: tuple[Buffer, ...] = ()
     """Buffers that these ops exchange."""
+    sizes: SymbolicSizes | None = None
+    """The step at other sizes of its inputs, if it was captured with symbolic sizes."""
+    fits: Fits | None = field(default=None, compare=False, repr=False)
+    """Tells whether sizes within the ranges fit; `None`: all do."""
 
     @property
     def is_variant(self) -> bool:

@@ -49,9 +49,7 @@ from planner._graph_capture.torch_compat import (
     boxed,
     compile_forward,
     copied_module,
-    expression_of,
     pass_absent_gradients,
-    primal_sources,
     sizes_as_they_are,
     split_joint_graph,
     symbolic_dimensions,
@@ -94,11 +92,8 @@ class Schedule:
 class SymbolicCallable:
     """A compiled graph with symbolic sizes."""
 
-    def __init__(self, region: SymbolicRegion, num_outputs: int, names: Sequence[str | None]
-                 ) -> None:
-        """`names`: those of the call's tensors among the graph's inputs."""
+    def __init__(self, region: SymbolicRegion, num_outputs: int) -> None:
         self.region, self.num_outputs = region, num_outputs
-        self._names = tuple(names)
         self.schedules: list[Schedule] = []
         """The last that was made comes first."""
         self._served: OrderedDict[Values, Schedule] = OrderedDict()
@@ -123,29 +118,6 @@ class SymbolicCallable:
         self.schedules = [made, *([] if instead else self.schedules)][:_MOST_SCHEDULES]
         self._served.clear()
         return made
-
-    @property
-    def input_bytes(self) -> list[tuple[str, Any]]:
-        """Names and bytes, in symbols, of the call's tensors."""
-        return [
-            (name, node.meta["val"].untyped_storage().nbytes())
-            for node, name in zip(
-                self.region.variants[False].joint.primals, self._names, strict=True
-            )
-            if name is not None
-        ]
-
-    def values_at(self, sizes: Mapping[str, Sequence[int]]) -> Values:
-        """The symbols' values in a call whose tensors have these sizes; raises `PlanMismatch` where
-        the sizes do not tell."""
-        found: dict[Any, int] = {}
-        for node, name in zip(self.region.variants[False].joint.primals, self._names, strict=True):
-            if name is not None and name in sizes:
-                for size, number in zip(node.meta["val"].shape, sizes[name], strict=True):
-                    found.setdefault(expression_of(size), number)
-        if missing := [str(each) for each in self.region.sizes.symbols if each not in found]:
-            raise PlanMismatch(f"no tensor among the inputs has the size {', '.join(missing)}")
-        return tuple(found[each] for each in self.region.sizes.symbols)
 
     def schedule_for(self, values: Values) -> Schedule:
         """The schedule that serves these sizes; raises `SizesNotPlanned`."""
@@ -217,6 +189,8 @@ class SymbolicBackend(OutputWatcher):
         self.graphs: list[SymbolicCallable] = []
         self.tensors: Mapping[str, torch.Tensor] = {}
         """Those among the arguments of the running call, by name."""
+        self.dimensions: dict[str, dict[int, str]] = {}
+        """Names of the sizes that are to be symbolic, by input and dimension."""
         self.used: Schedule | None = None
         """The schedule of the last call."""
         self.compilations = self.planned_runs = 0
@@ -238,11 +212,11 @@ class SymbolicBackend(OutputWatcher):
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             try:
-                region = SymbolicRegion.of(joint, num_fwd_outputs, self._cotangents, given)
+                region = SymbolicRegion.of(joint, num_fwd_outputs, self._cotangents, given,
+                                           called_with, self.dimensions)
             except (CaptureError, ValueError) as error:
                 raise PlanMismatch(str(error)) from error
-            made.append(SymbolicCallable(region, num_fwd_outputs, [
-                source.name(called_with) for source in primal_sources(primals_of(joint))]))
+            made.append(SymbolicCallable(region, num_fwd_outputs))
             return shells.of(joint, num_fwd_outputs, made[0].saved_by_autograd)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -358,8 +332,11 @@ class SymbolicCode(CompiledCode):
         backend = SymbolicBackend(model, cotangents)
         super().__init__(type(model).__name__, backend)
         self._tensors_of, self._symbolic = tensors_of, backend
-        self.dimensions: dict[str, set[int]] = {}
-        """Symbolic dimensions of the call's tensors."""
+
+    @property
+    def dimensions(self) -> dict[str, dict[int, str]]:
+        """Names of the sizes that are to be symbolic, by input and dimension."""
+        return self._symbolic.dimensions
 
     @property
     def graphs(self) -> Sequence[SymbolicCallable]:

@@ -60,7 +60,12 @@ from planner._graph_capture.step.assemble import LossMemory, assemble
 from planner._graph_capture.step.kept import Keeper
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
 from planner._graph_capture.step.released_output import with_output_released
-from planner._graph_capture.step.symbolic_region import SymbolicRegion
+from planner._graph_capture.step.symbolic_region import (
+    NamedDimensions,
+    SymbolicRegion,
+    input_bytes,
+)
+from planner._graph_capture.step.symbolic_trace import trace_with_symbols
 from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from planner._graph_capture.training_graph import (
     ModelOutput,
@@ -186,6 +191,46 @@ class SymbolicStep:
     """Of the symbols, where the model is called with the arguments of this step."""
     outputs: tuple[ModelOutput, ...]
     """Outputs of the model in the graph with fixed sizes."""
+    dimensions: NamedDimensions
+    """Names of the sizes that vary."""
+    input_bytes: tuple[str, ...]
+    """Bytes of the inputs that have such dimensions, in terms of the names."""
+
+    @classmethod
+    def of(cls, region: SymbolicRegion, outputs: tuple[ModelOutput, ...],
+           dimensions: NamedDimensions, inputs: Mapping[str, torch.Tensor]) -> SymbolicStep:
+        """The step of a call with these inputs, by name."""
+        found = {name: {place: size for place, size in places.items() if size in region.smallest}
+                 for name, places in dimensions.items()}
+        sizes = {size: inputs[name].size(place) for name, places in found.items()
+                 for place, size in places.items()}
+        return cls(region, region.values_at(sizes), outputs, found, input_bytes(found, inputs))
+
+    def at(self, inputs: Mapping[str, torch.Tensor]) -> SymbolicStep | None:
+        """The same for a call with other inputs; `None` if the graph is not theirs."""
+        other = SymbolicStep.of(self.region, self.outputs, self.dimensions, inputs)
+        return other if self.region.serves(other.values) else None
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """The named sizes of this step."""
+        return self.region.named(self.values)
+
+
+def trace_symbolic(step: CapturedStep, named: Callable[[FakeCopy], Mapping[str, torch.Tensor]],
+                   dimensions: NamedDimensions) -> SymbolicStep:
+    """The same step with symbols for named sizes of its inputs; `named`: the tensors among a call's
+    arguments, by name.  Raises `CaptureError` where there is no such graph."""
+    graph, fake_copy = step.graph, step.tracing.fake_copy
+    if len(graph.regions) != 1 or graph.regions[0].block or any(
+            op.target == "uncaptured code" for op in graph.ops):
+        raise CaptureError("the model cannot be captured with symbolic sizes: its step is no "
+                           "single graph")
+    if step.overrides:
+        fake_copy = replace(fake_copy, kwargs={**fake_copy.kwargs, **dict(step.overrides)})
+    inputs = named(fake_copy)
+    region = trace_with_symbols(fake_copy, graph.regions[0].cotangents, inputs, dimensions)
+    return SymbolicStep.of(region, graph.outputs, dimensions, inputs)
 
 
 @quiet_fake_tensors()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import Budget, parse_budget
+from planner.arguments.dynamic import named_dimensions
 from planner.arguments.inputs import describe_inputs, split_inputs
-from planner.arguments.planning import MOST_CHUNKS, PlanArguments, Planning, takes_planning
-from planner.errors import InfeasibleBudget, PlanMismatch
+from planner.arguments.planning import (
+    MOST_CHUNKS,
+    Dynamic,
+    PlanArguments,
+    Planning,
+    takes_planning,
+)
+from planner.errors import CaptureError, InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.reporters.one_line import summarize
@@ -18,7 +25,7 @@ from planner.search.agreement import agreed
 from planner.search.alternatives import told_in_percent, with_alternatives
 from planner.search.effort import USUAL_TIME_LIMIT
 from planner.search.planning import Effort, plan_within
-from planner.step.prepared import PreparedStep, prepare
+from planner.step.prepared import PreparedStep, prepare, with_sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,6 +106,13 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
             where the environment asks for them.  A percentage is then of what the plain step
             reserves.
+        dynamic: sizes of the inputs that vary, by name: `{"input_ids": {0: "batch", 1: "length"},
+            "labels": {0: "batch", 1: "length"}}`; every input that has such a size is to be named.
+            `True` names all dimensions (`input_ids_0`).  The sizes of `inputs` are the largest that
+            the plan serves: give the largest batch.  One graph with symbolic sizes is captured, the
+            plan is made for the largest sizes and serves every size within `plan.ranges`, whose
+            peak `plan.peak_bytes_at(batch=2, length=100)` tells.  For the eager backend and one
+            device, the whole model as one graph.
         optimizer_in_backward: each gradient is used and freed as soon as it is whole, by a hook of
             its parameter that steps `optimizer` (`register_post_accumulate_grad_hook`).  The
             repeated blocks of the model are then compiled one by one by default, since one graph
@@ -163,8 +177,11 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     from planner.solvers.simulator import unroll
 
     spec = plan.spec
+    dynamic: dict[str, dict[int, str]] = {}
+    for each in () if spec.sizes is None else spec.sizes.dimensions:
+        dynamic.setdefault(each.input, {})[each.dimension] = each.size
     prepared = capture(model, inputs, cost_model=plan.cost_model, regions=spec.blocks or "model",
-                       hold_output=spec.holds_output, **arguments)
+                       hold_output=spec.holds_output, dynamic=dynamic, **arguments)
     variant = prepared.variant_of(spec)
     timeline = unroll(variant.problem, schedule_of(variant, spec))
     if build_spec(prepared, variant, timeline).regions != spec.regions:
@@ -173,14 +190,28 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     return variant, timeline
 
 
+@dataclass(slots=True)
+class SymbolicTrace:
+    """The graph of a model with symbolic sizes, for steps of several sizes."""
+
+    dimensions: Dynamic
+    """Names of the sizes that vary."""
+    step: SymbolicStep | None = None
+    """A step of some size; `None` until there is one."""
+    has_failed: bool = False
+    """True if the model cannot be captured so."""
+
+
 def prepare_step(model: nn.Module, inputs: object, planning: Planning,
-                 progress: Progress | None) -> PreparedStep:
-    """Like `capture`, with checked arguments."""
-    step, lowered = _captured(model, inputs, planning, progress)
+                 progress: Progress | None, trace: SymbolicTrace | None = None) -> PreparedStep:
+    """Like `capture`, with checked arguments.  With `trace` the graph with symbolic sizes is
+    captured once, and taken where it serves."""
+    step, lowered = _captured(model, inputs, planning, progress, trace)
     return lowered(step, planning)
 
 
-def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Progress | None
+def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Progress | None,
+              trace: SymbolicTrace | None = None
               ) -> tuple[CapturedStep, Callable[[CapturedStep, Planning], PreparedStep]]:
     """The captured step, and the function that prepares it, or its like, to be planned."""
     import torch
@@ -190,13 +221,32 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
-    from planner._apply.call_signature import autocast_words, signature_of, tensor_keys
+    from planner._apply.call_signature import (
+        autocast_words,
+        input_tensors,
+        signature_of,
+        tensor_keys,
+    )
     from planner.step.lowering import host_link
     from planner.step.wrapped import unwrapped, with_wrappers
 
     planning = with_wrappers(model, planning)
     model = unwrapped(model)
-    step = capture_call(model, args, kwargs, planning, progress)
+    symbolic = None if trace is None or trace.step is None else trace.step.at(
+        input_tensors(model, args, kwargs))
+    step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
+    dynamic = planning.dynamic if trace is None else None if trace.step else trace.dimensions
+    if dynamic:
+        try:
+            symbolic = symbolic_step(step, model, args, kwargs, dynamic, progress)
+        except CaptureError:
+            if trace is None:
+                raise
+            trace.has_failed = True
+        else:
+            step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
+            if trace is not None:
+                trace.step = symbolic
     signature = signature_of(model, args, kwargs)
     if planning.autocast_dtype is not None:
         signature = replace(signature, autocast=autocast_words(
@@ -208,10 +258,34 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
             signature=signature, backend=planning.backend, cost_model=planning.cost_model,
             accumulation=planning.accumulation, parallel=planning.parallel,
             budget_of=planning.budget_of)
+        if symbolic is not None:
+            prepared = with_sizes(prepared, symbolic)
         link = host_link(planning, step.graph.device)
         return prepared if link is None else prepared.with_link(link)
 
     return step, lowered
+
+
+def symbolic_step(step: CapturedStep, model: nn.Module, args: tuple[Any, ...],
+                  kwargs: dict[str, Any], dynamic: Dynamic, progress: Progress | None = None
+                  ) -> SymbolicStep:
+    """The captured step `model(*args, **kwargs)` with the symbols that `dynamic` asks for; raises
+    `CaptureError`."""
+    from planner._apply.call_signature import input_tensors
+    from planner._graph_capture.capture import trace_symbolic
+
+    if progress is not None:
+        progress("capturing the step with symbolic sizes")
+    named = named_dimensions(dynamic, input_tensors(model, args, kwargs))
+    symbolic = trace_symbolic(
+        step, lambda fake: input_tensors(model, fake.args, fake.kwargs), named)
+    wanted = {size for places in named.values() for size in places.values()}
+    fixed = sorted(wanted - symbolic.region.smallest.keys())
+    if isinstance(dynamic, Mapping) and fixed:
+        raise CaptureError(
+            f"the model's code fixes {', '.join(fixed)} at the size of these inputs; take it out "
+            "of dynamic, or name the same size in all inputs that have it")
+    return symbolic
 
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],

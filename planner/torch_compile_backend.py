@@ -33,7 +33,7 @@ from planner.captured_graph import Options, PlannedGraph, with_least_memory
 log = logging.getLogger("planner.torch_compile_backend")
 
 _SAID_BY_THE_GRAPH = frozenset({"loss_fn", "backend", "device", "accumulation", "regions",
-                                "autocast"})
+                                "autocast", "dynamic"})
 """Arguments of `planner.plan` that are not options: Dynamo's graph has one loss, device and region
 and no other micro-batch, and is captured under the caller's autocast."""
 

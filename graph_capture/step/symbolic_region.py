@@ -11,14 +11,17 @@ Blind spots: sizes that depend on the values of tensors; forms in chunks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import fx
 
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
+from planner._graph_capture.joint_graph.naming import describe_value
 from planner._graph_capture.joint_graph.pipeline import (
     JointVariant,
     has_low_peak_variant,
@@ -26,8 +29,19 @@ from planner._graph_capture.joint_graph.pipeline import (
 )
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes, Values
 from planner._graph_capture.step.regions import RegionUse
-from planner._graph_capture.torch_compat import FakeTensorMode, primal_sources
+from planner._graph_capture.torch_compat import (
+    FakeTensorMode,
+    expression_of,
+    guards_hold,
+    primal_sources,
+    smallest_value,
+    storage_key,
+    text_of,
+)
 from planner._graph_capture.training_graph import ModelOutput
+
+NamedDimensions = Mapping[str, Mapping[int, str]]
+"""For each input, the names of sizes by dimension."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,20 +54,33 @@ class SymbolicRegion:
     parameters: tuple[str | None, ...]
     """Names of the parameters and buffers among its inputs."""
     cotangents: tuple[bool, ...]
+    names: Mapping[Any, str]
+    """Name of each symbol."""
+    smallest: Mapping[str, int]
+    """The smallest value of each named size that the graph serves."""
 
     @classmethod
     def of(cls, joint: fx.GraphModule, num_forward_outputs: int, cotangents: Sequence[bool],
-           given: Sequence[str | None]) -> SymbolicRegion:
-        """Lower a joint graph whose inputs have these names; comparisons of sizes become guards of
-        the graph, so that it must be under compilation.  Raises `ValueError` where it cannot be."""
+           given: Sequence[str | None], called_with: Sequence[str | None],
+           dimensions: NamedDimensions) -> SymbolicRegion:
+        """Lower a joint graph; comparisons of sizes become guards of the graph, so that it must be
+        under compilation.  Raises `ValueError` where it cannot be.
+
+        `given`: names of the parameters and buffers among its inputs; `called_with`: of the call's
+        tensors among them; `dimensions`: the named sizes of these tensors."""
         if count_cotangents(joint) != len(cotangents):
             raise ValueError(f"{count_cotangents(joint)} differentiable outputs, where the graph "
                              f"with fixed sizes has {len(cotangents)}")
-        names = [source.name(given) for source in primal_sources(primals_of(joint))]
+        sources = primal_sources(primals_of(joint))
+        names = [source.name(given) for source in sources]
+        symbols = _named_symbols(zip(primals_of(joint), (
+            source.name(called_with) for source in sources), strict=True), dimensions)
 
         def lowered(low_peak: bool) -> LoweredRegion:
-            return lower_joint_graph(joint, num_forward_outputs, JointVariant(low_peak=low_peak),
-                                     cotangents=cotangents, input_names=names)
+            found = lower_joint_graph(joint, num_forward_outputs, JointVariant(low_peak=low_peak),
+                                      cotangents=cotangents, input_names=names)
+            # Names of symbols differ between captures.
+            return replace(found, ops=tuple(replace(op, digest=op.structure) for op in found.ops))
 
         base = lowered(False)
         variants = {False: base}
@@ -62,7 +89,33 @@ class SymbolicRegion:
         sizes = Sizes.of(base.joint.primals)
         if not sizes.symbols:
             raise ValueError("all sizes of the graph are fixed")
-        return cls(variants, sizes, tuple(names), tuple(cotangents))
+        found = {expression_of(symbol): (symbol, name) for name, symbol in reversed(symbols)}
+        if unnamed := [str(each) for each in sizes.symbols if each not in found]:
+            raise ValueError(f"no tensor among the inputs has the size {', '.join(unnamed)}")
+        smallest: dict[str, int] = {}
+        for each in sizes.symbols:
+            symbol, name = found[each]
+            smallest[name] = max(smallest.get(name, 0), smallest_value(symbol))
+        return cls(variants, sizes, tuple(names), tuple(cotangents),
+                   {each: found[each][1] for each in sizes.symbols}, smallest)
+
+    def serves(self, values: Values) -> bool:
+        """True if the graph is that of calls where the symbols have these values."""
+        symbol = self.variants[False].joint.primals[self.symbol_places[0]].meta["val"]
+        return guards_hold(symbol, dict(zip(self.sizes.symbols, values, strict=True)))
+
+    def text(self, size: Any) -> str:
+        """A size in terms of the named ones."""
+        return text_of(size, self.names)
+
+    def values_at(self, named: Mapping[str, int]) -> Values:
+        """The symbols' values where the named sizes have these values."""
+        return tuple(named[self.names[each]] for each in self.sizes.symbols)
+
+    def named(self, values: Values) -> dict[str, int]:
+        """The inverse of `values_at`."""
+        return {self.names[each]: value
+                for each, value in zip(self.sizes.symbols, values, strict=True)}
 
     @cached_property
     def symbol_places(self) -> tuple[int, ...]:
@@ -85,7 +138,9 @@ class SymbolicRegion:
                 node.meta["val"] = self.sizes.at(value, values, mode)
             yield replace(region, storages=tuple(
                 replace(storage, size_bytes=self.sizes.number(storage.size_bytes, values))
-                for storage in region.storages))
+                for storage in region.storages), ops=tuple(
+                replace(op, result=describe_value(op.node.meta.get("val")))
+                for op in region.ops))
         finally:
             for node, value in kept:
                 node.meta["val"] = value
@@ -110,3 +165,36 @@ class SymbolicRegion:
         if node is None:
             raise ValueError("its outputs are not those of the graph with fixed sizes")
         return lowered.storage_of.get(node, RESIDENT)
+
+
+def input_bytes(dimensions: NamedDimensions, inputs: Mapping[str, torch.Tensor]
+                ) -> tuple[str, ...]:
+    """Bytes, in terms of the named sizes, of each input that fills a storage of its own."""
+    found: dict[int, str] = {}
+    for name, tensor in inputs.items():
+        places = dimensions.get(name)
+        if places and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+            sizes = [places.get(place, str(size)) for place, size in enumerate(tensor.shape)]
+            found.setdefault(storage_key(tensor), "*".join([str(tensor.element_size()), *sizes]))
+    return tuple(found.values())
+
+
+def _named_symbols(primals: Iterable[tuple[fx.Node, str | None]], dimensions: NamedDimensions
+                   ) -> list[tuple[str, torch.SymInt]]:
+    """The symbols among the named sizes; those of one name become one."""
+    found: list[tuple[str, torch.SymInt]] = []
+    fixed: dict[str, str] = {}
+    for node, name in primals:
+        for place, size in dimensions.get(name or "", {}).items():
+            symbol = node.meta["val"].shape[place]
+            if not isinstance(symbol, torch.SymInt) or symbol.node.maybe_as_int() is not None:
+                fixed[size] = f"dimension {place} of {name}"
+                continue
+            for other, known in found:
+                if other == size and not bool(known == symbol):  # torch notes the comparison
+                    raise ValueError(f"the sizes {size} differ")
+            found.append((size, symbol))
+    for size, _ in found:
+        if size in fixed:
+            raise ValueError(f"the model's code fixes {fixed[size]}, one of the sizes {size}")
+    return found

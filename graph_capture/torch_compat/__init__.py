@@ -117,5 +117,11 @@ from planner._graph_capture.torch_compat.plain_code import may_be_known as may_b
 from planner._graph_capture.torch_compat.symbols import backward_keeps_graph as backward_keeps_graph
 from planner._graph_capture.torch_compat.symbols import expression_of as expression_of
 from planner._graph_capture.torch_compat.symbols import function_of as function_of
+from planner._graph_capture.torch_compat.symbols import (
+    guards_hold as guards_hold,
+)
+from planner._graph_capture.torch_compat.symbols import marked_dimensions as marked_dimensions
 from planner._graph_capture.torch_compat.symbols import same_sizes as same_sizes
+from planner._graph_capture.torch_compat.symbols import smallest_value as smallest_value
 from planner._graph_capture.torch_compat.symbols import symbolic_dimensions as symbolic_dimensions
+from planner._graph_capture.torch_compat.symbols import text_of as text_of

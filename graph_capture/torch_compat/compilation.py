@@ -201,11 +201,12 @@ def called_unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
                 module._compiled_call_impl = compiled
 
 
-def compile_module(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_module(module: nn.Module, backend: Callable[..., Any], *,
+                   dynamic: bool | None = False) -> Callable[..., Any]:
     """The forward of `module`, without its hooks, behind a function that Dynamo compiles with
-    `backend`."""
-    return functools.partial(
-        compile_forward(type(module).__name__, backend), module, own_forward(module))
+    `backend`; `dynamic`: as for `compile_forward`."""
+    return functools.partial(compile_forward(type(module).__name__, backend, dynamic=dynamic),
+                             module, own_forward(module))
 
 
 def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | None = False

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 
 from planner._graph_capture.torch_compat.requirements import require
@@ -44,7 +45,45 @@ def function_of(expression: Any, symbols: Sequence[Any]) -> Callable[..., int]:
     return function
 
 
-_WEAK_MARKS = "_dynamo_weak_dynamic_indices"
+def text_of(size: Any, names: Mapping[Any, str]) -> str:
+    """A size as text in which each symbol has this name; raises `ValueError` where a symbol has
+    none."""
+    expression = expression_of(size)
+    symbols: set[Any] = getattr(expression, "free_symbols", set())
+    if unnamed := sorted(str(each) for each in symbols if each not in names):
+        raise ValueError(f"{expression} depends on {', '.join(unnamed)}, which is no named size")
+    if not symbols:
+        return str(int(expression))
+    named = {each: type(each)(names[each], positive=True, integer=True) for each in symbols}
+    found = expression.xreplace(named)
+    return min(map(PythonPrinter().doprint, (found, found.expand())), key=len)
+
+
+def smallest_value(size: torch.SymInt) -> int:
+    """The smallest value of a symbol that the graph's guards allow."""
+    node: Any = size.node
+    return int(node.shape_env.var_to_range[node.expr].lower)
+
+
+def guards_hold(size: torch.SymInt, values: Mapping[Any, int]) -> bool:
+    """True if what torch found when it compared sizes, in the graph of this one, holds where the
+    symbols have these values."""
+    node: Any = size.node
+    env = node.shape_env
+    numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+    return all(env.var_to_range[symbol].lower <= number <= env.var_to_range[symbol].upper
+               for symbol, number in numbers.items()) and all(
+                   env.replace(guard.expr).xreplace(numbers) == sympy.true
+                   for guard in env.guards)
+
+
+_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+_WEAK_MARKS = _MARKS[1]
+
+
+def marked_dimensions(tensor: torch.Tensor) -> set[int]:
+    """Dimensions that the user has marked as symbolic (`torch._dynamo.mark_dynamic`)."""
+    return {int(place) for mark in _MARKS for place in getattr(tensor, mark, ())}
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ during capture.
 from __future__ import annotations
 
 import inspect
+import keyword
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,6 +39,9 @@ BUDGETS_OF = ("allocated", "reserved")
 
 CHOICES = ("chunk", "offload")
 """Choices beyond recomputation: run a part of the step in chunks, store results on the host."""
+
+Dynamic = bool | Mapping[str, Mapping[int, str]] | None
+"""Sizes of the inputs that vary: names by input and dimension, `True` for all of them."""
 
 _RENAMED = {"output": 'hold_output=False in place of output="dropped"'}
 """Arguments of earlier versions, and what to write now."""
@@ -72,6 +76,7 @@ class PlanArguments(TypedDict, total=False):
     allow: str | Sequence[str]
     budget_of: str
     optimizer_in_backward: bool
+    dynamic: Dynamic
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,8 @@ class Planning:
         "What the budget limits: allocated, or reserved by torch on a GPU."))
     optimizer_in_backward: bool = field(default=False, metadata=flag(
         "Hooks step the optimizer and free each gradient as it comes.", value=True))
+    dynamic: Dynamic = None
+    """Afterwards `None` for fixed sizes."""
 
     def __post_init__(self) -> None:
         from planner.solvers.solve import ALGORITHMS
@@ -178,6 +185,9 @@ class Planning:
             check_in_backward(self.backend, self.accumulation, self.parallel)
         if "offload" in self.allow:
             self._check_offload()
+        object.__setattr__(self, "dynamic", _checked_dynamic(self.dynamic))
+        if self.dynamic:
+            self._check_dynamic()
         if self.gpu is not None:
             from planner._graph_capture.op_costs.devices import known_gpu
 
@@ -214,6 +224,22 @@ class Planning:
                 raise ValueError(f'allow="offload" cannot be had with {argument} yet; leave one of '
                                  "them out")
 
+    def _check_dynamic(self) -> None:
+        """Raise `ValueError` if the arguments exclude symbolic sizes."""
+        why = {
+            f"backend={self.backend!r}": self.backend != "eager",
+            "parallel=": self.parallel is not None,
+            f"regions={self.regions!r}": self.regions not in (None, "model"),
+            'allow="chunk"': "chunk" in self.allow,
+            'allow="offload"': "offload" in self.allow,
+            'budget_of="reserved"': self.budget_of == "reserved",
+            "optimizer_in_backward=True": self.optimizer_in_backward,
+        }
+        for argument, is_given in why.items():
+            if is_given:
+                raise ValueError(f"dynamic= cannot be had with {argument} yet; leave one of them "
+                                 "out")
+
     def without_offload(self, function: str) -> Planning:
         """Return `self`; raises `ValueError` if offload is allowed, which `function` does not
         support."""
@@ -239,8 +265,12 @@ class Planning:
         return dtype
 
     def arguments(self) -> PlanArguments:
-        """The fields as keyword arguments of `planner.plan` and related functions."""
-        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The fields as keyword arguments of `planner.plan` and related functions.
+
+        `dynamic` only if it was given: functions that vary a size themselves have no such argument.
+        """
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)
+                  if field.name != "dynamic" or self.dynamic}
         return cast(PlanArguments, chosen)
 
 
@@ -291,6 +321,31 @@ def check_in_backward(backend: str, accumulation: int, parallel: DataParallel | 
            if parallel is not None else "")
     if why:
         raise ValueError(f"optimizer_in_backward=True: {why}, or leave optimizer_in_backward out")
+
+
+def _checked_dynamic(dynamic: object) -> Dynamic:
+    """Names of sizes by input and dimension, `True`, or `None` for fixed sizes."""
+    if dynamic is None or isinstance(dynamic, bool):
+        return dynamic or None
+    expected = ('dynamic must be True or {input: {dimension: name}}, such as {"input_ids": '
+                '{0: "batch", 1: "length"}}')
+    if not isinstance(dynamic, Mapping):
+        raise TypeError(f"{expected}, got {dynamic!r}")
+    for name, places in dynamic.items():
+        if not isinstance(name, str) or not isinstance(places, Mapping):
+            raise TypeError(f"{expected}, got {name!r}: {places!r}")
+        for place, size in places.items():
+            if isinstance(place, bool) or not isinstance(place, int) or place < 0:
+                raise TypeError(f"{expected}, got the dimension {place!r} of {name!r}")
+            if not isinstance(size, str):
+                raise TypeError(f"{expected}, got {size!r} for dimension {place} of {name!r}")
+            if not size.isidentifier() or keyword.iskeyword(size) or size in _TAKEN:
+                raise ValueError(f"the name of a size must be one of Python's, such as batch, got "
+                                 f"{size!r} for dimension {place} of {name!r}")
+    return {name: dict(places) for name, places in dynamic.items()} or None
+
+
+_TAKEN = ("max", "min")
 
 
 def _allowed(allow: object, backend: str) -> tuple[str, ...]:

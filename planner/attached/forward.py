@@ -36,11 +36,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner._apply.blocks import run_step
-from planner._apply.call_signature import Call, differences
+from planner._apply.call_signature import Call, differences, input_tensors
 from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
-from planner._graph_capture.capture import SymbolicStep
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.model_state import remembered_random_state
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
@@ -52,7 +51,14 @@ from planner._graph_capture.plain_step.observed_loss import (
     end_watches,
     watch_output,
 )
-from planner._graph_capture.torch_compat import no_saved_tensors_hooks, running_node_number
+from planner._graph_capture.step.symbolic_region import NamedDimensions
+from planner._graph_capture.torch_compat import (
+    marked_dimensions,
+    no_saved_tensors_hooks,
+    pytree,
+    running_node_number,
+)
+from planner.arguments.dynamic import named_dimensions, size_name
 from planner.attached.known import GraphPlanner
 from planner.attached.measuring import abandon, enter_phase, note_call, unmeasured
 from planner.attached.methods import with_methods_of_class
@@ -186,10 +192,11 @@ class PlanningForward(ObservingForward):
     def _step(self, call: Call, present: Present, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
         """Run the step under a plan that serves it; returns that graph, and the output."""
-        symbolic = None if self.settings.on_new == "refuse" else (
-            self._symbolic.graph_for(call, self.graphs))
+        named = self._named_sizes(args, kwargs)
+        symbolic = None if self.settings.on_new == "refuse" or self._early else (
+            self._symbolic.graph_for(call, self.graphs, at_once=bool(named)))
         if symbolic is not None:
-            ran, output = self._symbolic_step(symbolic, call, present, args, kwargs)
+            ran, output = self._symbolic_step(symbolic, call, named, present, args, kwargs)
             if ran:
                 return symbolic, output
         refusal = ""
@@ -219,13 +226,33 @@ class PlanningForward(ObservingForward):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
         graph = self._new_graph(call, present, args, kwargs)
+        if named and symbolic is None:  # the first step has shown what the symbolic one is to be
+            symbolic = self._symbolic.graph_for(call, [graph], at_once=True)
+            if symbolic is not None:
+                ran, output = self._symbolic_step(symbolic, call, named, present, args, kwargs)
+                if ran:
+                    return symbolic, output
         return graph, self._run(graph, args, kwargs)
 
-    def _symbolic_step(self, graph: SymbolicGraph, call: Call, present: Present,
-                       args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    def _named_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NamedDimensions:
+        """Sizes that the user has named or marked, which are symbolic from the first step on."""
+        dynamic = self.settings.planning.dynamic
+        marked = [marked_dimensions(leaf) for leaf in pytree.tree_leaves((args, kwargs))
+                  if isinstance(leaf, torch.Tensor)]
+        if (not dynamic and not any(marked)) or self.settings.on_new == "refuse":
+            return {}
+        with in_place_of_forward(self.__self__, self.inner):
+            tensors = input_tensors(self.__self__, args, kwargs)
+        return {**{name: {place: size_name(name, place) for place in places}
+                   for name, tensor in tensors.items() if (places := marked_dimensions(tensor))},
+                **named_dimensions(dynamic, tensors)}
+
+    def _symbolic_step(self, graph: SymbolicGraph, call: Call, named: NamedDimensions,
+                       present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]
+                       ) -> tuple[bool, Any]:
         """Run the step on a graph with symbolic sizes, planned for them where no plan serves them;
         returns `False` where there is no such graph, and the output."""
-        graph.note_sizes(call)
+        graph.note_sizes(call, named)
         for _ in range(_TRIES):
             self._bring_up_to_date(graph, call, present, args, kwargs)
             try:
@@ -260,7 +287,7 @@ class PlanningForward(ObservingForward):
         with self._planning() as watch:
             chosen = graph.choose_sizes(target, call)
             planned_args, planned_kwargs = graph.arguments_at(chosen, args, kwargs)
-            step = SymbolicStep(target.region, graph.values, graph.outputs)
+            step = graph.symbolic_step(planned_args, planned_kwargs)
             graph.planner = planner = GraphPlanner(
                 module, planned_args, planned_kwargs, settings.planning, settings.limit,
                 settings.batches_ahead, partial(alive, self._optimizers), step)

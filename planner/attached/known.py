@@ -67,7 +67,7 @@ from planner.search.eager import make_plan
 from planner.search.planning import Effort, leanest_plan, plan_within
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
-from planner.step.prepared import PreparedStep, prepare
+from planner.step.prepared import PreparedStep, prepare, with_sizes
 from planner.step.variant import Variant
 from planner.step.wrapped import group_of, with_wrappers
 from planner.units import format_bytes
@@ -266,9 +266,9 @@ class GraphPlanner:
         """True if the step may be captured with symbolic sizes: run op by op as one graph on one
         device, without parts in chunks."""
         planning = self._planning
-        return (self.is_alone and not self.has_control_flow and planning.backend == "eager"
-                and planning.budget_of == "allocated" and not planning.chunks
-                and len(self._step.graph.regions) == 1
+        return (self.is_alone and not self.has_control_flow and not self._early
+                and planning.backend == "eager" and planning.budget_of == "allocated"
+                and not planning.chunks and len(self._step.graph.regions) == 1
                 and not self._step.graph.regions[0].block
                 and not any(op.target == "uncaptured code" for op in self._step.graph.ops))
 
@@ -457,13 +457,14 @@ class GraphPlanner:
         if pending_bytes is None:
             pending_bytes = known.outside.least_pending_bytes(step.graph.gradient_bytes)
         step = with_held(step, known.outside.held_bytes, pending_bytes)
-        return prepare(step, tensors=self._tensors, inputs=self._inputs,
-                       signature=self._signature,
-                       backend=planning.backend, cost_model=planning.cost_model,
-                       accumulation=max(2, planning.accumulation) if accumulates else 1,
-                       parallel=parallel, budget_of=planning.budget_of,
-                       plain_net_bytes=None if parallel is not None else (
-                           known.outside.plain_net_bytes(step, pending_bytes)))
+        prepared = prepare(step, tensors=self._tensors, inputs=self._inputs,
+                           signature=self._signature,
+                           backend=planning.backend, cost_model=planning.cost_model,
+                           accumulation=max(2, planning.accumulation) if accumulates else 1,
+                           parallel=parallel, budget_of=planning.budget_of,
+                           plain_net_bytes=None if parallel is not None else (
+                               known.outside.plain_net_bytes(step, pending_bytes)))
+        return prepared if self._symbolic is None else with_sizes(prepared, self._symbolic)
 
 
 def _smaller(loss: ObservedLoss, by_bytes: int) -> ObservedLoss | None:

@@ -34,11 +34,13 @@ class SymbolicGraphs:
         self._fixed: dict[Call, None] = {}
         """Calls for which torch makes a graph with fixed sizes."""
 
-    def graph_for(self, call: Call, graphs: Sequence[PlannedGraph]) -> SymbolicGraph | None:
-        """The graph for a call which no graph with fixed sizes is for, or `None`."""
+    def graph_for(self, call: Call, graphs: Sequence[PlannedGraph], *, at_once: bool = False
+                  ) -> SymbolicGraph | None:
+        """The graph for a call which no graph with fixed sizes is for, or, `at_once`, for any; or
+        `None`."""
         fixed = [graph for graph in graphs if not isinstance(graph, SymbolicGraph)]
-        if call in self._fixed or running_node_number() is not None or any(
-                graph.call == call for graph in fixed):
+        if call in self._fixed or running_node_number() is not None or (
+                not at_once and any(graph.call == call for graph in fixed)):
             return None
         kind = call.without_sizes
         if kind not in self._by_call:

@@ -64,6 +64,8 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
         methods: names of the methods that are trained: `("forward", "encode")`.  Where the model is
             trained by another method and only the forward was named, its second step shows which,
             and it is planned from the third on.
+        dynamic: sizes that are symbolic from the first step on, as for `planner.plan`; by default
+            those that a later step changes, and those marked by `torch._dynamo.mark_dynamic`.
         **arguments: as for `planner.plan`, except `autocast`, which is observed.  `optimizer`,
             `loss_fn`, `accumulation` and `hold_output` are observed, too; if they are given, the
             first step already counts them.

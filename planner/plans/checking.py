@@ -23,6 +23,7 @@ from planner._apply.rewrite_spec import RegionSpec
 from planner._graph_capture.specification import MalformedGraph, check
 from planner._graph_capture.training_graph import Phase, Region, TrainingGraph
 from planner.errors import PlanMismatch
+from planner.plans.checking_sizes import of_sizes
 from planner.plans.decisions import build_regions, decide, schedule_of
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.breakdown import breakdown, memory_over
@@ -108,6 +109,8 @@ def _contradictions(plan: Plan, variant: Variant, timeline: Timeline) -> Iterato
     yield from _first_difference("decisions", plan.decisions, decisions)
     yield from _of_memory(plan, variant, timeline)
     yield from _of_time(plan, variant, timeline)
+    if plan.spec.sizes is not None:
+        yield from of_sizes(plan.spec, plan.spec.sizes)
 
 
 def _of_region(number: int, stated: RegionSpec, found: RegionSpec) -> Iterator[str]:

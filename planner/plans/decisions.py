@@ -91,6 +91,7 @@ def build_spec(prepared: PreparedStep, variant: Variant, timeline: Timeline) -> 
         signature=prepared.signature,
         device=variant.graph.device,
         holds_output=prepared.holds_output,
+        sizes=variant.sizes,
     )
 
 

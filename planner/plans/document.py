@@ -21,6 +21,7 @@ from planner._apply.rewrite_spec import (
     Insertion,
     ParameterKey,
     RegionSpec,
+    SymbolicSizes,
 )
 from planner._graph_capture.training_graph import (
     Buffer,
@@ -110,6 +111,7 @@ class Document:
     training: bool
     inputs: Any
     signature: CallSignature | None
+    sizes: SymbolicSizes | None
     overrides: dict[str, Any]
     low_peak: bool
     chunks: int

@@ -94,7 +94,7 @@ def _plan_of(document: Document) -> Plan:
         if op.digest:
             keys.setdefault((op.region, op.phase), []).append(_key(op))
     spec = pick(
-        RewriteSpec, document, overrides=tuple(document.overrides.items()), ops=ops,
+        RewriteSpec, document, overrides=tuple(document.overrides.items()), ops=ops, fits=None,
         regions=tuple(pick(RegionSpec, row,
                            forward=tuple(keys.get((number, Phase.FORWARD), ())),
                            backward=tuple(keys.get((number, Phase.BACKWARD), ())))

@@ -7,7 +7,8 @@ saved, sent to another machine and applied to any model whose step has the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,42 @@ class Plan(Predicted):
         if self.budget_of == "allocated" or self.reserved_bytes is None:
             return self.peak_bytes
         return self.reserved_bytes
+
+    @property
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """The smallest and the largest value of each named size that the plan serves; empty for a
+        plan that was made without `dynamic`."""
+        sizes = self.spec.sizes
+        return {} if sizes is None else {
+            each.name: (each.smallest, each.largest) for each in sizes.ranges}
+
+    @property
+    def sized_spec(self) -> RewriteSpec:
+        """The rewrite, with a test of the sizes of a step."""
+        from planner.plans.sizes import fits
+
+        spec = self.spec
+        return spec if spec.sizes is None else replace(spec, fits=partial(fits, self))
+
+    def peak_bytes_at(self, **sizes: int) -> int:
+        """Predicted peak of the whole step under the plan at these sizes; those that are not given
+        are the planned ones, the largest.
+
+        Nothing is traced: the schedule is simulated with other numbers.  Workspace of single ops is
+        measured where the device is present.
+
+        Raises `PlanMismatch` for a size outside `ranges`, and `TypeError` for a name that is none
+        of them.
+        """
+        from planner.plans.sizes import peak_bytes_at
+
+        return peak_bytes_at(self, sizes)
+
+    def resident_bytes_at(self, **sizes: int) -> int:
+        """Resident memory of a step of these sizes; otherwise as `peak_bytes_at`."""
+        from planner.plans.sizes import resident_bytes_at
+
+        return resident_bytes_at(self, sizes)
 
     def apply(self, model: nn.Module, *,
               replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:

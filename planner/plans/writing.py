@@ -67,7 +67,8 @@ def _pretty(value: Any, indent: str = "") -> str:
 
 def _is_row(value: dict[str, Any]) -> bool:
     """True if an object belongs on one line: an op, a tensor or a group of recomputations."""
-    return any(key in value for key in ("op", "digest", "before", "shape", "kind"))
+    return any(key in value for key in ("op", "digest", "before", "shape", "kind", "call",
+                                        "smallest", "dimension"))
 
 
 def _compact(value: object) -> str:

@@ -29,8 +29,10 @@ def apply(model: nn.Module, plan: Plan, *,
     state after a step equal those of `model`.
 
     A plan serves the inputs that it was made for, and others whose step has the same graph with no
-    tensor larger: a smaller batch, a shorter sequence.  Any other step raises `PlanMismatch` with
-    the first difference, or, if `replan` is given, runs under a new plan:
+    tensor larger: a smaller batch, a shorter sequence; each is traced anew.  A plan made with
+    `dynamic` serves every size within `plan.ranges`, and is traced once.  Any other step
+    raises `PlanMismatch` with the first difference, or, if `replan` is given, runs under a new
+    plan:
 
         plan.apply(model, replan=lambda model, inputs: planner.plan(model, inputs, budget="8GB"))
 
@@ -113,7 +115,7 @@ def _spec_of(what: str, plan: object) -> RewriteSpec:
         raise TypeError(f"{what} must be a planner.Plan, got {type(plan).__name__}; "
                         "planner.load(path) reads one from a file")
     plan.check()  # type: ignore[attr-defined]
-    return spec
+    return plan.sized_spec  # type: ignore[attr-defined,no-any-return]
 
 
 def _check_resident(model: nn.Module, plan: Plan) -> None:

@@ -77,7 +77,7 @@ class Verification:
     budget_bytes: int | None
     """The plan's budget; `None`: no limit."""
     predicted_peak_bytes: int
-    """The plan's `peak_bytes`."""
+    """The plan's `peak_bytes`; for a range of sizes, that at the sizes of the inputs."""
     peak_bytes: int
     """Resident bytes plus the measured peak of forward, loss and backward of the planned step above
     them; the optimizer's step, if its peak is higher, as predicted."""
@@ -153,7 +153,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     nothing can be differentiated, and `ValueError` for a model without values (on `meta`) or if
     only one of model and plan is for a single device.
     """
-    from planner._apply.call_signature import autocast_as_planned
+    from planner._apply.call_signature import autocast_as_planned, input_tensors
     from planner._graph_capture.memory.allocator import record_peak
     from planner._graph_capture.plain_step.loss import objective
     from planner.step.wrapped import parallel_of
@@ -206,10 +206,15 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
                 rounding = _difference(rounded, _outcome(model, lambda: step(model)), tolerance)
                 tolerance = max(tolerance, 2 * rounding.gradient_error)
                 found = _difference(plain, ours, tolerance)
+    tensors, varied = input_tensors(model, args, kwargs), plan.spec.sizes
+    sizes = {} if varied is None else {
+        each.size: tensors[each.input].size(each.dimension) for each in varied.dimensions}
+    predicted = plan.peak_bytes_at(**sizes)
     return Verification(
         budget_bytes=plan.budget_bytes,
-        predicted_peak_bytes=plan.peak_bytes,
-        peak_bytes=max(plan.resident_bytes + measured, plan.optimizer_step_peak_bytes),
+        predicted_peak_bytes=predicted,
+        peak_bytes=max(plan.resident_bytes_at(**sizes) + measured,
+                       min(plan.optimizer_step_peak_bytes, predicted)),
         max_gradient_error=found.gradient_error,
         loss_error=found.loss_error,
         buffers_equal=found.buffers_equal,

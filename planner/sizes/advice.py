@@ -107,7 +107,7 @@ class Advice:
         return plain_text(advice_report(self))
 
 
-@takes_planning(without=("accumulation",))
+@takes_planning(without=("accumulation", "dynamic"))
 def advise(model: nn.Module, inputs: object = None, *, effective_batch: int,
            budget_gb: float | None = None, budget: int | str | None = None,
            make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,

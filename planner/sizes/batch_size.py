@@ -1,9 +1,10 @@
 """The largest batch, and the longest sequence, whose training step fits a budget.
 
-Model of the world: the memory of a step grows with its size, nearly in proportion, so two captures
+Model of the world: the memory of a step grows with its size, nearly in proportion, so two sizes
 estimate the limit and a few more find it.  The answer is checked: the steps of the reported and the
-next size are captured, the reported size fits and the next one does not.  The plain step fits by
-its peak; a planned step fits if a plan within the budget is found.
+next size are evaluated, the reported size fits and the next one does not.  The plan serves all
+sizes up to the reported one where the model was captured with symbolic sizes.  The plain step fits
+by its peak; a planned step fits if a plan within the budget is found.
 
 Blind spot: it is proven only if `proven` is true that no plan exists for the next size; otherwise
 the solver searched for one, with the same time limit, and found none.
@@ -110,7 +111,7 @@ class LargestSize:
         return plain_text(largest_report(self))
 
 
-@takes_planning()
+@takes_planning(without=("dynamic",))
 def max_batch_size(model: nn.Module, inputs: object = None, *, budget_gb: float | None = None,
                    budget: int | str | None = None, plan: bool = True,
                    overhead: float | None = None, smallest: int = 1, largest: int | None = None,
@@ -144,7 +145,7 @@ def max_batch_size(model: nn.Module, inputs: object = None, *, budget_gb: float 
                              "planner.max_batch_size"), make_loss_fn, progress)
 
 
-@takes_planning()
+@takes_planning(without=("dynamic",))
 def max_sequence_length(model: nn.Module, inputs: object = None, *,
                         budget_gb: float | None = None, budget: int | str | None = None,
                         plan: bool = True, overhead: float | None = None, smallest: int = 1,
@@ -211,7 +212,7 @@ def _largest_size(what: str, model: nn.Module, inputs: object, wishes: _Wishes,
     budget_bytes = absolute_budget(*wishes.budget, f"which differs with the {what}")
     with watched(progress, f"looking for the largest {what} of {type(model).__name__}") as report:
         steps = SizedSteps(model, make_inputs, planning, what=what, make_loss_fn=make_loss_fn,
-                           progress=report)
+                           progress=report, are_many=wishes.plan)
         effort = Effort(planning.solver, planning.time_limit, progress=report)
         return _Search(what, steps, budget_bytes, wishes, effort, report).run()
 

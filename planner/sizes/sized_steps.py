@@ -1,5 +1,9 @@
 """Steps of one model at several sizes (batch, sequence), with as few captures as possible.
 
+The first size is captured by itself.  At the second one the model is captured with a symbol for
+what differs, and all later steps follow from that graph: only the plain step is traced on fake
+tensors.  Where there is no such graph, each size is captured by itself.
+
 The user gives a function from a size to the inputs of a step.  A size at which the step cannot be
 captured is skipped, with the reason; a function that returns no inputs, or the same at every size,
 is an error.
@@ -11,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from planner.api import prepare_step
+from planner._apply.call_signature import input_tensors
+from planner.api import SymbolicTrace, prepare_step
 from planner.arguments.inputs import split_inputs
 from planner.arguments.planning import Planning
 from planner.errors import CaptureError
@@ -35,9 +40,11 @@ class SizedSteps:
 
     def __init__(self, model: nn.Module, make_inputs: MakeInputs, planning: Planning, *,
                  what: str, make_loss_fn: MakeLoss | None = None, progress: Progress | None = None,
-                 accumulation_of: Callable[[int], int] | None = None) -> None:
+                 accumulation_of: Callable[[int], int] | None = None, are_many: bool = True
+                 ) -> None:
         """`what`: the size in words, such as `batch`; `accumulation_of`: micro-batches per
-        optimizer step, by size; by default those of `planning`."""
+        optimizer step, by size; by default those of `planning`; `are_many`: enough sizes are
+        looked at for a graph with symbolic sizes, which takes as long as two or three others."""
         if not callable(make_inputs):
             raise TypeError(f"make_inputs must be a function from a {what} size to the inputs of a "
                             f"step, got {type(make_inputs).__name__}")
@@ -59,6 +66,10 @@ class SizedSteps:
         self.planning = planning
         self._steps: dict[int, PreparedStep | None] = {}
         self._plain: set[int] = set()  # sizes whose step was captured without chunks
+        self._first: dict[str, tuple[int, ...]] | None = None
+        """Shapes of the inputs of the first size."""
+        self._trace: SymbolicTrace | None = None
+        self._are_many = are_many
         self.skipped: dict[int, str] = {}
         """Sizes at which the step cannot be captured, with the reason."""
 
@@ -105,7 +116,8 @@ class SizedSteps:
         if self._accumulation_of is not None:
             planning = replace(planning, accumulation=self._accumulation_of(size))
         try:
-            step = prepare_step(self._model, inputs, planning, self._progress)
+            step = prepare_step(self._model, inputs, planning, self._progress,
+                                self._trace_for(inputs))
         except CaptureError as error:
             self.skipped[size] = str(error)
             return None
@@ -115,6 +127,47 @@ class SizedSteps:
                     f"make_inputs({other}) and make_inputs({size}) return inputs of the same "
                     f"shapes; expected inputs of the {self._what} size that it is called with")
         return step
+
+    def _trace_for(self, inputs: object) -> SymbolicTrace | None:
+        """The graph with symbolic sizes, from the second size on; `None` if there is none.
+
+        A size of 1 is a graph of its own in torch, and what fixed sizes alone have is not traced
+        with symbols: a step of several ranks, of blocks, in chunks.
+        """
+        planning = self.planning
+        shapes = self._shapes_of(inputs)
+        first, self._first = self._first, self._first or shapes
+        if first is None or not self._are_many or (
+                planning.chunks or planning.parallel is not None
+                or planning.budget_of == "reserved" or planning.optimizer_in_backward
+                or planning.regions not in (None, "model")):
+            return None
+        if self._trace is None:
+            self._trace = SymbolicTrace(self._dimensions(first, shapes))
+        return None if self._trace.has_failed or not self._trace.dimensions else self._trace
+
+    def _shapes_of(self, inputs: object) -> dict[str, tuple[int, ...]]:
+        args, kwargs = split_inputs(self._model, inputs)
+        return {name: tuple(tensor.shape)
+                for name, tensor in input_tensors(self._model, args, kwargs).items()}
+
+    def _dimensions(self, first: Mapping[str, tuple[int, ...]],
+                    second: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, str]]:
+        """Names of the sizes that differ between two calls; sizes that are equal in both have one
+        name."""
+        if [*map(len, first.values())] != [*map(len, second.values())] or first.keys() != (
+                second.keys()):
+            return {}
+        names: dict[tuple[int, int], str] = {}
+        found: dict[str, dict[int, str]] = {}
+        for name, sizes in second.items():
+            for place, pair in enumerate(zip(first[name], sizes, strict=True)):
+                if pair[0] != pair[1]:
+                    number = len(names)
+                    size = names.setdefault(pair, f"{self._what}_{number}" if number else
+                                            self._what)
+                    found.setdefault(name, {})[place] = size
+        return found
 
     def _check(self, size: int, inputs: object) -> None:
         try:

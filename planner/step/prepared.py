@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.training_graph import StepVariant, TrainingGraph
 from planner.arguments.parallel import DataParallel
 from planner.solvers.problem import Link, Schedule
@@ -23,7 +24,7 @@ from planner.units import format_fraction
 
 if TYPE_CHECKING:
     from planner._apply.rewrite_spec import CallSignature, ParameterKey, RewriteSpec
-    from planner._graph_capture.capture import CapturedStep
+    from planner._graph_capture.capture import CapturedStep, SymbolicStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,17 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         surroundings=surroundings,
         baseline_reserved_bytes=reserved,
     )
+
+
+def with_sizes(prepared: PreparedStep, symbolic: SymbolicStep) -> PreparedStep:
+    """The step as a function of named sizes of its inputs."""
+    from planner.step.other_sizes import sizes_of
+
+    try:
+        return replace(prepared, variants=tuple(
+            replace(variant, sizes=sizes_of(symbolic, variant)) for variant in prepared.variants))
+    except ValueError as error:
+        raise CaptureError(f"the step's sizes cannot be written: {error}") from error
 
 
 def _variant(step: CapturedStep, variant: StepVariant, accumulation: int, earlier_bytes: int | None

@@ -20,6 +20,7 @@ from planner.solvers.simulator import Instance, simulate, unroll
 from planner.step.budget import StepBudget
 
 if TYPE_CHECKING:
+    from planner._apply.rewrite_spec import SymbolicSizes
     from planner.step.compiled_breakdown import CompiledBreakdown
 
 
@@ -40,6 +41,8 @@ class Variant:
     """Number of chunks of the insides of its layers."""
     extra_seconds: float = 0.0
     """Time of copies and smaller ops: part of the extra time of its plans."""
+    sizes: SymbolicSizes | None = None
+    """The step at other sizes of its inputs, if it was captured with symbolic sizes."""
 
     @property
     def base_seconds(self) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._apply.plan_backend import _first_difference
+from planner._apply.plan_backend import different_op
 from planner._apply.rewrite_spec import InplaceReuse
 from planner._apply.same_step import difference_from_step, outputs_let_go
 from planner._graph_capture.joint_graph.lower import LoweredRegion
@@ -101,7 +101,7 @@ class Original:
                          for region in spec.regions]
                         for spec in (self.plan.spec, plan.spec))
         return mine != theirs or any(
-            _first_difference(plan.spec.regions[index], lowered)
+            different_op(plan.spec.regions[index], lowered)
             or difference_from_step(plan.spec, index, lowered)
             for index, lowered in self.met.items()
             if index < len(plan.spec.regions)

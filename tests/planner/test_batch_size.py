@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import planner
+from planner._graph_capture.module_forward import forward_override
 from planner.api import capture
 from planner.sizes.sized_inputs import factory_of
 from tests.support.sized_models import Net, make_inputs, mean_square
@@ -183,3 +184,23 @@ def test_a_batch_function_that_returns_nonsense(inputs, error, message):
 def test_wrong_arguments_are_told(options, error, message):
     with pytest.raises(error, match=message):
         look(**options)
+
+
+def test_the_plan_serves_smaller_batches_without_another_trace(found):
+    assert found.plan.ranges == {"batch": (2, found.planned)}
+    assert found.plan.peak_bytes_at(batch=found.planned) == found.plan.peak_bytes
+    applied = found.plan.apply(Net())
+    for batch in (found.planned, found.planned - 1, 2):
+        assert applied(torch.zeros(batch, 32)).shape == (batch, 32)
+    code, = forward_override(applied)._codes.values()
+    assert code.compilations == 1
+
+
+def test_a_model_that_fixes_its_batch_is_captured_size_by_size():
+    class Fixed(Net):
+        def forward(self, inputs):
+            hidden = super().forward(inputs)
+            return hidden * torch.ones(len(range(inputs.shape[0])))[:, None]
+
+    found = look(Fixed(), smallest=16, largest=24, multiple_of=8)
+    assert found.plan.ranges == {}
