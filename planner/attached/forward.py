@@ -60,7 +60,13 @@ from planner._graph_capture.torch_compat import (
 )
 from planner.arguments.dynamic import named_dimensions, size_name
 from planner.attached.known import GraphPlanner
-from planner.attached.measuring import abandon, enter_phase, note_call, unmeasured
+from planner.attached.measuring import (
+    abandon,
+    enter_phase,
+    is_watching,
+    note_call,
+    unmeasured,
+)
 from planner.attached.methods import with_methods_of_class
 from planner.attached.observing import (
     ObservingForward,
@@ -173,7 +179,8 @@ class PlanningForward(ObservingForward):
         self._observe_hooks()
         self._begin_measuring(args, kwargs)
         enter_phase(f"in the forward of {self._name}")
-        present = Present.now(has_gradients=self._has_gradients)
+        present = Present.now(has_gradients=self._has_gradients,
+                              gradient_bytes=self._others_gradient_bytes)
         graph, output = self._step(call, present, args, kwargs)
         self._served.pop(call, None)
         self._served[call] = self.running = graph
@@ -181,9 +188,7 @@ class PlanningForward(ObservingForward):
             del self._served[next(iter(self._served))]
         reason = graph.code.why_unplanned()
         self.steps.count(reason)
-        note_call(self, graph.plan, is_comparable=reason is None and not (
-            graph.is_provisional and self.settings.is_percentage),
-                  is_provisional=graph.is_provisional)
+        note_call(self, graph, is_planned=reason is None)
         enter_phase(f"after the forward of {self._name}, for example by the loss")
         self._calls += 1
         self._observe(graph, present, output)
@@ -294,7 +299,7 @@ class PlanningForward(ObservingForward):
             del planned_args, planned_kwargs
             graph.note(present)
             graph.loss = graph.loss if graph.loss is None else self._expected_loss(planner)
-            self._look_outside(planner, args, kwargs)
+            self._look_outside(graph, args, kwargs)
             self._plan(graph, self._known(graph, present), present)
             watch.conclude(f": {summarize(graph.plan)}")
 
@@ -331,7 +336,7 @@ class PlanningForward(ObservingForward):
             graph.note(present)
             self._share_step(graph)
             graph.lives = self._expected_output(planner)
-            self._look_outside(planner, args, kwargs)
+            self._look_outside(graph, args, kwargs)
             self._plan(graph, self._known(graph, present), present)
             watch.conclude(f": {summarize(graph.plan)}")
         self.graphs.insert(0, graph)
@@ -344,8 +349,8 @@ class PlanningForward(ObservingForward):
         planner = graph.planner
         if planner is None or running_node_number() is not None:
             return
-        if self._is_looked_at:
-            self._look_outside(planner, args, kwargs)
+        if self._is_looked_at or is_watching():
+            self._look_outside(graph, args, kwargs)
         if graph.note(present):
             self._learned += 1
             self._watch_next_steps()
@@ -358,7 +363,7 @@ class PlanningForward(ObservingForward):
             graph.loss = planner.passing_loss
         known = self._known(graph, present)
         if known is not None and graph.serves(known) and not graph.is_provisional:
-            graph.checked = self._learned
+            graph.checked, graph.is_settled = self._learned, graph.is_observed
             return
         if known is None and graph.serves(self._assumed(graph)):
             return
@@ -375,19 +380,23 @@ class PlanningForward(ObservingForward):
         planner = graph.planner
         assert planner is not None
         graph.is_provisional = known is None
+        graph.is_settled = known is not None and graph.is_observed
         graph.known = known or self._assumed(graph)
         try:
             plan = planner.provisional_plan(graph.known) if known is None else planner.plan(known)
         except InfeasibleBudget as refusal:
             makes_way = graph.make_way()  # From the next step on the others leave more.
-            if not makes_way and not self._unforeseen_bytes:
+            if not makes_way and not self._unforeseen_bytes and graph.is_observed:
                 raise
             plan = planner.leanest(graph.known)
-            log.warning("%s: this call does not fit in the budget beside %s: %s", self._name,
-                        "what others hold; it runs under the schedule of the smallest peak, and so "
-                        "do they from the next step on" if makes_way else
-                        "what was measured in the loop; it runs under the schedule of the smallest "
-                        "peak", refusal)
+            log.log(logging.WARNING if graph.is_observed else logging.INFO,
+                    "%s: this call does not fit in the budget beside %s: %s", self._name,
+                    "what others hold; it runs under the schedule of the smallest peak, and so "
+                    "do they from the next step on" if makes_way else
+                    "what was measured in the loop; it runs under the schedule of the smallest "
+                    "peak" if graph.is_observed else
+                    "what its backward is assumed to meet; until that was seen, it runs under the "
+                    "schedule of the smallest peak", refusal)
         graph.adopt(self.__self__, plan)
         planner.note_saved(plan, graph.known)
         self._plans += 1
@@ -415,14 +424,14 @@ class PlanningForward(ObservingForward):
         # A structured output may create more tensors when the loss reads its attributes.
         lets_go = (not planner.loss_is_outside and lives and {*lives} != {Until.END}
                    and len(lives) == planner.output_tensors)
-        return Known(optimizers, graph.outside(self._held_bytes), graph.shared_loss,
+        return Known(optimizers, graph.outside(self._unforeseen_bytes), graph.shared_loss,
                      lives if lets_go else None, self._defers_reduction, self._early,
                      graph.is_lean)
 
     def _assumed(self, graph: PlannedGraph) -> Known:
         """The step as observed, with assumptions for the unknown parts."""
         assert graph.planner is not None
-        return Known(self._stepping, graph.outside(self._held_bytes),
+        return Known(self._stepping, graph.outside(self._unforeseen_bytes),
                      self._expected_loss(graph.planner), defers_reduction=self._defers_reduction,
                      early=self._early)
 

@@ -32,8 +32,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterator[torch.Tensor]:
-    """The tensors of parameters, buffers, gradients and optimizer states."""
+    """The tensors of parameters, buffers, gradients and optimizer states; and what else the
+    optimizers step: copies of the parameters, another model."""
     parameters = list(model.parameters())
+    parameters += [p for each in optimizers for group in each.param_groups
+                   for p in group["params"]]
     states = [value for each in optimizers for state in each.state.values()
               for value in state.values()]
     for leaf in pytree.tree_leaves((parameters, [p.grad for p in parameters],
@@ -48,7 +51,7 @@ def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
     device = device_of(model)
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return _sum(tensors_of(model, optimizers), device)
+    return bytes_on(device, tensors_of(model, optimizers))
 
 
 class LoopMemory:
@@ -62,17 +65,18 @@ class LoopMemory:
     def outside_bytes(self, device: torch.device, own: Iterable[torch.Tensor],
                       others: Iterable[torch.Tensor], pending_bytes: int) -> int:
         """Bytes beside the tensors `own`, and beside what calls hold whose backward is yet to come:
-        `pending_bytes`.  `others`: what counts though it may have been there before."""
+        `pending_bytes`, which may include some of `own`.  `others`: what counts though it may have
+        been there before."""
         parts = [*own]
         if device.type == "cuda":
-            found_bytes = torch.cuda.memory_allocated(device) - _sum(parts, device)
+            found_bytes = torch.cuda.memory_allocated(device) - bytes_on(device, parts)
         else:
             gc.collect()  # garbage of compilation does not belong to the loop
             counted = {*map(storage_key, parts)}
             # What a compiled call saves has passed through Python.
-            found_bytes = _sum((tensor for tensor in (*others, *self.made())
-                                if storage_key(tensor) not in counted), device)
-        return max(0, found_bytes - pending_bytes)
+            found_bytes = bytes_on(device, (tensor for tensor in (*others, *self.made())
+                                            if storage_key(tensor) not in counted))
+        return found_bytes - pending_bytes
 
     def made(self) -> Iterator[torch.Tensor]:
         """Every tensor that Python knows, but for those from before."""
@@ -92,7 +96,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
             and tensor.device.type != "meta" and not is_storage_less(tensor))
 
 
-def _sum(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors that are on a device, each storage once."""
     storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors
                 if tensor.device.type == device.type}
     return sum(allocated_bytes(size, device) for size in storages.values())

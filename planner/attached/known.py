@@ -55,7 +55,7 @@ from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
 from planner.attached.held import held_bytes
-from planner.attached.outside import saved_bytes
+from planner.attached.outside import plain_saved_bytes, saved_bytes
 from planner.attached.step_known import Known
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
@@ -179,6 +179,11 @@ class GraphPlanner:
             return batches_bytes + (0 if found is None else held_bytes(found, stepping()))
 
         return ProbeHeadroom(limit, held, resident_bytes)
+
+    @property
+    def plain_saved_bytes(self) -> int:
+        """The same if the call runs plain."""
+        return plain_saved_bytes(self._step)
 
     @property
     def may_skip(self) -> bool:
@@ -308,7 +313,7 @@ class GraphPlanner:
         if known.is_lean:
             return self.leanest(known, limit_bytes)
         plan = plan_within(prepared, limit_bytes, effort)
-        low_bytes = prepared.base.graph.resident.pending_bytes
+        low_bytes = known.outside.least_pending_bytes(prepared.base.graph.gradient_bytes)
         needed_bytes = self._needed(known, prepared, plan)
         bound, best = plan.overhead_bound, None
         if needed_bytes <= low_bytes:
@@ -382,7 +387,8 @@ class GraphPlanner:
         small regardless of them.  With a percentage this cannot be known, and the plan with the
         lowest peak is returned.
         """
-        known = replace(known, outside=known.outside.as_run(self.saved_bytes))
+        known = replace(known, outside=known.outside.as_run(
+            self.saved_bytes, self.plain_saved_bytes))
         as_known = self._prepared(known)
         limit_bytes = self._limit_bytes(known, as_known)
         effort = Effort(solver=self._planning.solver,
@@ -456,7 +462,8 @@ class GraphPlanner:
             step = with_earlier_gradients(step)
         if pending_bytes is None:
             pending_bytes = known.outside.least_pending_bytes(step.graph.gradient_bytes)
-        step = with_held(step, known.outside.held_bytes, pending_bytes)
+        held_bytes = known.outside.held_bytes
+        step = with_held(step, max(0, held_bytes), max(0, pending_bytes + min(0, held_bytes)))
         prepared = prepare(step, tensors=self._tensors, inputs=self._inputs,
                            signature=self._signature,
                            backend=planning.backend, cost_model=planning.cost_model,

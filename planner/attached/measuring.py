@@ -12,9 +12,13 @@ the user's and not reset.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 from weakref import finalize, ref
 
@@ -23,13 +27,22 @@ import torch
 from planner._graph_capture.plain_step.observed_loss import end_watches
 from planner._graph_capture.plain_step.step_watch import StepWatch
 from planner._graph_capture.torch_compat import runs_in_backward
+from planner.units import format_bytes
 
 if TYPE_CHECKING:
+    from planner.arguments.budget import Budget
     from planner.attached.observing import ObservingForward
+    from planner.attached.planned_graph import PlannedGraph
     from planner.plans.plan import Plan
+
+log = logging.getLogger("planner")
 
 _SECONDS_OF_OP = 12e-6
 """Time to watch one op, which Python takes to be called and to follow its results."""
+_MOST_UNDECIDED = 4
+"""Steps that wait for their budget to be known."""
+_CLOSE = 0.005
+"""A step exceeds the budget anew if it does so by more than this fraction beyond what was said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +54,37 @@ class MeasuredPeak:
     """With what kernels use while they run, which is not seen on a CPU but counted by plans."""
     predicted_bytes: int
     """The highest peak that a plan of the step predicts."""
-    budget_bytes: int | None
-    """The budget that it is compared with; `None`: not compared."""
+    is_over_budget: bool
     is_expected: bool
     """True if a part of the step was not known when it was planned, so that the next plan has it.
     """
-    cause: str
-    """Probable cause of memory beyond the prediction."""
     seconds: float
     """Time of the step."""
     watching_seconds: float
     """Part of it that watching took."""
 
+    @property
+    def excess_bytes(self) -> int:
+        """Memory beyond the prediction."""
+        return self.measured_bytes - self.predicted_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class _PlannedCall:
     forward: ref[ObservingForward]
+    graph: ref[PlannedGraph]
     plan: Plan
     is_provisional: bool
+    is_settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecided:
+    """A measured step with a percentage of a peak that was not known yet."""
+
+    calls: list[_PlannedCall]
+    measured_bytes: int
+    predicted_bytes: int
 
 
 class Measurement:
@@ -67,8 +93,8 @@ class Measurement:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.calls: list[_PlannedCall] = []
-        self.is_comparable = True
-        """True if each call ran under a plan that is to meet the budget."""
+        self.is_planned = True
+        """True if each call ran under a plan."""
         self.watch: StepWatch | None = None
         self.before_bytes = _counted_bytes(device)
         self.begun = time.perf_counter()
@@ -95,6 +121,7 @@ class Measurement:
 
 _under_way: list[Measurement] = []
 _last_watch: list[StepWatch] = []
+_undecided: deque[_Undecided] = deque(maxlen=_MOST_UNDECIDED)
 
 
 def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tensor]], *,
@@ -120,6 +147,11 @@ def watched_bytes_beside(tensors: Iterable[torch.Tensor]) -> int | None:
                  if each.watch is not None), None)
 
 
+def is_watching() -> bool:
+    """True if a step is watched on a CPU."""
+    return any(each.watch is not None for each in _under_way)
+
+
 def enter_phase(words: str) -> None:
     """Note what runs from here on."""
     for each in _under_way:
@@ -127,15 +159,14 @@ def enter_phase(words: str) -> None:
             each.watch.phase = words
 
 
-def note_call(forward: ObservingForward, plan: Plan, *, is_comparable: bool,
-              is_provisional: bool) -> None:
-    """A call of a planned model has run; `is_comparable`: under a plan that is to meet the budget;
-    `is_provisional`: while a part of the step was not known."""
+def note_call(forward: ObservingForward, graph: PlannedGraph, *, is_planned: bool) -> None:
+    """A call of a planned model has run; `is_planned`: under its plan."""
     for each in _under_way:
         if not each.calls:
             finalize(forward, _abandon, each)  # else a model that is gone would leave it behind
-        each.calls.append(_PlannedCall(ref(forward), plan, is_provisional))
-        each.is_comparable &= is_comparable
+        each.calls.append(_PlannedCall(ref(forward), ref(graph), graph.plan, graph.is_provisional,
+                                       graph.is_settled))
+        each.is_planned &= is_planned
 
 
 @contextlib.contextmanager
@@ -165,18 +196,81 @@ def conclude() -> None:
         predicted_bytes = fullest.peak_bytes
         is_seen = each.watch is None or not (
             0 < predicted_bytes - measured_bytes <= fullest.memory.temporaries)
-        budgets = [call.plan.budget_bytes for call in each.calls
-                   if call.plan.budget_bytes is not None]
         op_count = 0 if each.watch is None else each.watch.op_count
+        is_provisional = any(call.is_provisional for call in each.calls)
+        budget_bytes = None
+        is_settled = all(call.is_settled for call in each.calls)
+        if each.is_planned and not is_settled and any(
+                limit is not None and limit.size_bytes is None for limit in _limits(each.calls)):
+            _undecided.append(_Undecided(each.calls, measured_bytes, predicted_bytes))
+        elif each.is_planned:
+            budget_bytes = _budget_bytes(
+                (call.forward(), call.plan) for call in each.calls)
         peak = MeasuredPeak(
             measured_bytes, measured_bytes if is_seen else predicted_bytes, predicted_bytes,
-            min(budgets) if budgets and each.is_comparable else None,
-            any(call.is_provisional for call in each.calls), each.cause(predicted_bytes), seconds,
+            budget_bytes is not None and measured_bytes > budget_bytes, is_provisional, seconds,
             each.looking_seconds + op_count * _SECONDS_OF_OP)
-        for forward in {call.forward for call in each.calls}:
-            found = forward()
-            if found is not None:
-                found.note_peak(peak)
+        if budget_bytes is not None and peak.is_over_budget:
+            _report(each.calls, measured_bytes, predicted_bytes, budget_bytes, (
+                f"{format_bytes(peak.excess_bytes)} more, {each.cause(predicted_bytes)}; the next "
+                "step is planned with it") if peak.excess_bytes > 0 else (
+                "which no schedule that was found avoids: raise the budget"))
+        for forward in _forwards(each.calls):
+            forward.note_peak(peak)
+    _decide()
+
+
+def _decide() -> None:
+    """Compare the steps whose budget is known by now."""
+    for each in [*_undecided]:
+        graphs = [(call.forward(), call.graph()) for call in each.calls]
+        if any(graph is not None and not graph.is_settled for _, graph in graphs):
+            continue
+        _undecided.remove(each)
+        budget_bytes = _budget_bytes(
+            (forward, graph.plan) for forward, graph in graphs if graph is not None)
+        if budget_bytes is not None and each.measured_bytes > budget_bytes:
+            _report(each.calls, each.measured_bytes, each.predicted_bytes, budget_bytes,
+                    "in an earlier step, which ran before all of it was known; now it is")
+
+
+def _limits(calls: Iterable[_PlannedCall]) -> list[Budget | None]:
+    return [forward.settings.limit for forward in _forwards(calls)]
+
+
+def _forwards(calls: Iterable[_PlannedCall]) -> list[ObservingForward]:
+    found = dict.fromkeys(call.forward() for call in calls)
+    return [forward for forward in found if forward is not None]
+
+
+def _budget_bytes(calls: Iterable[tuple[ObservingForward | None, Plan]]) -> int | None:
+    """The budget of a step; percentages are of one plain step, the largest that its plans know."""
+    plain_bytes, budgets, fractions = Fraction(), list[int](), list[Fraction]()
+    for forward, plan in calls:
+        limit = None if forward is None else forward.settings.limit
+        if plan.budget_bytes is None:
+            continue
+        if limit is None or limit.fraction is None:
+            budgets.append(plan.budget_bytes)
+        else:
+            fractions.append(limit.fraction)
+            plain_bytes = max(plain_bytes, plan.budget_bytes / limit.fraction)
+    budgets += [math.floor(fraction * plain_bytes) for fraction in fractions]
+    return min(budgets, default=None)
+
+
+def _report(calls: Sequence[_PlannedCall], measured_bytes: int, predicted_bytes: int,
+            budget_bytes: int, reason: str) -> None:
+    """Say that a step exceeded its budget: a warning, unless it was said of one like it."""
+    forwards, ratio = _forwards(calls), measured_bytes / budget_bytes
+    is_new = all(ratio > (1 + _CLOSE) * forward.worst_ratio for forward in forwards)
+    for forward in forwards:
+        forward.worst_ratio = max(ratio, forward.worst_ratio)
+    names = " and ".join(dict.fromkeys(type(each.__self__).__name__ for each in forwards))
+    log.log(logging.WARNING if is_new else logging.INFO,
+            "%s: a training step exceeded the budget of %s: predicted %s, measured %s, %s",
+            names, format_bytes(budget_bytes), format_bytes(predicted_bytes),
+            format_bytes(measured_bytes), reason)
 
 
 def abandon() -> None:

@@ -26,9 +26,8 @@ from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import pytree, running_node_number
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
-from planner.attached.held import LoopMemory, device_of, tensors_of
+from planner.attached.held import LoopMemory, bytes_on, device_of, tensors_of
 from planner.attached.hooks import HookWatch, hook_signature
-from planner.attached.known import GraphPlanner
 from planner.attached.measuring import (
     MeasuredPeak,
     begin_measuring,
@@ -48,7 +47,6 @@ from planner.attached.planned_graph import (
 from planner.attached.status import Status
 from planner.plans.plan import Plan
 from planner.step.wrapped import group_of
-from planner.units import format_bytes
 
 log = logging.getLogger("planner")
 
@@ -65,6 +63,8 @@ _clock = itertools.count(1)
 """Counts calls of planned models: those called after a model was planned belong to its loop."""
 STEPS_LOOKED_AT = 3
 """Steps in which it is looked for what the loop holds beside the model."""
+_STEPS_WATCHED = 6
+"""First steps that are watched on a CPU."""
 _WATCHING_SHARE = 0.02
 """Part of the time that watching may take, once the first steps are over."""
 
@@ -84,17 +84,13 @@ class Settings:
     methods: tuple[str, ...] = ("forward",)
     """Methods that are trained."""
 
-    @property
-    def is_percentage(self) -> bool:
-        """True if the budget is one of the plain step's peak."""
-        return self.limit is not None and self.limit.size_bytes is None
-
 
 class ObservingForward(CountingForward):
     """Forward override that observes the training loop."""
 
     settings: Settings
     running: PlannedGraph | None
+    graphs: list[PlannedGraph]
 
     def __init__(self, module: nn.Module, inner: Forward | None, settings: Settings) -> None:
         super().__init__(module, inner)
@@ -107,12 +103,12 @@ class ObservingForward(CountingForward):
         self._defers_reduction = self._backward_seen = self._in_backward = False
         self._learned = 0
         """Counts new observations."""
-        self._looks: list[list[int]] = [[]]
-        """Bytes that the loop kept alive outside the model, by step."""
         self._worst_bytes: int | None = None
+        self.worst_ratio = 0.0
+        """The highest peak of a step over its budget that was said, as a multiple of it."""
         self._unforeseen_bytes = 0
         """Memory by which a step exceeded what its plans predicted, where that broke the budget."""
-        self._steps_to_watch = STEPS_LOOKED_AT
+        self._steps_to_watch = _STEPS_WATCHED
         self._steps_to_skip = 0
         """Steps that are not watched on a CPU, so that watching takes a small share of the time."""
         self._plans, self._planning_seconds = 0, 0.0
@@ -122,7 +118,6 @@ class ObservingForward(CountingForward):
         """Calls, and unplanned calls, of all planned methods of the model, up to this step."""
         self._search: MethodSearch | None = None
         self._has_searched = False
-        self._has_broken = False
         self._loop, self._begun = LoopMemory(), next(_clock)
         self._began_in_step = False
         self._last_call = 0
@@ -210,27 +205,39 @@ class ObservingForward(CountingForward):
         return (self._defers_reduction or self.settings.planning.accumulation > 1
                 or any(p.grad is not None for p in self.__self__.parameters()))
 
-    def _look_outside(self, planner: GraphPlanner, args: tuple[Any, ...], kwargs: dict[str, Any]
-                     ) -> None:
-        """Measure the memory that the loop keeps alive outside the model in this step."""
-        if not planner.is_alone:
+    def _look_outside(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+                      ) -> None:
+        """Measure the memory that the loop keeps alive outside the model as a call begins."""
+        planner = graph.planner
+        if planner is None or not planner.is_alone:
             return
         own = [*planner.own_tensors, *tensors_of(self.__self__, alive(self._optimizers)),
+               *self._gradients_of_others(),
                *(leaf for leaf in pytree.tree_leaves((args, kwargs))
                  if isinstance(leaf, torch.Tensor))]
-        before = self._held_bytes
         parts = strided_tensors(own)
         watched_bytes = watched_bytes_beside(parts)
-        self._looks[-1].append(
+        found_bytes = (
             self._loop.outside_bytes(device_of(self.__self__), parts, self._tensors_of_others(),
                                      pending_bytes()) if watched_bytes is None
-            else max(0, watched_bytes - pending_bytes()))
-        self._learned += self._held_bytes != before
+            else watched_bytes - pending_bytes())
+        self._learned += graph.note_held(self._steps, found_bytes)
 
     @property
     def _is_looked_at(self) -> bool:
         """True if this step looks through all tensors that Python knows."""
         return self._steps < STEPS_LOOKED_AT
+
+    def _gradients_of_others(self) -> list[torch.Tensor]:
+        """Gradients of other planned models of the same loop."""
+        mine = model_of(self.__self__)
+        others = {model_of(each.__self__) for each in _observing()
+                  if each._last_call > self._begun} - {mine}
+        return [p.grad for model in others for p in model.parameters() if p.grad is not None]
+
+    @property
+    def _others_gradient_bytes(self) -> int:
+        return bytes_on(device_of(self.__self__), strided_tensors(self._gradients_of_others()))
 
     def _tensors_of_others(self) -> list[torch.Tensor]:
         """Parameters, buffers and gradients of other planned models of the same loop."""
@@ -270,26 +277,10 @@ class ObservingForward(CountingForward):
         self._steps_to_watch = max(0, self._steps_to_watch - 1)
         self._steps_to_skip = math.ceil(
             peak.watching_seconds / (_WATCHING_SHARE * max(peak.seconds, 1e-9)))
-        excess_bytes = peak.measured_bytes - peak.predicted_bytes
-        if peak.budget_bytes is None or peak.measured_bytes <= peak.budget_bytes:
-            return
-        if excess_bytes > 0 and not peak.is_expected:
-            self._unforeseen_bytes += excess_bytes
+        if peak.is_over_budget and peak.excess_bytes > 0 and not peak.is_expected:
+            self._unforeseen_bytes += peak.excess_bytes
             self._learned += 1
             self._watch_next_steps()
-        say = log.info if self._has_broken else log.warning
-        self._has_broken = True
-        say("%s: a training step exceeded the budget of %s: predicted %s, measured %s, %s",
-            type(self.__self__).__name__, format_bytes(peak.budget_bytes),
-            format_bytes(peak.predicted_bytes), format_bytes(peak.measured_bytes),
-            f"{format_bytes(excess_bytes)} more, {peak.cause}; the next step is planned with it"
-            if excess_bytes > 0 else "which no schedule that was found avoids: raise the budget")
-
-    @property
-    def _held_bytes(self) -> int:
-        """The most that the loop held beside the model in the last steps."""
-        return self._unforeseen_bytes + max(
-            (size for step in self._looks[-2:] for size in step), default=0)
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
@@ -312,6 +303,8 @@ class ObservingForward(CountingForward):
                 self._steps = self._planned_steps = 0  # what came before were parts of a step
                 self._counted = (0, 0)
             self._optimizers.append(ref(optimizer))
+            for graph in self.graphs:
+                graph.forget_held()  # from here on the optimizer's tensors count as its own
             self._learned += 1
             self._stepped(optimizer)
         elif not self._calls:
@@ -354,15 +347,15 @@ class ObservingForward(CountingForward):
         self._planned_steps += unplanned == self._counted[1]
         self._counted = (calls, unplanned)
         self._graphs_of_step.clear()
-        if len(self._looks) < STEPS_LOOKED_AT:
-            self._looks.append([])
 
     def note_backward(self, graph: PlannedGraph, present: Present, pending: PendingCall) -> None:
         """Record that the backward of a call has begun; `present`: memory present when the call
         began."""
         if not pending.begin_backward():
             return
-        now = Present.now(has_gradients=self._in_backward or self._has_gradients)
+        now = Present.now(
+            has_gradients=self._in_backward or self._has_gradients,
+            gradient_bytes=self._others_gradient_bytes)
         self._in_backward = True
         enter_phase(f"in the backward of {type(self.__self__).__name__}")
         ends = graph.moments.setdefault(present, set())

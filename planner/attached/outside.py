@@ -32,7 +32,10 @@ class Moment:
     pending: int = 0
     """Other calls of the same graph whose backward is yet to come."""
     pending_bytes: int = 0
-    """Saved by calls of other graphs whose backward is yet to come."""
+    """Saved by calls of other graphs whose backward is yet to come, and gradients of other
+    models."""
+    plain_pending_bytes: int = 0
+    """The same where the other graphs run plain."""
     has_gradients: bool = False
     """True if parameters of the model have gradients."""
 
@@ -41,9 +44,15 @@ class Moment:
         return (self.pending * saved_bytes + self.pending_bytes
                 + gradient_bytes * self.has_gradients)
 
+    def plain_held_bytes(self, saved_bytes: int, gradient_bytes: int) -> int:
+        """The same where all calls run plain."""
+        return (self.pending * saved_bytes + self.plain_pending_bytes
+                + gradient_bytes * self.has_gradients)
+
     def is_within(self, other: Moment) -> bool:
         """True if the other moment keeps at least as much in every respect."""
         return (self.pending <= other.pending and self.pending_bytes <= other.pending_bytes
+                and self.plain_pending_bytes <= other.plain_pending_bytes
                 and self.has_gradients <= other.has_gradients)
 
 
@@ -60,9 +69,11 @@ class Outside:
 
     held_bytes: int = 0
     """Memory that the loop keeps throughout the step, outside the model, its optimizer and its
-    inputs."""
+    inputs.  Negative where these are among what other calls keep: the output of another model."""
     forward: frozenset[Moment] = frozenset({Moment()})
     backward: frozenset[Moment] = frozenset({Moment()})
+    plain_backward: frozenset[Moment] = frozenset({Moment()})
+    """The backwards of the plain step, of which a percentage is taken."""
     plain_bytes: int = 0
     """Highest plain peak of calls of other graphs in the step: a percentage is of the overall
     maximum."""
@@ -84,12 +95,14 @@ class Outside:
         return self.held_bytes + max(
             each.pending_bytes for each in self.forward | self.backward)
 
-    def as_run(self, saved_bytes: int) -> Outside:
+    def as_run(self, saved_bytes: int, plain_saved_bytes: int) -> Outside:
         """The moments with earlier calls of this graph counted as bytes, `saved_bytes` each."""
-        forward, backward = (frozenset(
-            replace(each, pending=0, pending_bytes=each.pending_bytes + each.pending * saved_bytes)
-            for each in moments) for moments in (self.forward, self.backward))
-        return replace(self, forward=forward, backward=backward)
+        forward, backward, plain_backward = (frozenset(
+            replace(each, pending=0, pending_bytes=each.pending_bytes + each.pending * saved_bytes,
+                    plain_pending_bytes=(each.plain_pending_bytes
+                                         + each.pending * plain_saved_bytes))
+            for each in moments) for moments in (self.forward, self.backward, self.plain_backward))
+        return replace(self, forward=forward, backward=backward, plain_backward=plain_backward)
 
     def pending_bytes(self, variant: Variant, schedule: Schedule) -> int:
         """The most memory that other calls keep, excluding the gradients that the variant counts,
@@ -113,14 +126,19 @@ class Outside:
         """Net peak of the plain step above resident memory, which includes `pending_bytes`; the
         other calls are plain, too."""
         plain, gradient_bytes = step.baseline, step.graph.gradient_bytes
-        blocks = plain.blocks
-        saved_bytes = 0 if blocks is None else blocks.trace.levels()[blocks.loss_begins]
-        peaks = [moment.held_bytes(saved_bytes, gradient_bytes)
+        saved_bytes = plain_saved_bytes(step)
+        peaks = [moment.plain_held_bytes(saved_bytes, gradient_bytes)
                  + (step.later if moment.has_gradients and step.later else plain).peak_bytes
-                 for moment in self.backward]
-        peaks += [moment.held_bytes(saved_bytes, gradient_bytes) + plain.forward_peak_bytes
+                 for moment in self.plain_backward]
+        peaks += [moment.plain_held_bytes(saved_bytes, gradient_bytes) + plain.forward_peak_bytes
                   for moment in self.forward]
         return max(peaks) - gradient_bytes * self.accumulates - pending_bytes
+
+
+def plain_saved_bytes(step: CapturedStep) -> int:
+    """Memory that a plain call keeps from the end of its forward to its backward."""
+    blocks = step.baseline.blocks
+    return 0 if blocks is None else blocks.trace.levels()[blocks.loss_begins]
 
 
 def saved_bytes(variant: Variant, schedule: Schedule) -> int:

@@ -24,6 +24,8 @@ from planner.plans.plan import Plan
 _CLOSE = 0.01
 """A graph is planned again if the memory outside it changes by more than this fraction of the
 budget."""
+_CLOSE_TO_PLAIN = 0.002
+"""The same for the plain step, of which a budget may be a percentage."""
 
 
 class PlannedGraph:
@@ -39,6 +41,8 @@ class PlannedGraph:
         """The facts that the plan counts; `None` if the plan was given."""
         self.is_provisional = True
         """True if a part of `known` is assumed."""
+        self.is_settled = True
+        """True if a percentage was taken of a plain step that is known."""
         self.loss: ObservedLoss | None = None
         """The observed loss of this graph's output."""
         self.unmeasured: UnmeasuredLoss | None = None
@@ -57,6 +61,7 @@ class PlannedGraph:
         """True if it saves as little as it can, so that its companions fit beside it."""
         self.plain_bytes = 0
         """Peak of the plain step with it; 0: it was not planned yet."""
+        self._looks: list[tuple[int, int]] = []
         self.checked = -1
         """Number of observations when its plan was last compared with them."""
 
@@ -78,6 +83,30 @@ class PlannedGraph:
         return 0 if self.planner is None else self.planner.saved_bytes
 
     @property
+    def plain_saved_bytes(self) -> int:
+        """The same if the call runs plain."""
+        return 0 if self.planner is None else self.planner.plain_saved_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that the loop held beside the model in the last two steps in which a call of
+        this graph was looked at."""
+        return max(self._looks[-2:], default=(0, 0), key=lambda look: look[1])[1]
+
+    def forget_held(self) -> None:
+        """Forget what the loop held: it is counted otherwise from here on."""
+        self._looks.clear()
+
+    def note_held(self, step: int, held_bytes: int) -> bool:
+        """Record what the loop holds beside the model as a call begins; return whether more or less
+        is to be counted."""
+        before = self.held_bytes
+        if self._looks and self._looks[-1][0] == step:
+            held_bytes = max(held_bytes, self._looks.pop()[1])
+        self._looks = [*self._looks[-1:], (step, held_bytes)]
+        return self.held_bytes != before
+
+    @property
     def has_control_flow(self) -> bool:
         """True if values of tensors decide the step's control flow: any call may need another
         graph."""
@@ -92,13 +121,22 @@ class PlannedGraph:
         """True if the plan may be for this call; the plan's digests decide."""
         return self.call is None or call.may_be_served_as(self.call)
 
-    def outside(self, held_bytes: int) -> Outside:
+    def outside(self, unforeseen_bytes: int) -> Outside:
         """All memory observed outside calls of this graph.  Until a backward was observed, it is
-        assumed to meet the same memory as its forward."""
-        return Outside(held_bytes, fullest(each.outside(self) for each in self.moments),
-                       fullest(each.outside(self) for begin, ends in self.moments.items()
-                               for each in ends or (begin,)),
+        assumed to meet the same memory as its forward, and in the plain step no gradients."""
+        observed = [each for ends in self.moments.values() for each in ends]
+        assumed = [begin for begin, ends in self.moments.items() if not ends]
+        without = [replace(each, has_gradients=False) for each in assumed]
+        forward, backward, plain = (
+            fullest(each.outside(self) for each in presents)
+            for presents in (self.moments, [*observed, *assumed], [*observed, *without]))
+        return Outside(self.held_bytes + unforeseen_bytes, forward, backward, plain,
                        max((each.plain_bytes for each in self.step_mates), default=0))
+
+    @property
+    def is_observed(self) -> bool:
+        """True if a backward was observed for each of the moments at which calls begin."""
+        return all(self.moments.values())
 
     @property
     def shared_loss(self) -> ObservedLoss | None:
@@ -147,7 +185,7 @@ class PlannedGraph:
             return False
         plain_bytes = [max(each.outside.plain_bytes, self.plan.baseline_peak_bytes)
                        for each in (planned, known)]
-        if abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE * plain_bytes[0]:
+        if abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE_TO_PLAIN * plain_bytes[0]:
             return False
         growth = known.outside.most_bytes - planned.outside.most_bytes
         limit_bytes = self.plan.budget_bytes
@@ -195,19 +233,23 @@ class Present:
     pending: frozenset[tuple[ref[PlannedGraph], int]]
     """Graphs with calls whose backward is yet to come, and the number of these calls."""
     has_gradients: bool
+    gradient_bytes: int
+    """Gradients of other models."""
 
     @classmethod
-    def now(cls, *, has_gradients: bool) -> Present:
+    def now(cls, *, has_gradients: bool, gradient_bytes: int) -> Present:
         """The memory present now."""
-        return cls(frozenset(Counter(call.graph for call in _pending).items()), has_gradients)
+        return cls(frozenset(Counter(call.graph for call in _pending).items()), has_gradients,
+                   gradient_bytes)
 
     def outside(self, graph: PlannedGraph) -> Moment:
         """The memory present outside a call of `graph`."""
-        pending = others_bytes = 0
+        pending, others_bytes, plain_bytes = 0, self.gradient_bytes, self.gradient_bytes
         for each, count in self.pending:
             found = each()
             if found is graph:
                 pending = count
             elif found is not None:
                 others_bytes += count * found.saved_bytes
-        return Moment(pending, others_bytes, self.has_gradients)
+                plain_bytes += count * found.plain_saved_bytes
+        return Moment(pending, others_bytes, plain_bytes, self.has_gradients)

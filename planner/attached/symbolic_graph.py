@@ -41,7 +41,8 @@ class SymbolicGraph(PlannedGraph):
         """`fixed`: the graph that was captured with fixed sizes."""
         super().__init__(fixed.call)
         assert fixed.planner is not None
-        self.plan, self.lives = fixed.plan, fixed.lives
+        self.plan, self.lives, self.plain_bytes = fixed.plan, fixed.lives, fixed.plain_bytes
+        self.step_mates = fixed.step_mates.copy()
         self.outputs = fixed.planner.graph_outputs
         self.target: SymbolicCallable | None = None
         """The graph that the plan is of."""
@@ -120,7 +121,7 @@ class SymbolicGraph(PlannedGraph):
     def adopt(self, module: nn.Module, plan: Plan) -> None:
         """Run under this plan from here on, or, where it was made for more sizes, as well."""
         assert self.target is not None and self.planner is not None and self.known is not None
-        self.plan = plan
+        self.plan, self.plain_bytes = plan, plan.baseline_peak_bytes
         variant, order = self.planner.schedule_of(plan, self.known)
         assert plan.spec.sizes is not None
         region = self.target.region

@@ -1,8 +1,8 @@
 """`planner.within` in random training loops, checked against the plain run.
 
 Each loop is drawn from a seed: calls, methods, modes, frozen parameters, hooks, shapes, a second
-model, memory that comes later.  Its gradients must be the plain ones, and each step within the
-budget in force, unless a warning has said otherwise in that step or before.
+model, memory that comes later.  Its gradients must be the plain ones, and no step may exceed its
+percentage of the plain steps' measured peak, unless a warning has said so in that step or before.
 """
 
 from __future__ import annotations
@@ -136,8 +136,7 @@ def check(seed: int) -> None:
     """Run the loop of a seed, plain and within a budget."""
     loop = Loop.drawn(seed)
     want: Gradients = []
-    for stage in stages(loop, *nets(loop), want):
-        stage()
+    plain = record_stages(stages(loop, *nets(loop), want))
     torch._dynamo.reset()
     net, other = nets(loop)
     methods = ("forward", "encode") if "encode" in loop.calls else ("forward",)
@@ -145,7 +144,7 @@ def check(seed: int) -> None:
     if other is not None:
         planner.within(other, loop.budget, time_limit=0.5)
     found: Gradients = []
-    told, budgets = [], []
+    told = []
     said = Said()
     logging.getLogger("planner").addHandler(said)
 
@@ -153,8 +152,6 @@ def check(seed: int) -> None:
         def run() -> None:
             stage()
             told.append(said.count + len(caught))
-            budgets.append(max(graph.plan.budget_bytes for each in (net, other)
-                               if each is not None for graph in each.forward.graphs))
         return run
 
     try:
@@ -165,25 +162,25 @@ def check(seed: int) -> None:
         return
     finally:
         logging.getLogger("planner").removeHandler(said)
-    for number, (mine, plain) in enumerate(zip(found, want, strict=True)):
-        assert len(mine) == len(plain)
-        for one, two in zip(mine, plain, strict=True):
-            assert one == pytest.approx(two, rel=1e-4, abs=1e-6), f"seed {seed}, step {number}"
+    assert found == want
     resident_bytes = sum(p.nbytes for each in (net, other) if each for p in each.parameters())
-    for number in range(1, STEPS):
+    share = float(loop.budget.removesuffix("%")) / 100
+    largest_bytes = 0
+    for number in range(STEPS):
+        largest_bytes = max(largest_bytes, resident_bytes + plain[number].peak_bytes)
         peak_bytes = resident_bytes + records[number].peak_bytes
-        assert peak_bytes <= budgets[number] * 1.005 or told[number] > 0, (
-            f"seed {seed}, step {number}: {peak_bytes} of {budgets[number]}, {loop}")
+        # The first step does not know its optimizer yet.
+        assert not number or peak_bytes <= 1.005 * share * largest_bytes or told[number], (
+            f"seed {seed}, step {number}: {peak_bytes} of {share * largest_bytes:.0f}, {loop}")
 
 
-@pytest.mark.parametrize("seed", [5])
+@pytest.mark.parametrize("seed", [5, 101, 143])
 def test_a_random_loop_is_within_its_budget(seed):
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 100 + int(os.environ.get("RANDOM_LOOPS", "0"))))
+@pytest.mark.parametrize("seed", range(100, 100 + int(os.environ.get("RANDOM_LOOPS", "20"))))
 def test_many_random_loops_are_within_their_budgets(seed):
-    """`RANDOM_LOOPS=500` runs as many; by default none, since loops that train several methods in
-    one step exceed their budget (docs/explanation/limits.md)."""
+    """`RANDOM_LOOPS=500` runs as many."""
     check(seed)
