@@ -48,7 +48,7 @@ def _least_in_chunks(prepared: PreparedStep) -> int | None:
     """A small budget that a variant in chunks meets; `None` if there is no such variant."""
     variant = min((variant for variant in prepared.variants if variant.chunks > 1),
                   key=lambda variant: variant.floor_bytes, default=None)
-    return variant and variant.peak_bytes(minimum_peak(
+    return None if variant is None else variant.peak_bytes(minimum_peak(
         variant.problem, target_bytes=prepared.budget.least_net_bytes, share=_SHARE))
 
 
