@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import planner
 from planner._apply.elided_output import OutputNotMade
 from planner._apply.errors import PlanMismatch
+from planner._graph_capture import capture as graph_capture
 from planner.api import capture
 from planner.arguments.planning import Planning
 from planner.plans.file import load
@@ -85,6 +86,19 @@ def test_logits_that_are_dropped_are_not_made():
             with pytest.raises(OutputNotMade, match=r"shape \(3, 11, 700\).*hold_output=True"):
                 found.argmax(-1)
     assert least["held"] - least["dropped"] > 0.9 * logits_bytes
+
+
+def test_a_refusal_captures_once_and_searches_its_alternative_less(monkeypatch):
+    recorded = []
+    record = graph_capture.record_training_step
+    monkeypatch.setattr(graph_capture, "record_training_step",
+                        lambda *args, **options: recorded.append(1) or record(*args, **options))
+    with pytest.raises(planner.InfeasibleBudget) as refused:
+        planner.plan(Head(), batch(), budget=1)
+    assert refused.value.alternatives and len(recorded) == 1
+    with pytest.raises(planner.InfeasibleBudget) as least:
+        planner.plan(Head(), batch(), budget=1, allow=ALLOW)
+    assert least.value.minimum_bytes <= refused.value.alternatives[ALLOW]
 
 
 def test_a_plan_in_pieces_is_saved_and_serves_smaller_inputs(tmp_path):
