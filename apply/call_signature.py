@@ -21,7 +21,7 @@ from torch import nn
 
 from planner._apply.rewrite_spec import CallSignature, InputKey, ParameterKey, RewriteSpec
 from planner._graph_capture.module_forward import own_forward
-from planner._graph_capture.module_hooks import classes_within, hooks_within
+from planner._graph_capture.module_hooks import hooks_and_classes_within
 
 
 def signature_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -47,16 +47,16 @@ class Call:
     trainable: tuple[bool, ...]
     """`requires_grad` of each parameter, in the order of `parameters()`."""
     hooks: tuple[int, ...] = ()
-    """Result of `hooks_within`."""
+    """The hooks of the submodules."""
     classes: int = 0
-    """Result of `classes_within`."""
+    """A hash of the classes of the submodules."""
 
     @classmethod
     def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Describe the call `model(*args, **kwargs)` under the current settings."""
         return cls(signature_of(model, args, kwargs), model.training,
-                   tuple(p.requires_grad for p in model.parameters()), hooks_within(model),
-                   classes_within(model))
+                   tuple(p.requires_grad for p in model.parameters()),
+                   *hooks_and_classes_within(model))
 
     def may_be_served_as(self, planned: Call) -> bool:
         """Return whether this may be the same graph with no tensor larger."""

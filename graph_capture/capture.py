@@ -52,6 +52,7 @@ from planner._graph_capture.optimizer.in_backward import (
 from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
 from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
+from planner._graph_capture.plain_step.observed_loss import without_watches
 from planner._graph_capture.plain_step.resident import resident_blocks
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.rank import RankLayout, Wrapper
@@ -233,6 +234,7 @@ def trace_symbolic(step: CapturedStep, named: Callable[[FakeCopy], Mapping[str, 
     return SymbolicStep.of(region, graph.outputs, dimensions, inputs)
 
 
+@without_watches()
 @quiet_fake_tensors()
 @undisturbed_autograd()
 @fewer_collections()

@@ -17,7 +17,11 @@ from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.plain_step.eager_step import EagerStep
 from planner._graph_capture.plain_step.loss import LossFn, Until
-from planner._graph_capture.plain_step.observed_loss import ObservedLoss, ReplayedLoss
+from planner._graph_capture.plain_step.observed_loss import (
+    ObservedLoss,
+    ReplayedLoss,
+    without_watches,
+)
 from planner._graph_capture.step.released_output import with_output_released
 from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from planner._graph_capture.training_graph import LOSS_BACKWARD, TrainingGraph
@@ -75,6 +79,7 @@ def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
     return replace(step, later=later or step.baseline)
 
 
+@without_watches()
 @quiet_fake_tensors()
 @undisturbed_autograd()
 def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()

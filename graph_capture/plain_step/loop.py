@@ -29,6 +29,7 @@ from planner._graph_capture.optimizer.step import (
 )
 from planner._graph_capture.plain_step.loss import LossFn
 from planner._graph_capture.plain_step.micro_batch import run_without_data, trace_micro_batch
+from planner._graph_capture.plain_step.observed_loss import without_watches
 from planner._graph_capture.plain_step.resident import resident_blocks
 from planner._graph_capture.rank import RankLayout
 from planner._graph_capture.torch_compat import quiet_fake_tensors
@@ -94,6 +95,7 @@ class PlainLoop:
             is_sharded=layout is not None,
         )
 
+    @without_watches()
     @quiet_fake_tensors()
     def micro_batch(self, with_gradient: frozenset[str] = frozenset()) -> MicroBatch:
         """Trace forward, loss and backward, with earlier gradients for the parameters of these
@@ -116,12 +118,14 @@ class PlainLoop:
                              else self._layout.wrapper()))
         return self._micro_batches[with_gradient]
 
+    @without_watches()
     @quiet_fake_tensors()
     def inference(self) -> MemoryTrace:
         """The forward in `eval()` mode without gradients, until its output is computed."""
         with _explained("the forward without gradients"):
             return run_without_data(self.fake_copy, None, self._trace_inference)
 
+    @without_watches()
     @quiet_fake_tensors()
     def optimizer(self, optimizer: Optimizer | type[Optimizer] | str,
                   settings: OptimizerSettings | None = None) -> OptimizerTrace:

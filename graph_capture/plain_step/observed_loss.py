@@ -20,7 +20,8 @@ output is of a subclass of tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import OutputGradient, Until
 from planner._graph_capture.plain_step.step_watch import StepWatch
 from planner._graph_capture.torch_compat import (
+    FakeTensor,
     OpOverload,
     active_modes,
     pytree,
@@ -205,8 +207,8 @@ class LossWatch(MemoryTracker):
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        if self._closed:
-            return func(*args, **(kwargs or {}))
+        if self._closed or any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **(kwargs or {}))  # code that the loss compiles has no memory yet
         if self._forward_peak_bytes is None and runs_in_backward():
             self._forward_peak_bytes = self.peak_bytes
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -219,6 +221,23 @@ def end_watches() -> None:
             mode.end()
         elif isinstance(mode, StepWatch) and mode.is_closed:
             mode.leave()
+
+
+@contextmanager
+def without_watches() -> Iterator[None]:
+    """Inside, no watch sees what runs: it is planned or compiled, and no part of the step."""
+    left: list[MemoryTracker] = []
+    for mode in reversed(active_modes()):
+        if not isinstance(mode, LossWatch | StepWatch):
+            break
+        mode.leave()
+        left.append(mode)
+    try:
+        yield
+    finally:
+        for each in reversed(left):
+            if not each.is_closed:
+                each.__enter__()
 
 
 def _without_data(tree: Any) -> Any:

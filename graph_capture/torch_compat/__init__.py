@@ -58,9 +58,6 @@ from planner._graph_capture.torch_compat.foreign_calls import is_traced as is_tr
 from planner._graph_capture.torch_compat.foreign_calls import (
     is_under_transform as is_under_transform,
 )
-from planner._graph_capture.torch_compat.foreign_calls import (
-    undisturbed_autograd as undisturbed_autograd,
-)
 from planner._graph_capture.torch_compat.joint_inputs import PrimalSource as PrimalSource
 from planner._graph_capture.torch_compat.joint_inputs import gradient_targets as gradient_targets
 from planner._graph_capture.torch_compat.joint_inputs import mutated_inputs as mutated_inputs
@@ -105,6 +102,9 @@ from planner._graph_capture.torch_compat.memory import runs_its_own_ops as runs_
 from planner._graph_capture.torch_compat.memory import storage_at as storage_at
 from planner._graph_capture.torch_compat.memory import storage_key as storage_key
 from planner._graph_capture.torch_compat.memory import tensor_clone as tensor_clone
+from planner._graph_capture.torch_compat.memory import (
+    undisturbed_autograd as undisturbed_autograd,
+)
 from planner._graph_capture.torch_compat.optimizers import optimizers_as_on as optimizers_as_on
 from planner._graph_capture.torch_compat.plain_code import KNOWN_BYTES as KNOWN_BYTES
 from planner._graph_capture.torch_compat.plain_code import Branch as Branch

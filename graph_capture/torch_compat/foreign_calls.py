@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
@@ -14,8 +11,6 @@ from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import _has_any_global_hook
-
-from planner._graph_capture.torch_compat.memory import no_saved_tensors_hooks
 
 
 def is_under_transform() -> bool:
@@ -37,11 +32,3 @@ def is_traced() -> bool:
     """True while `torch.jit.trace`, `torch.export`, `make_fx` or `torch.fx` records calls."""
     return bool(torch.jit.is_tracing() or torch.compiler.is_exporting()
                 or is_fx_symbolic_tracing() or get_proxy_mode() is not None)
-
-
-@contextmanager
-def undisturbed_autograd() -> Iterator[None]:
-    """Inside, autograd saves tensors without hooks of the caller's, and anomaly mode is off: for
-    steps that are traced without data during the caller's step."""
-    with no_saved_tensors_hooks(), torch.autograd.set_detect_anomaly(False):
-        yield

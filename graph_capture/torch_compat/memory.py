@@ -268,6 +268,14 @@ def _quiet_kineto() -> Iterator[None]:
             del os.environ[variable]
 
 
+@contextmanager
+def undisturbed_autograd() -> Iterator[None]:
+    """Inside, autograd saves tensors without hooks of the caller's, and anomaly mode is off: for
+    what is traced or tried during the caller's step."""
+    with no_saved_tensors_hooks(), torch.autograd.set_detect_anomaly(False):
+        yield
+
+
 class GradientSums:
     """Detects where autograd's engine, without modes, would sum two gradients in place.
 
@@ -322,6 +330,7 @@ class _CountsOfSums(TorchDispatchMode):
         self.seen.append(use_counts(held))
 
 
+@undisturbed_autograd()
 def _counts_of_a_gradient_held_by_the_engine_alone() -> tuple[int, int]:
     with torch.enable_grad():
         x = torch.empty(3, requires_grad=True)

@@ -13,7 +13,7 @@ memory that the loop keeps alive outside the models (`planner.attached.held`).
 A copy of the model gets its own forward override with the same settings, which plans separately.
 
 Blind spots: an optimizer that is not torch's is counted as none, and the log says so; memory that
-the loop allocates only after its third step.
+the loop allocates only after its sixth step.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from planner._graph_capture.plain_step.observed_loss import (
     UnmeasuredLoss,
     end_watches,
     watch_output,
+    without_watches,
 )
 from planner._graph_capture.step.symbolic_region import NamedDimensions
 from planner._graph_capture.torch_compat import (
@@ -65,7 +66,6 @@ from planner.attached.measuring import (
     enter_phase,
     is_watching,
     note_call,
-    unmeasured,
 )
 from planner.attached.methods import with_methods_of_class
 from planner.attached.observing import (
@@ -399,6 +399,7 @@ class PlanningForward(ObservingForward):
                     "schedule of the smallest peak", refusal)
         graph.adopt(self.__self__, plan)
         planner.note_saved(plan, graph.known)
+        graph.plans_made += 1
         self._plans += 1
         self._watch_next_steps()
         self._learned += 1
@@ -487,7 +488,7 @@ class PlanningForward(ObservingForward):
         started = time.monotonic()
         restore = remembered_random_state(self.__self__)
         try:
-            with (unmeasured(), with_methods_of_class(self.__self__),
+            with (without_watches(), with_methods_of_class(self.__self__),
                   in_place_of_forward(self.__self__, self.inner),
                   watched(None, f"planning a training step of {self._name}") as watch):
                 yield watch

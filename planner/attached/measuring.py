@@ -11,12 +11,11 @@ the user's and not reset.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -56,8 +55,8 @@ class MeasuredPeak:
     """The highest peak that a plan of the step predicts."""
     is_over_budget: bool
     is_expected: bool
-    """True if a part of the step was not known when it was planned, so that the next plan has it.
-    """
+    """True if a part of the step was not known, or planned otherwise, when it was planned, so that
+    the next plan has it."""
     seconds: float
     """Time of the step."""
     watching_seconds: float
@@ -76,6 +75,14 @@ class _PlannedCall:
     plan: Plan
     is_provisional: bool
     is_settled: bool
+    plans_made: int
+    """Number of plans of the graph until then."""
+
+    @property
+    def is_passing(self) -> bool:
+        """True if it ran under a plan that was replaced, so that other calls do not count it."""
+        graph = self.graph()
+        return self.is_provisional or graph is None or graph.plans_made != self.plans_made
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +172,8 @@ def note_call(forward: ObservingForward, graph: PlannedGraph, *, is_planned: boo
         if not each.calls:
             finalize(forward, _abandon, each)  # else a model that is gone would leave it behind
         each.calls.append(_PlannedCall(ref(forward), ref(graph), graph.plan, graph.is_provisional,
-                                       graph.is_settled))
+                                       graph.is_settled, graph.plans_made))
         each.is_planned &= is_planned
-
-
-@contextlib.contextmanager
-def unmeasured() -> Iterator[None]:
-    """Inside, nothing is measured: it is planned or compiled."""
-    watches = [each.watch for each in _under_way if each.watch is not None]
-    left = [watch for watch in watches if watch.leave()]
-    try:
-        yield
-    finally:
-        for watch in left:
-            if any(each.watch is watch for each in _under_way):
-                watch.begin()
 
 
 def conclude() -> None:
@@ -197,7 +191,7 @@ def conclude() -> None:
         is_seen = each.watch is None or not (
             0 < predicted_bytes - measured_bytes <= fullest.memory.temporaries)
         op_count = 0 if each.watch is None else each.watch.op_count
-        is_provisional = any(call.is_provisional for call in each.calls)
+        is_passing = any(call.is_passing for call in each.calls)
         budget_bytes = None
         is_settled = all(call.is_settled for call in each.calls)
         if each.is_planned and not is_settled and any(
@@ -208,7 +202,7 @@ def conclude() -> None:
                 (call.forward(), call.plan) for call in each.calls)
         peak = MeasuredPeak(
             measured_bytes, measured_bytes if is_seen else predicted_bytes, predicted_bytes,
-            budget_bytes is not None and measured_bytes > budget_bytes, is_provisional, seconds,
+            budget_bytes is not None and measured_bytes > budget_bytes, is_passing, seconds,
             each.looking_seconds + op_count * _SECONDS_OF_OP)
         if budget_bytes is not None and peak.is_over_budget:
             _report(each.calls, measured_bytes, predicted_bytes, budget_bytes, (

@@ -41,6 +41,7 @@ class PlannedGraph:
         """The facts that the plan counts; `None` if the plan was given."""
         self.is_provisional = True
         """True if a part of `known` is assumed."""
+        self.plans_made = 0
         self.is_settled = True
         """True if a percentage was taken of a plain step that is known."""
         self.loss: ObservedLoss | None = None
@@ -201,6 +202,8 @@ class PendingCall:
 
     def __init__(self, graph: PlannedGraph) -> None:
         self.graph = ref(graph)
+        self.saved_bytes = graph.saved_bytes
+        """Memory that it keeps, under the plan that it ran under."""
         self.has_begun = False
         """True if its backward has reached the output."""
         _pending.add(self)
@@ -223,7 +226,7 @@ def pending_calls() -> list[PendingCall]:
 
 def pending_bytes() -> int:
     """Memory that pending calls keep."""
-    return sum(graph.saved_bytes for call in _pending if (graph := call.graph()) is not None)
+    return sum(call.saved_bytes for call in _pending)
 
 
 @dataclass(frozen=True, slots=True)
