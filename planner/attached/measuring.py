@@ -70,6 +70,8 @@ class Measurement:
         self.is_comparable = True
         """True if each call ran under a plan that is to meet the budget."""
         self.watch: StepWatch | None = None
+        self.finalizer: finalize[..., ObservingForward] | None = None
+        """Keeps the measurement until it ends."""
         self.before_bytes = _counted_bytes(device)
         self.begun = time.perf_counter()
         self.looking_seconds = 0.0
@@ -133,7 +135,8 @@ def note_call(forward: ObservingForward, plan: Plan, *, is_comparable: bool,
     `is_provisional`: while a part of the step was not known."""
     for each in _under_way:
         if not each.calls:
-            finalize(forward, _abandon, each)  # else a model that is gone would leave it behind
+            # Else a model that is gone would leave it behind.
+            each.finalizer = finalize(forward, _abandon, each)
         each.calls.append(_PlannedCall(ref(forward), plan, is_provisional))
         each.is_comparable &= is_comparable
 
@@ -189,6 +192,8 @@ def _abandon(measurement: Measurement) -> None:
     """End a measurement."""
     if measurement in _under_way:
         _under_way.remove(measurement)
+        if measurement.finalizer is not None:
+            measurement.finalizer.detach()
         if measurement.watch is not None:
             end_watches()
             measurement.watch.end()
