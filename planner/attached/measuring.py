@@ -103,6 +103,8 @@ class Measurement:
         self.is_planned = True
         """True if each call ran under a plan."""
         self.watch: StepWatch | None = None
+        self.finalizer: finalize[..., ObservingForward] | None = None
+        """Keeps the measurement until it ends."""
         self.before_bytes = _counted_bytes(device)
         self.begun = time.perf_counter()
         self.looking_seconds = 0.0
@@ -170,7 +172,8 @@ def note_call(forward: ObservingForward, graph: PlannedGraph, *, is_planned: boo
     """A call of a planned model has run; `is_planned`: under its plan."""
     for each in _under_way:
         if not each.calls:
-            finalize(forward, _abandon, each)  # else a model that is gone would leave it behind
+            # Else a model that is gone would leave it behind.
+            each.finalizer = finalize(forward, _abandon, each)
         each.calls.append(_PlannedCall(ref(forward), ref(graph), graph.plan, graph.is_provisional,
                                        graph.is_settled, graph.plans_made))
         each.is_planned &= is_planned
@@ -277,6 +280,8 @@ def _abandon(measurement: Measurement) -> None:
     """End a measurement."""
     if measurement in _under_way:
         _under_way.remove(measurement)
+        if measurement.finalizer is not None:
+            measurement.finalizer.detach()
         if measurement.watch is not None:
             end_watches()
             measurement.watch.end()
