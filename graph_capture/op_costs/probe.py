@@ -46,7 +46,7 @@ from planner._graph_capture.op_costs.dummy_inputs import (
     strides,
 )
 from planner._graph_capture.op_costs.flops import op_flops
-from planner._graph_capture.op_costs.free_memory import free_bytes
+from planner._graph_capture.op_costs.headroom import free_bytes
 from planner._graph_capture.op_costs.isolated import is_trusted, isolated_probe
 from planner._graph_capture.torch_compat import (
     OpOverload,

@@ -252,8 +252,7 @@ class CompiledSearch:
                     best is not None and best.cost <= self.default_cost):
                 break
             # The next schedule is assumed to have the same codegen overhead.
-            asked_bytes = (self.variant.net_peak_bytes(found.schedule) + left_bytes
-                           - int(_MARGIN * net_bytes))
+            asked_bytes += left_bytes - int(_MARGIN * net_bytes)
         return best
 
     def smallest(self, net_bytes: int = 0) -> Candidate:
