@@ -386,7 +386,8 @@ class PlanningForward(ObservingForward):
             plan = planner.provisional_plan(graph.known) if known is None else planner.plan(known)
         except InfeasibleBudget as refusal:
             makes_way = graph.make_way()  # From the next step on the others leave more.
-            if not makes_way and not self._unforeseen_bytes and graph.is_observed:
+            is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes
+            if is_certain or not planner.may_fit(graph.known):
                 raise
             plan = planner.leanest(graph.known)
             log.log(logging.WARNING if graph.is_observed else logging.INFO,

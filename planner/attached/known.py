@@ -55,7 +55,7 @@ from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
 from planner.attached.held import held_bytes
-from planner.attached.outside import plain_saved_bytes, saved_bytes
+from planner.attached.outside import Outside, plain_saved_bytes, saved_bytes
 from planner.attached.step_known import Known
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
@@ -355,6 +355,11 @@ class GraphPlanner:
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
         least = leanest_plan(prepared, effort)
         return self._accounted(known, least, self._needed(known, prepared, least), 0.0, limit_bytes)
+
+    def may_fit(self, known: Known) -> bool:
+        """True if a schedule meets the budget where nothing beside the call holds memory."""
+        alone = self.leanest(replace(known, outside=Outside()))
+        return alone.budget_bytes is None or alone.peak_bytes <= alone.budget_bytes
 
     def _limit_bytes(self, known: Known, prepared: PreparedStep) -> int | None:
         return None if self._limit is None else self._limit.resolve(
