@@ -194,7 +194,7 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
 class SymbolicTrace:
     """The graph of a model with symbolic sizes, for steps of several sizes."""
 
-    dimensions: Dynamic
+    dimensions: Mapping[str, Mapping[int, str]]
     """Names of the sizes that vary."""
     step: SymbolicStep | None = None
     """A step of some size; `None` until there is one."""

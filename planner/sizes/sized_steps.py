@@ -15,17 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from planner._apply.call_signature import input_tensors
+from torch import nn
+
+from planner._apply.call_signature import Call
 from planner.api import SymbolicTrace, prepare_step
 from planner.arguments.inputs import split_inputs
 from planner.arguments.planning import Planning
 from planner.errors import CaptureError
 from planner.progress import Progress
 from planner.step.prepared import PreparedStep
+from planner.step.wrapped import unwrapped
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 MakeInputs = Callable[[int], object]
 """Function from a size to the inputs of a step: a tuple, a mapping or a tensor, as in
@@ -66,8 +68,8 @@ class SizedSteps:
         self.planning = planning
         self._steps: dict[int, PreparedStep | None] = {}
         self._plain: set[int] = set()  # sizes whose step was captured without chunks
-        self._first: dict[str, tuple[int, ...]] | None = None
-        """Shapes of the inputs of the first size."""
+        self._first: Call | None = None
+        """The call of the first size."""
         self._trace: SymbolicTrace | None = None
         self._are_many = are_many
         self.skipped: dict[int, str] = {}
@@ -134,40 +136,47 @@ class SizedSteps:
         A size of 1 is a graph of its own in torch, and what fixed sizes alone have is not traced
         with symbols: a step of several ranks, of blocks, in chunks.
         """
-        planning = self.planning
-        shapes = self._shapes_of(inputs)
-        first, self._first = self._first, self._first or shapes
-        if first is None or not self._are_many or (
+        planning, model = self.planning, unwrapped(self._model)
+        if not self._are_many or not isinstance(model, nn.Module) or model is not self._model or (
                 planning.chunks or planning.parallel is not None
                 or planning.budget_of == "reserved" or planning.optimizer_in_backward
                 or planning.regions not in (None, "model")):
             return None
+        call = Call.of(model, *split_inputs(model, inputs))
+        if self._first is None:
+            self._first = call
+            return None
+        if call.without_sizes != self._first.without_sizes:
+            return None
         if self._trace is None:
-            self._trace = SymbolicTrace(self._dimensions(first, shapes))
-        return None if self._trace.has_failed or not self._trace.dimensions else self._trace
+            self._trace = SymbolicTrace(self._dimensions(self._first, call))
+        trace = self._trace
+        return trace if trace.dimensions and not trace.has_failed and (
+            self._varies_as_named(call, trace.dimensions)) else None
 
-    def _shapes_of(self, inputs: object) -> dict[str, tuple[int, ...]]:
-        args, kwargs = split_inputs(self._model, inputs)
-        return {name: tuple(tensor.shape)
-                for name, tensor in input_tensors(self._model, args, kwargs).items()}
-
-    def _dimensions(self, first: Mapping[str, tuple[int, ...]],
-                    second: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, str]]:
+    def _dimensions(self, first: Call, second: Call) -> dict[str, dict[int, str]]:
         """Names of the sizes that differ between two calls; sizes that are equal in both have one
-        name."""
-        if [*map(len, first.values())] != [*map(len, second.values())] or first.keys() != (
-                second.keys()):
-            return {}
+        name.  None where torch captures one of them by itself."""
         names: dict[tuple[int, int], str] = {}
         found: dict[str, dict[int, str]] = {}
-        for name, sizes in second.items():
-            for place, pair in enumerate(zip(first[name], sizes, strict=True)):
+        for name, sizes in second.sizes.items():
+            for place, pair in enumerate(zip(first.sizes[name], sizes, strict=True)):
                 if pair[0] != pair[1]:
                     number = len(names)
                     size = names.setdefault(pair, f"{self._what}_{number}" if number else
                                             self._what)
                     found.setdefault(name, {})[place] = size
-        return found
+        return {} if any(size < 2 for _, size in names) else found
+
+    def _varies_as_named(self, call: Call, dimensions: Mapping[str, Mapping[int, str]]) -> bool:
+        """True if a call differs from the first one in the named sizes alone."""
+        assert self._first is not None
+        values: dict[str, int] = {}
+        return all(
+            values.setdefault(dimensions[name][place], size) == size
+            if place in dimensions.get(name, {}) else size == first
+            for name, sizes in call.sizes.items()
+            for place, (first, size) in enumerate(zip(self._first.sizes[name], sizes, strict=True)))
 
     def _check(self, size: int, inputs: object) -> None:
         try:

@@ -16,7 +16,7 @@ from planner._graph_capture.module_forward import forward_override
 from planner.attached.symbolic_graph import SymbolicGraph
 from planner.plans.file import from_dict
 from planner.plans.writing import fingerprint
-from tests.planner.test_within_shapes import Attending, tokens
+from tests.support.sized_models import Attending, tokens
 
 NAMED = {"tokens": {0: "batch", 1: "length"}}
 

@@ -13,29 +13,7 @@ import planner
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.module_forward import forward_override
 from planner.attached.symbolic_graph import SymbolicGraph
-
-
-class Attending(nn.Module):
-    """Attention over a sequence, and a projection; the loss is made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 32)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
-            for _ in range(3))
-        self.head = nn.Linear(32, 50)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
-
-
-def tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(0, 50, (batch, length),
-                         generator=torch.Generator().manual_seed(1000 * batch + length))
+from tests.support.sized_models import Attending, tokens
 
 
 def allocated_peak(step: Callable[[], object]) -> int:
