@@ -79,9 +79,9 @@ def test_in_place_lowers_the_floor_and_the_found_peak() -> None:
 
 def test_a_long_chain_takes_seconds() -> None:
     problem = training_chain(600)
-    start = time.monotonic()
+    start = time.process_time()
     found = minimum_peak(problem)
-    assert time.monotonic() - start < 15.0
+    assert time.process_time() - start < 15.0
     assert simulate(problem, found).peak_bytes < 0.1 * simulate(
         problem, problem.keep_all_schedule).peak_bytes
 
