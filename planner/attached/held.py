@@ -32,11 +32,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterator[torch.Tensor]:
-    """The tensors of parameters, buffers, gradients and optimizer states; and what else the
-    optimizers step: copies of the parameters, another model."""
+    """The tensors of parameters, buffers, gradients and optimizer states."""
     parameters = list(model.parameters())
-    parameters += [p for each in optimizers for group in each.param_groups
-                   for p in group["params"]]
     states = [value for each in optimizers for state in each.state.values()
               for value in state.values()]
     for leaf in pytree.tree_leaves((parameters, [p.grad for p in parameters],

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("planner")
 
-_SECONDS_OF_OP = 12e-6
+_SECONDS_OF_OP = 30e-6
 """Time to watch one op, which Python takes to be called and to follow its results."""
 _MOST_UNDECIDED = 4
 """Steps that wait for their budget to be known."""

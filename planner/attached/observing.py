@@ -211,17 +211,23 @@ class ObservingForward(CountingForward):
         planner = graph.planner
         if planner is None or not planner.is_alone:
             return
-        own = [*planner.own_tensors, *tensors_of(self.__self__, alive(self._optimizers)),
-               *self._gradients_of_others(),
-               *(leaf for leaf in pytree.tree_leaves((args, kwargs))
-                 if isinstance(leaf, torch.Tensor))]
+        device, optimizers = device_of(self.__self__), alive(self._optimizers)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs))
+                  if isinstance(leaf, torch.Tensor)]
+        own = [*planner.own_tensors, *tensors_of(self.__self__, optimizers), *inputs,
+               *self._gradients_of_others()]
+        if not isinstance(self.settings.planning.optimizer, str | type):
+            # Counted with the optimizer: copies of the parameters, another model.
+            own += [p for each in optimizers for group in each.param_groups
+                    for p in group["params"]]
         parts = strided_tensors(own)
         watched_bytes = watched_bytes_beside(parts)
         found_bytes = (
-            self._loop.outside_bytes(device_of(self.__self__), parts, self._tensors_of_others(),
-                                     pending_bytes()) if watched_bytes is None
-            else watched_bytes - pending_bytes())
-        self._learned += graph.note_held(self._steps, found_bytes)
+            self._loop.outside_bytes(device, parts, self._tensors_of_others(), pending_bytes())
+            if watched_bytes is None else watched_bytes - pending_bytes())
+        # Inputs may be among what other calls keep: the output of another model.
+        least_bytes = -bytes_on(device, strided_tensors(inputs))
+        self._learned += graph.note_held(self._steps, max(least_bytes, found_bytes))
 
     @property
     def _is_looked_at(self) -> bool:
