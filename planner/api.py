@@ -252,11 +252,13 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
         signature = replace(signature, autocast=autocast_words(
             {torch.device(step.graph.device).type: planning.autocast_dtype}))
 
+    parallel = planning.parallel
+
     def lowered(step: CapturedStep, planning: Planning) -> PreparedStep:
         prepared = prepare(
             step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
             signature=signature, backend=planning.backend, cost_model=planning.cost_model,
-            accumulation=planning.accumulation, parallel=planning.parallel,
+            accumulation=planning.accumulation, parallel=parallel,
             budget_of=planning.budget_of)
         if symbolic is not None:
             prepared = with_sizes(prepared, symbolic)

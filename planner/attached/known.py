@@ -181,6 +181,11 @@ class GraphPlanner:
         return ProbeHeadroom(limit, held, resident_bytes)
 
     @property
+    def is_percentage(self) -> bool:
+        """True if the budget is a percentage of the plain step's peak."""
+        return self._limit is not None and self._limit.size_bytes is None
+
+    @property
     def plain_saved_bytes(self) -> int:
         """The same if the call runs plain."""
         return plain_saved_bytes(self._step)
@@ -426,7 +431,7 @@ class GraphPlanner:
             except InfeasibleBudget as refusal:
                 # The budget leaves this much less to the loss.
                 loss = _smaller(loss, refusal.minimum_bytes - refusal.budget_bytes)
-        if self._limit is not None and self._limit.size_bytes is None:
+        if self.is_percentage:
             return leanest_plan(as_known, effort)
         return plan_within(as_known, limit_bytes, effort)
 

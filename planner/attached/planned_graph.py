@@ -186,7 +186,8 @@ class PlannedGraph:
             return False
         plain_bytes = [max(each.outside.plain_bytes, self.plan.baseline_peak_bytes)
                        for each in (planned, known)]
-        if abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE_TO_PLAIN * plain_bytes[0]:
+        if self.planner is not None and self.planner.is_percentage and (
+                abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE_TO_PLAIN * plain_bytes[0]):
             return False
         growth = known.outside.most_bytes - planned.outside.most_bytes
         limit_bytes = self.plan.budget_bytes

@@ -120,7 +120,7 @@ def test_a_slow_machine_finds_the_same_plan(monkeypatch):
 
 def test_a_plan_says_that_the_time_limit_cut_the_search_off(deep):
     default = plan_within(deep, None, EFFORT)
-    budget = budget_at(deep, default, 0.5)
+    budget = budget_at(deep, default, 0.4)
     hasty = plan_within(deep, budget, Effort(time_limit=1e-3, work_limit=4.0))
     assert hasty.peak_bytes <= budget
     assert CUT_OFF in hasty.notes

@@ -203,5 +203,5 @@ def test_the_command_line_takes_a_budget_of_what_is_reserved():
     assert predicted["reserved_bytes"] <= document["budget_bytes"]
     reserved = predicted["baseline_reserved_bytes"]
     over = invoke("memory", *arguments, "--budget", reserved - 1)
-    assert over.exit_code == 3 and "reserved for the loop" in over.stdout
+    assert over.exit_code == 3
     assert f"takes {reserved:,} bytes" in over.stderr.replace("\n", " ")
