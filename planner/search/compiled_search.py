@@ -54,7 +54,8 @@ _MARGIN = 0.004
 _SHARE_OF_SOLVER = 0.1
 """Fraction of the time limit for one schedule, counted as work."""
 _LEAST_SECONDS = 2.0
-"""Time for the search for the least memory, whatever the time limit."""
+"""Work of the search for the least memory, whatever the time limit; it may take ten times as long.
+"""
 _COST_OF_FREE = 1e-3
 """Fraction of its cost that the solver counts for an op that is free to recompute: enough to break
 ties between schedules."""
@@ -152,7 +153,7 @@ class CompiledSearch:
 
     def _ask(self, variant: Variant, net_bytes: int, least_seconds: float = 0.0) -> Result:
         work = max(self._work(), least_seconds)
-        seconds = max(self._seconds_left(), work)
+        seconds = max(self._seconds_left(), work, 10 * least_seconds)
         return solve_variant(variant, net_bytes, replace(self.effort, time_limit=seconds),
                              work_limit=work)
 
@@ -257,15 +258,15 @@ class CompiledSearch:
 
     def smallest(self, net_bytes: int = 0) -> Candidate:
         """A candidate whose compiled step uses at most `net_bytes`, else the smallest of a few that
-        do not depend on it: planning within what that one uses finds it again."""
+        depend neither on it nor on time: planning within what that one uses finds it again."""
         least_bytes, bare = self.least
         tries = [(bare or self.default_schedule, True), (bare or self.default_schedule, False)]
-        if bare and not self.is_late():
+        if bare:
             with suppress(Refusal):
                 tries.insert(0, (self.schedule_within(least_bytes), True))
         best = self.evaluate(*tries[0])
         for schedule, kernel_order in tries[1:]:
-            if best.peak_bytes <= net_bytes or self.is_late():
+            if best.peak_bytes <= net_bytes:
                 break
             best = min(best, self.evaluate(schedule, kernel_order), key=peak_bytes_of)
         return best
