@@ -2,7 +2,7 @@
 
 Each loop is drawn from a seed: calls, methods, modes, frozen parameters, hooks, shapes, a second
 model, memory that comes later.  Its gradients must be the plain ones, and no step may exceed its
-percentage of the plain steps' measured peak, unless a warning has said so in that step or before.
+percentage of the plain steps' measured peak, unless a warning has said so by the end of the next step.
 """
 
 from __future__ import annotations
@@ -169,8 +169,9 @@ def check(seed: int) -> None:
     for number in range(STEPS):
         largest_bytes = max(largest_bytes, resident_bytes + plain[number].peak_bytes)
         peak_bytes = resident_bytes + records[number].peak_bytes
-        # The first step does not know its optimizer yet.
-        assert not number or peak_bytes <= 1.005 * share * largest_bytes or told[number], (
+        # The first step does not know its optimizer yet; a percentage may be known a step later.
+        assert not number or peak_bytes <= 1.005 * share * largest_bytes or (
+            told[min(number + 1, STEPS - 1)]), (
             f"seed {seed}, step {number}: {peak_bytes} of {share * largest_bytes:.0f}, {loop}")
 
 
