@@ -2,7 +2,8 @@
 
 Each loop is drawn from a seed: calls, methods, modes, frozen parameters, hooks, shapes, a second
 model, memory that comes later.  Its gradients must be the plain ones, and no step may exceed its
-percentage of the plain steps' measured peak, unless a warning has said so by the end of the next step.
+percentage of the plain steps' measured peak, unless a warning has said so by the end of the next
+step.
 """
 
 from __future__ import annotations
