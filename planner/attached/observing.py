@@ -227,6 +227,9 @@ class ObservingForward(CountingForward):
             if watched_bytes is None else watched_bytes - pending_bytes())
         # Inputs may be among what other calls keep: the output of another model.
         least_bytes = -bytes_on(device, strided_tensors(inputs))
+        if watched_bytes is not None and not self._is_looked_at:
+            # Tensors that the loop made before this call are not all known.
+            found_bytes = max(found_bytes, graph.held_bytes)
         self._learned += graph.note_held(self._steps, max(least_bytes, found_bytes))
 
     @property
