@@ -71,27 +71,32 @@ def test_what_a_rank_holds_falls_with_the_ranks(case):
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 3 * peaks[-1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_plan_of_one_device_on_ranks(case, kind):
+def test_a_plan_of_one_device_on_ranks(case):
     plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
-    found = planner.data_parallel(case.model, case.inputs, parallel=RANKS[kind],
+    found = planner.data_parallel(case.model, case.inputs, parallel=RANKS["ddp"],
                                   optimizer="adamw", plan=plan)
-    plain = planner.data_parallel(case.model, case.inputs, parallel=RANKS[kind],
+    plain = planner.data_parallel(case.model, case.inputs, parallel=RANKS["ddp"],
                                   optimizer="adamw")
     assert found.peak_bytes < plain.peak_bytes
     with pytest.raises(planner.PlanMismatch, match="another step"):
         planner.data_parallel(case.model, {name: ids[:2] for name, ids in case.inputs.items()},
-                              parallel=RANKS[kind], plan=plan)
+                              parallel=RANKS["ddp"], plan=plan)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_the_head_of_a_rank_runs_in_chunks(kind):
+def test_the_head_of_a_replica_runs_in_chunks():
     """It stands outside of the blocks, and is planned all the same."""
     wide = gpt2(layers=2, batch=4, seq=64, width=32, vocab=8192)
     with pytest.raises(planner.InfeasibleBudget):
-        plan_of(wide, RANKS[kind], "50%")
-    plan = plan_of(wide, RANKS[kind], "50%", allow="chunk")
+        plan_of(wide, RANKS["ddp"], "50%")
+    plan = plan_of(wide, RANKS["ddp"], "50%", allow="chunk")
     assert plan.peak_bytes <= plan.budget_bytes and plan.spec.regions[-1].block == ""
+
+
+def test_a_plan_of_one_device_does_not_run_around_sharded_blocks(case):
+    """What stands around sharded blocks runs as written; on one device it is planned."""
+    plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
+    with pytest.raises(planner.PlanMismatch, match="ranks"):
+        planner.data_parallel(case.model, case.inputs, parallel=RANKS["fsdp2"], plan=plan)
 
 
 def test_the_file_says_of_which_run_the_plan_is(case, tmp_path):
