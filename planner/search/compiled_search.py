@@ -229,7 +229,8 @@ class CompiledSearch:
             whole = self.confirmed(found)
             if whole.peak_bytes <= net_bytes:
                 return whole
-            limit_bytes -= whole.peak_bytes - net_bytes + int(_MARGIN * net_bytes)
+            excess_bytes = whole.peak_bytes - net_bytes
+            limit_bytes = max(0, limit_bytes - excess_bytes - int(_MARGIN * net_bytes))
         return None
 
     def _in_order(self, kernel_order: bool, net_bytes: int) -> Candidate | None:
@@ -253,7 +254,7 @@ class CompiledSearch:
                     best is not None and best.cost <= self.default_cost):
                 break
             # The next schedule is assumed to have the same codegen overhead.
-            asked_bytes += left_bytes - int(_MARGIN * net_bytes)
+            asked_bytes = max(0, asked_bytes + left_bytes - int(_MARGIN * net_bytes))
         return best
 
     def smallest(self, net_bytes: int = 0) -> Candidate:
