@@ -17,8 +17,8 @@ def named_dimensions(dynamic: Dynamic, tensors: Mapping[str, torch.Tensor]
     """Names of sizes by input and dimension; `tensors`: those of the call, by name.
 
     `True` names every dimension (`input_ids_0`); the same dimensions of several inputs have one
-    name where they are equal.  Raises
-    `ValueError` for an input or a dimension that the call has not, and for a name of two sizes.
+    name where they are equal.  Raises `ValueError` for an input or a dimension that the call has
+    not, and for a name of two sizes.
     """
     if isinstance(dynamic, Mapping):
         return _with_same_tensors(_checked(dynamic, tensors), tensors)

@@ -46,8 +46,8 @@ class Moment:
 
     def plain_held_bytes(self, saved_bytes: int, gradient_bytes: int) -> int:
         """The same where all calls run plain."""
-        return (self.pending * saved_bytes + self.plain_pending_bytes
-                + gradient_bytes * self.has_gradients)
+        plain = replace(self, pending_bytes=self.plain_pending_bytes)
+        return plain.held_bytes(saved_bytes, gradient_bytes)
 
     def is_within(self, other: Moment) -> bool:
         """True if the other moment keeps at least as much in every respect."""

@@ -62,7 +62,7 @@ class PlannedGraph:
         """True if it saves as little as it can, so that its companions fit beside it."""
         self.plain_bytes = 0
         """Peak of the plain step with it; 0: it was not planned yet."""
-        self._looks: list[tuple[int, int]] = []
+        self._looks: list[tuple[int, int]] = []  # the last two: number of the step, bytes
         self.checked = -1
         """Number of observations when its plan was last compared with them."""
 
@@ -92,7 +92,7 @@ class PlannedGraph:
     def held_bytes(self) -> int:
         """The most that the loop held beside the model in the last two steps in which a call of
         this graph was looked at."""
-        return max(self._looks[-2:], default=(0, 0), key=lambda look: look[1])[1]
+        return max((held_bytes for _, held_bytes in self._looks), default=0)
 
     def forget_held(self) -> None:
         """Forget what the loop held: it is counted otherwise from here on."""
