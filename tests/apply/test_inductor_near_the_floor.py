@@ -139,7 +139,7 @@ def test_pools_belong_to_generated_kernels(prepared):
 @pytest.mark.slow
 def test_the_smallest_low_peak_step_takes_what_was_predicted_with_the_same_gradients(prepared):
     case = small()
-    plan = smallest_plan(replace(prepared, variants=prepared.variants[1:]), Effort(time_limit=4.0))
+    plan = smallest_plan(replace(prepared, variants=prepared.variants[1:]), Effort())
     assert plan.spec.low_peak
     assert plan.spec.kernel_order
     assert any("copied" in note for note in plan.notes)
