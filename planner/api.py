@@ -97,10 +97,10 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         allow: choices beyond recomputation, one or a sequence. `"chunk"`: the widest part of the
             step whose ops act on rows of batch and sequence - a language model's loss head - may
             run a chunk at a time, forward and backward together where the loss allows; sums over
-    rows are then
-            sums of sums, which rounds otherwise.  `"offload"` (experimental, for one GPU and the
-            eager backend): what the forward saves may be stored in pinned memory of the host and
-            fetched back, beside the ops, where that takes less time than computing it again.
+            rows are then sums of sums, which rounds otherwise.  `"offload"` (experimental, for one
+            GPU and the eager backend): what the forward saves may be stored in pinned memory of the
+            host and fetched back, beside the ops, where that takes less time than computing it
+            again.
         budget_of: what the budget limits: `"allocated"` memory, the plan's `peak_bytes`; or, on a
             GPU, what torch's allocator has `"reserved"` of the device for it, which decides whether
             a run dies: `reserved_bytes`, by a model of the allocator, with expandable segments
@@ -131,7 +131,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
     planning = Planning.of(plan, arguments)
     started = time.monotonic()
     with watched(progress, f"planning a training step of {_kind(model)}") as report:
-        step, lowered = _captured(model, inputs, planning, report)
+        step, planning, lowered = _captured(model, inputs, planning, report)
         prepared = lowered(step, planning)
         time_limit = planning.time_limit
         left = 0.9 * time_limit - (time.monotonic() - started)
@@ -206,14 +206,16 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
                  progress: Progress | None, trace: SymbolicTrace | None = None) -> PreparedStep:
     """Like `capture`, with checked arguments.  With `trace` the graph with symbolic sizes is
     captured once, and taken where it serves."""
-    step, lowered = _captured(model, inputs, planning, progress, trace)
+    step, planning, lowered = _captured(model, inputs, planning, progress, trace)
     return lowered(step, planning)
 
 
 def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Progress | None,
               trace: SymbolicTrace | None = None
-              ) -> tuple[CapturedStep, Callable[[CapturedStep, Planning], PreparedStep]]:
-    """The captured step, and the function that prepares it, or its like, to be planned."""
+              ) -> tuple[CapturedStep, Planning,
+                         Callable[[CapturedStep, Planning], PreparedStep]]:
+    """The captured step, the arguments with what wrappers around the model say, and the function
+    that prepares the step, or one with other variants, to be planned."""
     import torch
     from torch import nn
 
@@ -252,20 +254,18 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
         signature = replace(signature, autocast=autocast_words(
             {torch.device(step.graph.device).type: planning.autocast_dtype}))
 
-    parallel = planning.parallel
-
     def lowered(step: CapturedStep, planning: Planning) -> PreparedStep:
         prepared = prepare(
             step, tensors=tensor_keys(model), inputs=describe_inputs(args, kwargs),
             signature=signature, backend=planning.backend, cost_model=planning.cost_model,
-            accumulation=planning.accumulation, parallel=parallel,
+            accumulation=planning.accumulation, parallel=planning.parallel,
             budget_of=planning.budget_of)
         if symbolic is not None:
             prepared = with_sizes(prepared, symbolic)
         link = host_link(planning, step.graph.device)
         return prepared if link is None else prepared.with_link(link)
 
-    return step, lowered
+    return step, planning, lowered
 
 
 def symbolic_step(step: CapturedStep, model: nn.Module, args: tuple[Any, ...],
@@ -299,8 +299,8 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what
     running single ops may take, where the model is being trained; `symbolic`: its graph, where that
-    was captured before with symbolic sizes; `early`: gradients that its loop
-    uses and frees as they come."""
+    was captured before with symbolic sizes; `early`: gradients that its loop uses and frees as they
+    come."""
     from planner._graph_capture.capture import capture_step
     from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
     from planner._graph_capture.fake_copies.fake import device_planned_for

@@ -127,7 +127,7 @@ class Planning:
     accumulation: int = field(default=1, metadata=flag(
         "Micro-batches to each step of the optimizer.", kind=int, min=1))
     regions: str | Sequence[str] | None = field(default=None, metadata=flag(
-        "Compiled as one chunk: auto, model, blocks, or names of modules."))
+        "Compiled as a unit: auto, model, blocks, or names of modules."))
     """`None` is `auto`."""
     autocast: torch.dtype | str | None = field(default=None, metadata=flag(
         "Forward and loss run within torch.autocast: bf16 or fp16."))
