@@ -23,8 +23,8 @@ from planner.search.saving import schedule_saving
 from planner.solvers.actions import as_order
 from planner.solvers.cut_model import CutModel
 from planner.solvers.repetition import runs_of
+from planner.solvers.schedule_from_cuts import Inner, next_cuts
 from planner.solvers.simulator import unroll
-from planner.solvers.violations import Inner, next_cuts
 from planner.step.variant import Variant
 
 _NODES = 50

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.solvers import simulate, unroll
-from planner.solvers.candidate_model import best_of_candidates
-from planner.solvers.candidates import block_offers, offers_of, template
+from planner.solvers.candidate_model import best_of_candidates, block_offers, offers_of, template
 from planner.solvers.cut_model import CutModel
 from planner.solvers.frontiers import narrow_frontiers, region_after
-from planner.solvers.polish import drop_recomputes
+from planner.solvers.incremental import drop_recomputes
 from planner.solvers.schedule_from_cuts import schedule_from_cuts
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import evaluate, training_chain

@@ -59,7 +59,7 @@ def test_many_insertions_at_one_place_deal_keys_anew() -> None:
     timeline.remove(timeline.insert(0, timeline.keys[2]))
     for _ in range(600):
         timeline.insert(1, timeline.keys[3])
-    assert timeline.epoch > 0
+    assert len({*timeline.keys}) == 605
     _agrees(timeline)
     timeline.rollback()
     assert timeline.schedule == (0, 1, 2, 3, 4)
