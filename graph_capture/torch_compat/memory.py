@@ -21,20 +21,16 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-)
-from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException as UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
-)
-from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 
-from planner._graph_capture.torch_compat.layout import is_dense
+from planner._graph_capture.torch_compat.symbols import is_dense
 
 # Errors of a fake tensor for an op whose result has a shape that depends on values.
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)

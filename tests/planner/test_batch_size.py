@@ -7,7 +7,7 @@ from torch import nn
 import planner
 from planner._graph_capture.module_forward import forward_override
 from planner.api import capture
-from planner.sizes.sized_inputs import factory_of
+from planner.sizes.sized_steps import factory_of
 from tests.support.sized_models import Net, make_inputs, mean_square
 
 

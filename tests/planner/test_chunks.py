@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner._apply.elided_output import OutputNotMade
 from planner._apply.errors import PlanMismatch
+from planner._apply.plan_backend import OutputNotMade
 from planner._graph_capture import capture as graph_capture
 from planner.api import capture
 from planner.arguments.planning import Planning

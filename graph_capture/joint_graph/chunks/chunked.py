@@ -9,7 +9,7 @@ chunk; rows made by the chunks are concatenated, and sums are added up.
 Forward and backward run together, chunk by chunk, where the part's backward depends on one scalar,
 the gradient of the loss.  It is replaced by 1, and the part's gradients are multiplied by it in the
 backward (exactly, if it is 1 or another power of two).  Gradients in float16 may be too small
-without the loss's scale, so there, and in the insides of layers (`inner_parts`), the backward has
+without the loss's scale, so there, and in the insides of layers, the backward has
 its own chunks, and the schedule decides what is kept and what is recomputed.
 
 Rounding differs: sums over rows are sums of the chunks' sums.  Those of less than 32 bits are added
@@ -28,14 +28,18 @@ from functools import partial
 import torch
 from torch import fx
 
-from planner._graph_capture.joint_graph.chunks.emit import Emitter
-from planner._graph_capture.joint_graph.chunks.inner_parts import find_inner_parts
-from planner._graph_capture.joint_graph.chunks.means import means_to_sums
-from planner._graph_capture.joint_graph.chunks.part import Part, find_part, unviewed
+from planner._graph_capture.joint_graph.chunks.part import (
+    Part,
+    find_inner_parts,
+    find_part,
+    unviewed,
+)
 from planner._graph_capture.joint_graph.chunks.rows import ADDING, Kind, Rows
-from planner._graph_capture.joint_graph.chunks.totals import (
+from planner._graph_capture.joint_graph.chunks.sums import (
+    Emitter,
     added,
     added_product,
+    means_to_sums,
     ops_behind_sum,
     whole_of,
 )

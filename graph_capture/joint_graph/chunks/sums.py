@@ -1,4 +1,4 @@
-"""Sums over the chunks of a part.
+"""Sums over the chunks of a part, and means of a loss written as sums, which chunks can add up.
 
 Sums of less than 32 bits are added up in float32 and rounded once.  For sums of matrix products,
 such as gradients of weights, the product adds itself to the total and needs no memory of its own.
@@ -6,21 +6,109 @@ On a CPU a bfloat16 or float16 product with operands smaller than its result run
 that: otherwise each chunk would be computed and then converted for the addition, each as large as
 the weight, which takes longer than a float32 product of few rows.  On a GPU the float32 product is
 the slow one, and an addition converts as it reads.
+
+A mean is a sum over the rows divided by a weight that depends only on the labels: the number of
+labels that are not ignored, or the sum of their classes' weights.  The weight is computed first,
+and divides the sum and the gradient that comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+import operator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from planner._graph_capture.joint_graph.chunks.emit import Emitter
-from planner._graph_capture.joint_graph.chunks.rows import ADDING
-from planner._graph_capture.joint_graph.joint import is_view
+from planner._graph_capture.joint_graph.chunks.rows import ADDING, Reduction
+from planner._graph_capture.joint_graph.joint import JointGraph, is_view
 
 _aten = torch.ops.aten
+
+
+def means_to_sums(joint: JointGraph) -> None:
+    """Rewrite each mean over all elements, and each mean of a negative log-likelihood."""
+    graph = joint.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.mean.default):
+        source = node.args[0]
+        value = source.meta["val"]
+        if not node.kwargs and value.is_floating_point():
+            emit = Emitter(graph, node)
+            total = emit(_aten.sum.default, source, like=node)
+            node.replace_all_uses_with(
+                emit(_aten.div.Tensor, total, math.prod(value.shape), like=node))
+            graph.erase_node(node)
+    weights: dict[tuple[object, ...], fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default)):
+        if node.args[3] == Reduction.MEAN:
+            labels = _labels_of(node.args)
+            weights[labels] = _rewrite_forward(graph, node)
+    for node in list(graph.find_nodes(op="call_function", target=_aten.nll_loss_backward.default)):
+        gradient, *args, _ = node.args
+        weight = weights.get(_labels_of(args))
+        if args[3] == Reduction.MEAN and weight is not None:
+            emit = Emitter(graph, node)
+            shared = emit(_aten.div.Tensor, gradient, weight, like=node)
+            node.update_arg(0, shared)
+            node.update_arg(4, int(Reduction.SUM))
+            node.update_arg(6, weight)
+
+
+def _labels_of(args: Sequence[object]) -> tuple[object, ...]:
+    """The arguments of a likelihood on which the weight of its mean depends."""
+    return args[1], args[2], args[4]
+
+
+def _rewrite_forward(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Rewrite one mean likelihood; returns the weight by which the sum is divided."""
+    scores, target, weight, _, ignored = node.args
+    emit = Emitter(graph, node)
+    counted = emit(_aten.ne.Scalar, target, ignored, like=node)
+    if weight is None:
+        total = emit(_aten.sum.default, counted, like=node)
+        total = emit(_aten._to_copy.default, total, like=node,
+                     dtype=scores.meta["val"].dtype)
+    else:
+        labels = emit(_aten.mul.Tensor, target, counted, like=node)
+        of_each = emit(_aten.index.Tensor, weight, [labels], like=node)
+        total = emit(_aten.sum.default, emit(_aten.mul.Tensor, of_each, counted, like=node),
+                     like=node)
+    summed = emit(_aten.nll_loss_forward.default, scores, target, weight, int(Reduction.SUM),
+                  ignored, like=node)
+    loss = emit(operator.getitem, summed, 0, like=node)
+    mean = emit(_aten.div.Tensor, loss, total, like=node)
+    for user in list(node.users):
+        user.replace_all_uses_with(mean if user.args[1] == 0 else total)
+        graph.erase_node(user)
+    graph.erase_node(node)
+    return total
+
+
+_NOT_TAKEN_OVER = frozenset({"val", "tensor_meta", "eager_input_vals", "unbacked_bindings"})
+
+
+class Emitter:
+    """Inserts nodes before another one."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
+        self._graph = graph
+        self._before = before
+        self._mode = next(node.meta["val"].fake_mode for node in graph.nodes
+                          if hasattr(node.meta.get("val"), "fake_mode"))
+
+    def __call__(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
+                 ) -> fx.Node:
+        """A new call, attributed to the source code of `like`."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta = {key: value for key, value in like.meta.items() if key not in _NOT_TAKEN_OVER}
+        values = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        with self._mode, torch.no_grad():
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
 
 
 def added(emit: Emitter, total: fx.Node | None, piece: fx.Node, like: fx.Node) -> fx.Node:
