@@ -8,7 +8,7 @@ that no schedule can change (parameters, inputs) is not part of a problem: subtr
 budget.
 
 If a problem has a `Link`, a schedule may also keep a result on the host for a while
-(`solvers.actions`); the only cost is waiting for copies (`solvers.transfers`).
+(`solvers.actions`); the only cost is waiting for copies (`solvers.simulator`).
 
 Blind spots: the order of first runs is fixed, the cost of an op does not depend on when it runs,
 and memory fragmentation does not exist.
