@@ -81,7 +81,7 @@ class PlannedForward(CountingForward):
     def __init__(self, module: nn.Module, inner: Forward | None, spec: RewriteSpec,
                  replan: Replan | None) -> None:
         super().__init__(module, inner)
-        self.specs = (spec,)
+        self.specs: tuple[RewriteSpec, ...] = (spec,)
         """Known rewrite specs; results of `replan` come last."""
         self._replan = replan
         self._codes: dict[int, Code] = {}  # by number of the rewrite spec

@@ -19,7 +19,7 @@ from tests.support.strategies_small import problems, schedules
 SECONDS = 10.0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_bound_holds_for_every_schedule_within_the_budget(data: st.DataObject) -> None:
     problem = data.draw(problems())
@@ -52,7 +52,7 @@ def test_the_bound_with_every_cut_is_below_the_optimum(data: st.DataObject) -> N
         assert problem.keep_all_cost + solution.extra_bound <= best + 1e-6
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_choice_of_retained_storages_becomes_a_legal_schedule(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=10))
@@ -67,7 +67,7 @@ def test_what_is_not_retained_is_recomputed_just_in_time() -> None:
     assert schedule_from_cuts(problem, (4,), [{1}]) == (0, 1, 2, 3, 4, 2, 5, 6, 0, 7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_polish_saves_cost_and_keeps_to_the_budget(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=10))

@@ -19,7 +19,7 @@ def _agrees(timeline: EditableTimeline) -> None:
     assert [timeline.segment(key) for key in timeline.keys] == list(expected.segments)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_every_edit_agrees_with_the_simulator(data: st.DataObject) -> None:
     problem = data.draw(problems())

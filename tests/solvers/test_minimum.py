@@ -16,7 +16,7 @@ from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems, schedules
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_the_floor_is_below_every_schedule(data: st.DataObject) -> None:
     problem = data.draw(problems())
@@ -24,7 +24,7 @@ def test_the_floor_is_below_every_schedule(data: st.DataObject) -> None:
     assert working_set_floor(problem) <= peak
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(max_ops=6).map(without_replay_state))
 def test_floor_and_schedule_enclose_the_exact_minimum(problem: Problem) -> None:
     exact = smallest_peak(problem)
@@ -32,7 +32,7 @@ def test_floor_and_schedule_enclose_the_exact_minimum(problem: Problem) -> None:
     assert working_set_floor(problem) <= exact <= found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problem=problems(), share=st.floats(0.3, 1.0), cost=st.sampled_from([0.0, 0.4, 1.0]))
 def test_a_lazy_schedule_is_legal(problem: Problem, share: float, cost: float) -> None:
     budget = int(share * simulate(problem, problem.keep_all_schedule).peak_bytes)
