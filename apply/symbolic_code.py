@@ -26,14 +26,12 @@ import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
+from planner._apply.outputs import OutputWatcher, places_to_watch, watch
 from planner._apply.plan_backend import (
-    OutputWatcher,
     boxed_callable,
     checked_backward,
     names_in_model,
-    places_to_watch,
     refuse_double_backward,
-    watch,
 )
 from planner._apply.planned_code import CompiledCode
 from planner._apply.rewrite import rewrite

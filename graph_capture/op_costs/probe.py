@@ -447,7 +447,12 @@ def cache_directory() -> Path | None:
 
 
 class OpCache:
-    """Facts by key: a quantity of an op's signature, e.g. its workspace in bytes."""
+    """Facts by key: a quantity of an op's signature, e.g. its workspace in bytes.
+
+    There is one file per environment, and one line of JSON per fact, appended by a single write, so
+    that processes may share it.  Invalid lines are skipped: a file damaged by a crash or a full
+    disk costs measurements, never an error.  A directory that cannot be written to keeps nothing.
+    """
 
     def __init__(self, environment: str, directory: Path | None) -> None:
         """`environment`: everything other than their keys that the facts depend on."""

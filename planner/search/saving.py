@@ -27,6 +27,13 @@ from planner.solvers.schedule_from_cuts import Inner, next_cuts
 from planner.solvers.simulator import unroll
 from planner.step.variant import Variant
 
+_NODES = 50
+"""Search nodes per model of the bound; if they do not suffice, the bound is lower."""
+_WORK = 5.0
+"""Work (see `solvers.milp.MilpResult`) after which no further model is solved."""
+_GAP = 1e-4
+"""Models of the bound are solved to within this fraction of the step's time."""
+
 
 def schedule_saving(variant: Variant, saved: Set[int]) -> Schedule:
     """The schedule that keeps the buffers `saved` (and those that must not be recomputed) for the
@@ -152,7 +159,7 @@ class Recomputes:
         first = next((index for index in readers if graph.ops[index].phase is Phase.BACKWARD), None)
         if first is None:
             return limit
-        codegen_overhead = {b for index in readers for b in graph.ops[index].inputs}
+        read_anyway = {b for index in readers for b in graph.ops[index].inputs}
         total, held_anew = 0.0, 0
         for index in self._ops(buffer):
             if not problem.ops[index].recomputable or not problem.may_replay(index, first):
@@ -161,9 +168,7 @@ class Recomputes:
                 total += problem.ops[index].cost
             if total >= limit or held_anew >= graph.buffers[buffer].size_bytes:
                 return limit
-        return total + sum(
-            costs.to_read.get(b, 0.0) for b in self.sources(buffer) - codegen_overhead
-        )
+        return total + sum(costs.to_read.get(b, 0.0) for b in self.sources(buffer) - read_anyway)
 
     def sources(self, buffer: int) -> set[int]:
         """The saved buffers that a buffer is recomputed from."""
@@ -186,14 +191,6 @@ class Recomputes:
                 pending.extend(
                     graph.buffers[b].producer for b in graph.ops[index].inputs
                     if b not in self._kept and not graph.buffers[b].kept_to_end)
-
-
-_NODES = 50
-"""Search nodes per model; if they do not suffice, the bound is lower."""
-_WORK = 5.0
-"""Work (see `solvers.milp.Answer`) after which no further model is solved."""
-_GAP = 1e-4
-"""Models are solved to within this fraction of the step's time."""
 
 
 def least_cost(

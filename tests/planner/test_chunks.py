@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import planner
 from planner._apply.errors import PlanMismatch
-from planner._apply.plan_backend import OutputNotMade
+from planner._apply.outputs import OutputNotMade
 from planner._graph_capture import capture as graph_capture
 from planner.api import capture
 from planner.arguments.planning import Planning
