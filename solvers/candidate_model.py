@@ -72,7 +72,7 @@ def best_of_candidates(
 
     `start`: such a schedule, to start from.  `moments`: where memory is expected to be tight.
     """
-    model = _SlotModel(problem, budget_bytes, template)
+    model = _CandidateModel(problem, budget_bytes, template)
     for moment in sorted(moments):
         model.watch_moment(moment)
     hint = None if start is None else model.used_by(start)
@@ -101,7 +101,7 @@ def best_of_candidates(
     return CandidateAnswer(best, model.moments, settled, work)
 
 
-class _SlotModel:
+class _CandidateModel:
     """The MILP of one template; memory rows are added one by one.  Mutable."""
 
     def __init__(self, problem: Problem, budget_bytes: int, template: Order) -> None:
@@ -112,23 +112,23 @@ class _SlotModel:
         self._watched: set[int] = set()
         self.first: dict[int, int] = {}
         """Position of the first run of each op."""
-        self._slot: dict[int, mathopt.Variable] = {}
+        self._use: dict[int, mathopt.Variable] = {}
         self._candidates_of: list[list[int]] = [[] for _ in problem.ops]
         for position, op in enumerate(template):
             if op in self.first:
-                self._slot[position] = self._mip.add_binary_variable()
+                self._use[position] = self._mip.add_binary_variable()
                 self._candidates_of[op].append(position)
             else:
                 self.first[op] = position
         self._following = [0] * len(template)
         following = len(problem) - 1
         for position in range(len(template) - 1, -1, -1):
-            if position not in self._slot:
+            if position not in self._use:
                 following = template[position]
             self._following[position] = following
         self._cost_unit = max((op.cost for op in problem.ops if op.cost > 0), default=1.0) / 1000
         self._mip.minimize(mathopt.LinearSum(
-            problem.ops[template[p]].cost / self._cost_unit * x for p, x in self._slot.items()))
+            problem.ops[template[p]].cost / self._cost_unit * x for p, x in self._use.items()))
         self._events: list[list[int]] = []
         self._alive: list[list[Literal]] = []
         self._lay_out()
@@ -136,7 +136,7 @@ class _SlotModel:
 
     def schedule(self, used: set[int]) -> tuple[Order, list[int]]:
         """Return the first runs and the used candidates, and the template position of each."""
-        places = [p for p in range(len(self._runs)) if p not in self._slot or p in used]
+        places = [p for p in range(len(self._runs)) if p not in self._use or p in used]
         return tuple(self._runs[p] for p in places), places
 
     def used_by(self, schedule: Order) -> set[int]:
@@ -177,7 +177,7 @@ class _SlotModel:
             return False
         self._watched.add(position)
         problem, op = self._problem, self._problem.ops[self._runs[position]]
-        run: Literal = self._slot.get(position, 1)
+        run: Literal = self._use.get(position, 1)
         constant = 0
         terms: dict[mathopt.Variable, int] = {}
 
@@ -216,13 +216,13 @@ class _SlotModel:
               nodes: int | None, work: float) -> tuple[set[int] | None, MilpResult]:
         """Return the candidates of the cheapest choice found, or `None`, and the result of the
         engine."""
-        values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
+        values = None if hint is None else {x: float(p in hint) for p, x in self._use.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
                           work=work, cutting_planes=False,
                           gap=gap * self._problem.keep_all_cost / self._cost_unit)
         if answer.values is None:
             return None, answer
-        return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer
+        return {p for p, x in self._use.items() if answer.values[x] > 0.5}, answer
 
     def _at(self, storage: int, position: int, *, after: bool) -> Literal:
         """Literal that is 1 if a storage is alive just before or just after a position."""
@@ -252,12 +252,12 @@ class _SlotModel:
                 following = events[i + 1]
                 if events[i] >= last_read:
                     continue
-                if following not in born and (following not in self._slot or _is(alive[i + 1], 1)):
+                if following not in born and (following not in self._use or _is(alive[i + 1], 1)):
                     alive[i] = 1
                 else:
                     alive[i] = self._mip.add_variable(lb=0.0, ub=1.0)
             for i, position in enumerate(events[1:], start=1):
-                run = self._slot.get(position, 1)
+                run = self._use.get(position, 1)
                 if position in born:
                     self._at_most(alive[i], alive[i - 1], run)
                 else:
@@ -294,7 +294,7 @@ class _SlotModel:
             if candidates and self._problem.ops[op].replay_state_bytes:
                 held[op] = self._mip.add_variable(lb=0.0, ub=1.0)
                 for position in candidates:
-                    self._at_most(self._slot[position], held[op])
+                    self._at_most(self._use[position], held[op])
         return held
 
     def _inplace_reuse(self, position: int, run: Literal) -> mathopt.Variable | None:
@@ -316,8 +316,8 @@ class _SlotModel:
                 row.set_coefficient(option, 1.0)
                 row.set_coefficient(after, 1.0)
             if any(self._segments[p] != here for p in makers):
-                self._at_most(option, *(self._slot[p] for p in makers
-                                        if p in self._slot and self._segments[p] == here))
+                self._at_most(option, *(self._use[p] for p in makers
+                                        if p in self._use and self._segments[p] == here))
             options.append(option)
         if not options:
             return None

@@ -84,8 +84,8 @@ class CutSearch:
         self._moments = frozenset({(pivot, pivot)})
         self._relaxed = problem.keep_all_schedule
         self._anchored = False
-        self._cut_nodes = self._slot_nodes = FIRST_NODES
-        self._cut_work = self._slot_work = 0.0
+        self._cut_nodes = self._candidate_nodes = FIRST_NODES
+        self._cut_work = self._candidate_work = 0.0
         self._cuts_solved = self._cuts_settled = self._candidates_settled = False
         self._cut()
         region = region_after(problem, pivot)
@@ -100,7 +100,7 @@ class CutSearch:
     @property
     def work(self) -> float:
         """Work of all turns, see `solvers.milp.MilpResult`."""
-        return self._cut_work + self._slot_work
+        return self._cut_work + self._candidate_work
 
     @property
     def _work_for_model(self) -> float:
@@ -115,7 +115,7 @@ class CutSearch:
             self._cut_work += _offer_anchored(
                 self._task, self._incumbent, self._cuts[0], self._runs)
         elif not self._candidates_settled and (
-                self._cuts_settled or self._slot_work <= self._cut_work):
+                self._cuts_settled or self._candidate_work <= self._cut_work):
             self._choose_candidates()
         else:
             self._cut_again()
@@ -175,20 +175,20 @@ class CutSearch:
             answer = best_of_candidates(
                 task.problem, task.budget_bytes, template(task.problem, *offers),
                 start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
-                seed=task.seed, nodes=self._slot_nodes, limit=self._work_for_model,
+                seed=task.seed, nodes=self._candidate_nodes, limit=self._work_for_model,
                 deadline=task.deadline)
             self._moments = answer.moments
-            self._slot_work += answer.work
+            self._candidate_work += answer.work
             if answer.schedule is not None:
                 incumbent.offer(answer.schedule)
-            incumbent.report("candidates" if len(offers) == 1 else "slots of blocks")
+            incumbent.report("candidates" if len(offers) == 1 else "candidates of blocks")
             if incumbent.gap <= COARSE_GAP or (len(offers) == 1 and incumbent.fits
-                                               and self._slot_work > self._cut_work):
+                                               and self._candidate_work > self._cut_work):
                 break
         if answer.settled:
             self._candidates_settled = len(offers) > 1 and before == incumbent.schedule
         else:
-            self._slot_nodes *= 2
+            self._candidate_nodes *= 2
 
 
 def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,

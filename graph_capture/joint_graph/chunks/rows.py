@@ -42,7 +42,7 @@ class Rows:
         """Number of rows of a tensor."""
         return math.prod(shape[self.start:self.stop])
 
-    def piece(self, shape: Sequence[int], rows: int) -> list[int]:
+    def chunk(self, shape: Sequence[int], rows: int) -> list[int]:
         """The shape of a chunk with so many rows."""
         return [*shape[:self.start], *[1] * (self.stop - self.start - 1), rows, *shape[self.stop:]]
 

@@ -111,12 +111,12 @@ class Emitter:
         return node
 
 
-def added(emit: Emitter, total: fx.Node | None, piece: fx.Node, like: fx.Node) -> fx.Node:
+def added(emit: Emitter, total: fx.Node | None, chunk: fx.Node, like: fx.Node) -> fx.Node:
     """The sum of a chunk and of those before it, if any."""
     if total is None:
-        return emit(_aten._to_copy.default, piece, like=like,
-                    dtype=torch.float32) if _is_short(piece) else piece
-    return emit(_aten.add.Tensor, total, piece, like=like)
+        return emit(_aten._to_copy.default, chunk, like=like,
+                    dtype=torch.float32) if _is_short(chunk) else chunk
+    return emit(_aten.add.Tensor, total, chunk, like=like)
 
 
 def added_product(emit: Emitter, total: fx.Node | None, operands: Sequence[fx.Node],
@@ -127,8 +127,8 @@ def added_product(emit: Emitter, total: fx.Node | None, operands: Sequence[fx.No
         exact = [_before_cast(operand, made) for operand in operands]
         if like.meta["val"].device.type != "cpu" or (
                 sum(each.elements for each in exact) > like.meta["val"].numel()):
-            piece = emit(like.target, *operands, like=like)
-            return piece, added(emit, total, piece, like)
+            chunk = emit(like.target, *operands, like=like)
+            return chunk, added(emit, total, chunk, like)
         operands = [each.put(emit, like) for each in exact]
     product = (emit(like.target, *operands, like=like) if total is None
                else emit(ADDING[like.target], total, *operands, like=like))
