@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from planner.solvers.actions import Order as Order, Schedule as Schedule
+from planner.solvers.actions import Order as Order
+from planner.solvers.actions import Schedule as Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from itertools import accumulate
 from typing import NamedTuple, assert_never
 
 from planner.solvers.actions import Action, Fetch, Release, Schedule, Store, Transfer, known_actions
-from planner.solvers.errors import IllegalSchedule
+from planner.solvers.errors import IllegalSchedule as IllegalSchedule
 from planner.solvers.problem import Link, Problem
 
 

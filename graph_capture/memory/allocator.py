@@ -21,11 +21,8 @@ from itertools import accumulate
 import torch
 
 from planner._graph_capture.memory.caching_allocator import rounded_bytes
-from planner._graph_capture.torch_compat import (
-    begin_stage as begin_stage,
-    cpu_allocations,
-    cpu_allocations_in_stages,
-)
+from planner._graph_capture.torch_compat import begin_stage as begin_stage
+from planner._graph_capture.torch_compat import cpu_allocations, cpu_allocations_in_stages
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:

@@ -26,15 +26,14 @@ from torch._dynamo import lookup_backend as lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
-from torch._dynamo.exc import (
-    BackendCompilerFailed as BackendCompilerFailed,
-    TorchDynamoException as TorchDynamoException,
-)
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
-from torch._ops import HigherOrderOperator as HigherOrderOperator, OpOverload as OpOverload
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 

@@ -21,12 +21,16 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+)
+from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException as UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+)
+from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 

@@ -35,7 +35,8 @@ from planner._graph_capture.torch_compat.requirements import require
 require(__name__)
 
 import torch
-from torch._inductor import config as inductor_config, custom_graph_pass, ir
+from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass, ir
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import WeakDep

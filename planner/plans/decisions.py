@@ -26,15 +26,11 @@ from planner._apply.rewrite_spec import (
 )
 from planner._graph_capture.training_graph import TrainingGraph
 from planner.errors import PlanMismatch
-from planner.solvers.actions import (
-    Action as ScheduledAction,
-    Fetch as ScheduledFetch,
-    Release as ScheduledRelease,
-    Run,
-    Schedule,
-    Store as ScheduledStore,
-    as_order,
-)
+from planner.solvers.actions import Action as ScheduledAction
+from planner.solvers.actions import Fetch as ScheduledFetch
+from planner.solvers.actions import Release as ScheduledRelease
+from planner.solvers.actions import Run, Schedule, as_order
+from planner.solvers.actions import Store as ScheduledStore
 from planner.solvers.simulator import Timeline
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant

@@ -29,7 +29,9 @@ from planner.errors import PlanFileError
 from planner.plans.checking import contradiction
 from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION, Document, ops_of, pick
 from planner.plans.plan import Plan
-from planner.plans.writing import dumps as dumps, fingerprint, to_dict as to_dict
+from planner.plans.writing import dumps as dumps
+from planner.plans.writing import fingerprint
+from planner.plans.writing import to_dict as to_dict
 
 
 def load(path: str | PathLike[str]) -> Plan:

@@ -26,7 +26,8 @@ from planner.search.effort import Effort
 from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
-    from torch import distributed as dist, nn
+    from torch import distributed as dist
+    from torch import nn
 
 _PREFIX = "checkpoint-planner"
 _FAILED = "no plan"

@@ -18,11 +18,11 @@ from planner.search.variants import cheapest
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.sized_steps import SizedSteps
 from planner.solvers.actions import as_order
-from planner.solvers.errors import IllegalSchedule, InfeasibleBudget as Refusal
+from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.minimum import minimum_peak
 from planner.solvers.problem import Problem, Schedule
 from planner.solvers.result import Result
-from planner.solvers.simulator import simulate
+from planner.solvers.simulator import IllegalSchedule, simulate
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
 from planner.units import format_fraction

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planner._graph_capture.memory.caching_allocator import (
     CachingAllocator,

@@ -1,7 +1,8 @@
 """The search for the largest number: right against looking at every number, and short."""
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planner.sizes.bracketing import Bracket, find_largest, secant
 

@@ -4,7 +4,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planner.arguments.budget import Budget, parse_budget
 from planner.units import BYTES_PER_UNIT

@@ -4,7 +4,8 @@ import dataclasses
 import pickle
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import planner
 from planner._graph_capture.training_graph import OptimizerMemory

@@ -4,7 +4,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner._apply.rewrite_spec import Insertion
 from planner._graph_capture.training_graph import OptimizerMemory, Phase

@@ -15,7 +15,8 @@ from importlib.resources import files
 import jsonschema
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import planner
 from planner._graph_capture.training_graph import OptimizerMemory

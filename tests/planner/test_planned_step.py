@@ -1,6 +1,7 @@
 """A planned step as blocks: at each run, what the simulator says."""
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner._graph_capture.memory.trace import Category
 from planner._graph_capture.training_graph import BufferKind

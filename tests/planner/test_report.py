@@ -3,7 +3,8 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner._graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision

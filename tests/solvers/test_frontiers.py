@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.solvers import Problem, unroll
 from planner.solvers.frontiers import Frontier, frontiers, narrow_frontiers, region_after, waists

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.solvers import simulate, unroll
 from planner.solvers.candidate_model import best_of_candidates, block_offers, offers_of, template

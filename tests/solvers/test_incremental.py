@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.solvers.incremental import EditableTimeline
 from planner.solvers.problem import Op, Problem, Storage

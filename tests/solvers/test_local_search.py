@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from planner.solvers.local_search import descend, improve
 from planner.solvers.minimum import minimum_peak

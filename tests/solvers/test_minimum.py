@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.solvers.lazy import EvictionHeuristic, counted_walk
 from planner.solvers.minimum import minimum_peak, working_set_floor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.solvers import IllegalSchedule, Op, Problem, Segment, Storage, simulate, unroll
 from tests.support.oracles import evaluate, training_chain

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
 from planner.solvers.problem import Op, Segment, Storage
