@@ -10,27 +10,38 @@ generated code is therefore checked to use no more memory than planned, for smal
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Match, PlanBackend, checked_backward
-from planner._apply.realized import realize_across_library_calls
 from planner._apply.rewrite import RewrittenRegion
 from planner._apply.rewrite_spec import RewriteSpec
-from planner._graph_capture.inductor.generated_code import memory_of_code
+from planner._graph_capture.inductor.compiled_step import memory_of_code
+from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
 from planner._graph_capture.inductor.shortened import FindRuns, LeftOut, shorten
-from planner._graph_capture.joint_graph.random_ops import is_companion
-from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
+from planner._graph_capture.joint_graph.joint import is_tuple_element, is_view, tensors_of
+from planner._graph_capture.joint_graph.low_peak_backward import REALIZED_COPY
+from planner._graph_capture.joint_graph.replay import is_companion
+from planner._graph_capture.joint_graph.walks import operands, readers
 from planner._graph_capture.torch_compat import PartitionFunction
-from planner._graph_capture.torch_compat.inductor import declare_fallback, inductor_backend
-from planner._graph_capture.torch_compat.kernel_order import KernelOrder
-from planner._graph_capture.torch_compat.scheduler_pass import SchedulerPass
-from planner._graph_capture.torch_compat.unfused_kernels import UnfusedKernels
+from planner._graph_capture.torch_compat.inductor import (
+    declare_fallback,
+    inductor_backend,
+    is_stored,
+    store_result,
+)
+from planner._graph_capture.torch_compat.scheduler_pass import (
+    KernelOrder,
+    SchedulerPass,
+    UnfusedKernels,
+)
 from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
@@ -138,3 +149,56 @@ def uuid_of(spec: RewriteSpec) -> str:
     every process."""
     graphs = replace(spec, signature=None, ops=(), buffers=())
     return hashlib.sha256(f"{_FORMAT}\0{graphs!r}".encode()).hexdigest()
+
+
+def realize_across_library_calls(graph: fx.Graph) -> None:
+    """Mark results of generated kernels that are read after a kernel of a library, unless their
+    operands are smaller.
+
+    Inductor recomputes a pointwise result in each kernel that reads it, and so keeps its operands
+    alive until the last of them, where the schedule stores the result.
+    """
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    external = [position for node, position in order.items() if _is_external(node)]
+    for node, position in order.items():
+        following = bisect_right(external, position)
+        if (_is_generated(node) and isinstance(node.meta.get("val"), torch.Tensor)
+                and following < len(external) and external[following] < _last_read(node, order)
+                and _bytes_of(node) <= sum(map(_bytes_of, _held_for(node)))):
+            store_result(node)
+
+
+def _is_external(node: fx.Node) -> bool:
+    return _makes_values(node) and fusion_of(node) is Fusion.EXTERNAL
+
+
+def _is_generated(node: fx.Node) -> bool:
+    maker = node.args[0] if is_tuple_element(node) else node
+    return _makes_values(maker) and fusion_of(maker) is not Fusion.EXTERNAL
+
+
+def _makes_values(node: fx.Node) -> bool:
+    return node.op == "call_function" and not _is_alias(node)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    return is_view(node) or is_tuple_element(node)
+
+
+def _last_read(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """Return the position of the last op that reads the node or a view of it; -1 if none does."""
+    return max((order[user] for user in readers(node, _is_alias) if user.op != "output"),
+               default=-1)
+
+
+def _held_for(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes that stay alive until a kernel reads this node, if it is not stored: inputs
+    of the graph, results of libraries' kernels and of reductions, and stored results."""
+    return operands(node.args[0] if is_tuple_element(node) else node, lambda source: (
+        is_view(source) or (_makes_values(source) and not is_stored(source)
+                            and fusion_of(source) is Fusion.POINTWISE)))
+
+
+def _bytes_of(node: fx.Node) -> int:
+    return sum(int(tensor.numel() * tensor.element_size())
+               for tensor in tensors_of(node.meta.get("val")))

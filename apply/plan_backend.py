@@ -17,17 +17,15 @@ from typing import Any, Protocol, Self
 import torch
 from torch import fx, nn
 
-from planner._apply.elided_output import without_elided
 from planner._apply.errors import PlanMismatch
-from planner._apply.output_watch import OutputWatcher, places_to_watch, watch
+from planner._apply.outputs import OutputWatcher, places_to_watch, watch, without_elided
 from planner._apply.rewrite import RewrittenRegion, rewrite
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._apply.same_step import difference_from_step, outputs_let_go
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
-from planner._graph_capture.joint_graph.lower import LoweredRegion
+from planner._graph_capture.joint_graph.lower import LoweredRegion, region_signature
 from planner._graph_capture.joint_graph.naming import name_modules
-from planner._graph_capture.joint_graph.outline import region_signature
 from planner._graph_capture.joint_graph.pipeline import JointVariant, lower_joint_graph
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.torch_compat import (

@@ -14,6 +14,7 @@ and run again if that captures the model.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import pickle
 import warnings
@@ -23,13 +24,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner._apply.blocks import Code, code_of, run_step
-from planner._apply.call_signature import Call, differences
+from planner._apply.blocks import Code, check_blocks, code_of, run_step
+from planner._apply.call_signature import Call, differences, tensor_keys
 from planner._apply.errors import PlanMismatch
-from planner._apply.rewrite_spec import RewriteSpec
+from planner._apply.rewrite_spec import ParameterKey, RewriteSpec
 from planner._apply.step_counts import StepCounts, reason_of_mode
 from planner._graph_capture.foreign_calls import foreign_call
-from planner._graph_capture.module_forward import Forward, ForwardOverride, in_place_of_forward
+from planner._graph_capture.module_forward import (
+    Forward,
+    ForwardOverride,
+    in_place_of_forward,
+    own_forward,
+    rebound,
+    set_forward,
+)
 from planner._graph_capture.module_hooks import hooks_within
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], RewriteSpec]
@@ -70,11 +78,11 @@ class CountingForward(ForwardOverride):
 class PlannedForward(CountingForward):
     """The planned forward of a model, which is compiled as a whole or by blocks."""
 
-    def __init__(self, module: nn.Module, inner: Forward | None, specs: Sequence[RewriteSpec],
+    def __init__(self, module: nn.Module, inner: Forward | None, spec: RewriteSpec,
                  replan: Replan | None) -> None:
         super().__init__(module, inner)
-        self.specs = tuple(specs)
-        """Known rewrite specs; the result of `replan` comes last."""
+        self.specs: tuple[RewriteSpec, ...] = (spec,)
+        """Known rewrite specs; results of `replan` come last."""
         self._replan = replan
         self._codes: dict[int, Code] = {}  # by number of the rewrite spec
         self._served: dict[Call, int] = {}  # the rewrite spec that such calls ran under
@@ -100,7 +108,7 @@ class PlannedForward(CountingForward):
             return self.plain(*args, **kwargs)
         known = [number for number, spec in enumerate(self.specs)
                  if spec.training == self.__self__.training]
-        if not known and self.specs and self._replan is None:
+        if not known and self._replan is None:
             self.steps.count(reason_of_mode(self.specs[0].training))
             return self.plain(*args, **kwargs)
         hooks = hooks_within(self.__self__)
@@ -147,8 +155,6 @@ class PlannedForward(CountingForward):
                 self._served[call] = number
                 return result
         if self._replan is None:
-            if not refusals:
-                raise PlanMismatch("there is no plan for this model. Make one")
             number, refusal = refusals[0]
             raise self.explained(self.specs[number], refusal, call) from None
         # The plan is for the forward beneath this one, called as it is called here.
@@ -167,6 +173,84 @@ class PlannedForward(CountingForward):
         result = run_step(code, spec, module, self.inner, args, kwargs, is_trial=is_trial)
         self.steps.count(code.why_unplanned())
         return result
+
+
+def apply_spec(
+    model: nn.Module, spec: RewriteSpec, *, replan: Replan | None = None,
+) -> nn.Module:
+    """Return a module that trains as `model` does, with the rewrite spec's recomputations.
+
+    It is another module of the same class, which shares every submodule, parameter and buffer with
+    `model` (which itself stays as it was) and has its `state_dict` keys; blocks that are compiled
+    one by one have their planned forwards while the model runs.  Without gradients it runs the
+    plain forward; without `replan` also in the other of train and eval mode than that of the spec.
+
+    A step with inputs of another size runs the rewrite spec if its graph is the same except for
+    sizes and no tensor is larger than planned.  For any other step `replan` is called with the
+    model and the arguments; its result is then tried like the others.
+
+    Raises `PlanMismatch`, here if parameters, buffers or blocks differ from those of the plan, and
+    in a training step that no rewrite spec serves (where there is no `replan`).
+    """
+    _check_tensors(model, spec.tensors)
+    check_blocks(model, spec)
+    applied = _copy(model)
+    set_forward(applied, PlannedForward(applied, own_forward(applied), spec, replan))
+    return applied
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a shallow copy of a model, which shares everything except modules with a forward
+    override, and their parents."""
+    copies = {"": _shallow(model)}
+
+    def copy_of(path: str) -> nn.Module:
+        if path not in copies:
+            outer, _, name = path.rpartition(".")
+            parent = copy_of(outer)
+            copies[path] = _shallow(getattr(parent, name))
+            parent.__dict__["_modules"] = {**parent._modules, name: copies[path]}
+        return copies[path]
+
+    for path, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), ForwardOverride):
+            copy_of(path)
+    return copies[""]
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    try:
+        copied = copy.copy(module)
+    except Exception as error:  # A wrapper has replaced its class by one that cannot be copied.
+        raise TypeError(
+            f"cannot make another {type(module).__name__} that shares everything with the model "
+            f"({type(error).__name__}: {error}); apply the plan before the model is wrapped, as by "
+            "fully_shard, and wrap what plan.apply returns, or, in place, "
+            "planner.within(model, plan=plan)") from error
+    set_forward(copied, rebound(own_forward(module), module, copied))
+    return copied
+
+
+def _check_tensors(model: nn.Module, expected: Sequence[ParameterKey]) -> None:
+    found = tensor_keys(model)
+    for have, want in zip(found, expected, strict=False):
+        if have != want:
+            raise PlanMismatch(
+                "the plan was made for another model; the first difference: the plan has "
+                f"{_describe_tensor(want)}, this model has {_describe_tensor(have)}. "
+                "Make a plan for this model")
+    if len(found) != len(expected):
+        longer, side = ((found, "this model") if len(found) > len(expected)
+                        else (expected, "the plan"))
+        extra = longer[min(len(found), len(expected))]
+        raise PlanMismatch(
+            "the plan was made for another model; the first difference: only "
+            f"{side} has {_describe_tensor(extra)}. Make a plan for this model")
+
+
+def _describe_tensor(key: ParameterKey) -> str:
+    frozen = "" if key.requires_grad else ", frozen"
+    return f"{key.name} ({key.dtype}{list(key.shape)}{frozen})"
 
 
 def can_be_pickled(value: object) -> bool:

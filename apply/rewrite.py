@@ -37,7 +37,7 @@ from planner._graph_capture.joint_graph.lower import (
     LoweredRegion,
     epilogue_name,
 )
-from planner._graph_capture.joint_graph.random_ops import draw, new_state, replay
+from planner._graph_capture.joint_graph.replay import draw, new_state, replay
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes
 from planner._graph_capture.torch_compat import OpOverload, expression_of, split_joint_graph
 from planner._graph_capture.training_graph import Phase

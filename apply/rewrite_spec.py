@@ -226,7 +226,7 @@ class RewriteSpec:
     """Number of chunks in which the insides of its layers run."""
     kernel_order: bool = False
     """True if Inductor may not move or fuse kernels of the backward across calls of libraries.  It
-    then stores results that are read after them (`apply.realized`)."""
+    then stores results that are read after them (`apply.inductor`)."""
     low_memory_codegen: bool = False
     """True if Inductor's code is to use less memory at a small cost: a buffer is reused only where
     that raises no peak, and kernels that read the same inputs stay apart if the fused kernel would

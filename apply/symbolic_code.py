@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
-from planner._apply.output_watch import OutputWatcher, places_to_watch, watch
+from planner._apply.outputs import OutputWatcher, places_to_watch, watch
 from planner._apply.plan_backend import (
     boxed_callable,
     checked_backward,

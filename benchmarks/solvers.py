@@ -35,8 +35,6 @@ from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
 from benchmarks.models import WORKLOADS, Workload, gpt2, llama, mamba
 from benchmarks.table import Table
 from planner.solvers import SOLVERS, InfeasibleBudget, load_problem, simulate, solve
-from planner.solvers.lazy import cheapest_walk
-from planner.solvers.local_search import improve, repair
 from planner.solvers.minimum import Descent, minimum_peak, working_set_floor
 from planner.solvers.problem import Problem, Schedule
 
@@ -66,26 +64,6 @@ class Found(NamedTuple):
 Method = Callable[[Problem, int, float, int], Found]
 
 
-def lazy(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-    """Run only lazy walks."""
-    deadline = time.monotonic() + time_limit
-    return Found(cheapest_walk(problem, budget_bytes, deadline=deadline), None)
-
-
-def local(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
-    """Run only annealing, from lazy walks or, if they fail, from the plain order."""
-    begin = time.monotonic()
-    deadline = begin + time_limit
-    start = cheapest_walk(
-        problem, budget_bytes, deadline=begin + time_limit / 10,
-    ) or repair(problem, budget_bytes, problem.keep_all_schedule, time_limit=time_limit / 2,
-                seed=seed)
-    if start is None:
-        return Found(None, None)
-    return Found(improve(problem, budget_bytes, start, time_limit=time_limit, deadline=deadline,
-                         seed=seed), None)
-
-
 def _solver(solver: str, work_limit: float | None = math.inf) -> Method:
     def method(problem: Problem, budget_bytes: int, time_limit: float, seed: int) -> Found:
         try:
@@ -98,7 +76,6 @@ def _solver(solver: str, work_limit: float | None = math.inf) -> Method:
 
 
 METHODS: dict[str, Method] = {
-    "lazy": lazy, "local": local,
     **{name: _solver(name) for name in SOLVERS},
     "usual": _solver("auto", None),
 }
@@ -203,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="instances whose name contains this")
     add_numbers(parser, "--budgets", (0.9, 0.8, 0.7, 0.5, 0.4, 0.3, 0.2),
                 "fractions of the plain peak")
-    add_names(parser, "--solvers", METHODS, ("auto", "local"))
+    add_names(parser, "--solvers", METHODS, ("auto", "usual"))
     parser.add_argument("--seed", type=int, default=0)
     add_numbers(parser, "--works", (), "compare searches of so much work with the default one")
     parser.add_argument("--minimum", action="store_true", help="also the smallest peak of each")

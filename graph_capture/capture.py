@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner._graph_capture.device_kernels.choices import kernels_of
+from planner._graph_capture.device_kernels.attention import kernels_of
 from planner._graph_capture.dynamo.blocks import (
     REPEATED_BLOCKS,
     WHOLE_MODEL,
@@ -23,8 +23,7 @@ from planner._graph_capture.dynamo.blocks import (
     has_repeated_blocks,
 )
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
-from planner._graph_capture.dynamo.record import Recording
-from planner._graph_capture.dynamo.training_step import record_training_step
+from planner._graph_capture.dynamo.record import Recording, record_training_step
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values
 from planner._graph_capture.fake_copies.failures import failure

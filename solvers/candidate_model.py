@@ -7,7 +7,8 @@ before it; A may fall anywhere and rises only at a run that makes the storage.  
 then linear.
 
 The optimum is the cheapest sub-schedule of the template, an upper bound for the problem; its
-quality depends on the template (`solvers.candidates`).  Memory rows are added only where a solution
+quality depends on the template, which combines *offers*: the recomputations of schedules, and those
+of whole blocks.  Memory rows are added only where a solution
 violates them, which a few rounds settle.  The model errs on the safe side where it is not exact:
 replay state counts up to the last candidate, and a buffer is taken over only where that is certain.
 """
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
+from planner.solvers.frontiers import Frontier, Region
 from planner.solvers.milp import MilpResult, optimise
 from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import unroll
@@ -70,7 +72,7 @@ def best_of_candidates(
 
     `start`: such a schedule, to start from.  `moments`: where memory is expected to be tight.
     """
-    model = _SlotModel(problem, budget_bytes, template)
+    model = _CandidateModel(problem, budget_bytes, template)
     for moment in sorted(moments):
         model.watch_moment(moment)
     hint = None if start is None else model.used_by(start)
@@ -99,7 +101,7 @@ def best_of_candidates(
     return CandidateAnswer(best, model.moments, settled, work)
 
 
-class _SlotModel:
+class _CandidateModel:
     """The MILP of one template; memory rows are added one by one.  Mutable."""
 
     def __init__(self, problem: Problem, budget_bytes: int, template: Order) -> None:
@@ -110,23 +112,23 @@ class _SlotModel:
         self._watched: set[int] = set()
         self.first: dict[int, int] = {}
         """Position of the first run of each op."""
-        self._slot: dict[int, mathopt.Variable] = {}
+        self._use: dict[int, mathopt.Variable] = {}
         self._candidates_of: list[list[int]] = [[] for _ in problem.ops]
         for position, op in enumerate(template):
             if op in self.first:
-                self._slot[position] = self._mip.add_binary_variable()
+                self._use[position] = self._mip.add_binary_variable()
                 self._candidates_of[op].append(position)
             else:
                 self.first[op] = position
         self._following = [0] * len(template)
         following = len(problem) - 1
         for position in range(len(template) - 1, -1, -1):
-            if position not in self._slot:
+            if position not in self._use:
                 following = template[position]
             self._following[position] = following
         self._cost_unit = max((op.cost for op in problem.ops if op.cost > 0), default=1.0) / 1000
         self._mip.minimize(mathopt.LinearSum(
-            problem.ops[template[p]].cost / self._cost_unit * x for p, x in self._slot.items()))
+            problem.ops[template[p]].cost / self._cost_unit * x for p, x in self._use.items()))
         self._events: list[list[int]] = []
         self._alive: list[list[Literal]] = []
         self._lay_out()
@@ -134,7 +136,7 @@ class _SlotModel:
 
     def schedule(self, used: set[int]) -> tuple[Order, list[int]]:
         """Return the first runs and the used candidates, and the template position of each."""
-        places = [p for p in range(len(self._runs)) if p not in self._slot or p in used]
+        places = [p for p in range(len(self._runs)) if p not in self._use or p in used]
         return tuple(self._runs[p] for p in places), places
 
     def used_by(self, schedule: Order) -> set[int]:
@@ -175,7 +177,7 @@ class _SlotModel:
             return False
         self._watched.add(position)
         problem, op = self._problem, self._problem.ops[self._runs[position]]
-        run: Literal = self._slot.get(position, 1)
+        run: Literal = self._use.get(position, 1)
         constant = 0
         terms: dict[mathopt.Variable, int] = {}
 
@@ -214,13 +216,13 @@ class _SlotModel:
               nodes: int | None, work: float) -> tuple[set[int] | None, MilpResult]:
         """Return the candidates of the cheapest choice found, or `None`, and the result of the
         engine."""
-        values = None if hint is None else {x: float(p in hint) for p, x in self._slot.items()}
+        values = None if hint is None else {x: float(p in hint) for p, x in self._use.items()}
         answer = optimise(self._mip, seconds, seed=seed, hint=values, nodes=nodes,
                           work=work, cutting_planes=False,
                           gap=gap * self._problem.keep_all_cost / self._cost_unit)
         if answer.values is None:
             return None, answer
-        return {p for p, x in self._slot.items() if answer.values[x] > 0.5}, answer
+        return {p for p, x in self._use.items() if answer.values[x] > 0.5}, answer
 
     def _at(self, storage: int, position: int, *, after: bool) -> Literal:
         """Literal that is 1 if a storage is alive just before or just after a position."""
@@ -250,12 +252,12 @@ class _SlotModel:
                 following = events[i + 1]
                 if events[i] >= last_read:
                     continue
-                if following not in born and (following not in self._slot or _is(alive[i + 1], 1)):
+                if following not in born and (following not in self._use or _is(alive[i + 1], 1)):
                     alive[i] = 1
                 else:
                     alive[i] = self._mip.add_variable(lb=0.0, ub=1.0)
             for i, position in enumerate(events[1:], start=1):
-                run = self._slot.get(position, 1)
+                run = self._use.get(position, 1)
                 if position in born:
                     self._at_most(alive[i], alive[i - 1], run)
                 else:
@@ -292,7 +294,7 @@ class _SlotModel:
             if candidates and self._problem.ops[op].replay_state_bytes:
                 held[op] = self._mip.add_variable(lb=0.0, ub=1.0)
                 for position in candidates:
-                    self._at_most(self._slot[position], held[op])
+                    self._at_most(self._use[position], held[op])
         return held
 
     def _inplace_reuse(self, position: int, run: Literal) -> mathopt.Variable | None:
@@ -314,8 +316,8 @@ class _SlotModel:
                 row.set_coefficient(option, 1.0)
                 row.set_coefficient(after, 1.0)
             if any(self._segments[p] != here for p in makers):
-                self._at_most(option, *(self._slot[p] for p in makers
-                                        if p in self._slot and self._segments[p] == here))
+                self._at_most(option, *(self._use[p] for p in makers
+                                        if p in self._use and self._segments[p] == here))
             options.append(option)
         if not options:
             return None
@@ -328,3 +330,62 @@ class _SlotModel:
 def _is(literal: Literal, value: int) -> bool:
     """Return whether a literal is that constant; variables overload `==`."""
     return isinstance(literal, int) and literal == value
+
+
+Offers = dict[int, set[int]]
+"""Per op, the recomputations offered just before its first run (`len(problem)`: after the last)."""
+
+
+def offers_of(problem: Problem, schedules: Iterable[Order]) -> Offers:
+    """Return the recomputations of several schedules together."""
+    offers: Offers = {}
+    for schedule in schedules:
+        seen = [False] * len(problem)
+        waiting: set[int] = set()
+        for op in schedule:
+            if seen[op]:
+                waiting.add(op)
+                continue
+            seen[op] = True
+            if waiting:
+                offers.setdefault(op, set()).update(waiting)
+                waiting = set()
+    return offers
+
+
+def block_offers(problem: Problem, region: Region, chain: tuple[Frontier, ...]) -> Offers:
+    """Offer, for each op after the pivot, its inputs and the recomputations that they need within
+    the same stretch between frontiers.  A recomputation that an earlier op offers is offered again
+    only to its readers."""
+    bounds = [frontier.position for frontier in chain]
+    members = set(region.ops)
+    offers: Offers = {}
+    asked: set[int] = set()
+    for first in range(region.pivot + 1, len(problem)):
+        read = {problem.storages[s].producer for s in problem.ops[first].inputs}
+        stack = [v for v in read if v in members]
+        offered = set(stack)
+        while stack:
+            index = stack.pop()
+            stretch = bisect_right(bounds, index)
+            for storage in problem.ops[index].inputs:
+                source = problem.storages[storage].producer
+                if (source in members and source not in offered and source not in asked
+                        and bisect_right(bounds, source) == stretch):
+                    offered.add(source)
+                    stack.append(source)
+        asked |= offered
+        allowed = {v for v in offered if problem.may_replay(v, first)}
+        if allowed:
+            offers[first] = allowed
+    return offers
+
+
+def template(problem: Problem, *offers: Offers) -> Order:
+    """Return the schedule with all offered recomputations, in the order of the ops before each
+    first run."""
+    schedule: list[int] = []
+    for first in range(len(problem)):
+        schedule.extend(sorted(set().union(*(offer.get(first, ()) for offer in offers))))
+        schedule.append(first)
+    return tuple(schedule)

@@ -14,7 +14,7 @@ retained past tᵢ. With several cuts, Y[i,v] ≤ Σ_{j≥i} R[j,v] says that v 
 all, and each cut's own closure over Y tightens the linear relaxation.  On request memory is also
 constrained inside a stage, at the recomputation of an op.
 
-Ops of one symmetry class (`solvers.symmetry`: the same place in repeated layers) share a variable
+Ops of one symmetry class (the same place in repeated layers) share a variable
 that counts how many of them are retained or recomputed, and a row that is the sum of theirs.  The
 model is then as small as if each layer between two cuts occurred once, and still a relaxation.
 """
@@ -22,8 +22,9 @@ model is then as small as if each layer between two cuts occurred once, and stil
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ortools.math_opt.python import mathopt
@@ -31,8 +32,6 @@ from ortools.math_opt.python import mathopt
 from planner.solvers.milp import optimise
 from planner.solvers.problem import Problem
 from planner.solvers.repetition import Run
-from planner.solvers.symmetry import SymmetryClasses, symmetry_classes
-from planner.solvers.working_set import fixed_bytes, inplace_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,12 @@ class CutModel:
     anchors: frozenset[int] = frozenset()
     """Storages that are retained past every cut after their first run.  A restriction: with
     anchors, `extra_bound` says nothing about other schedules."""
-    headroom_bytes: tuple[int, ...] = ()
-    """Bytes that may be used at each cut; the budget if empty.  Less than the budget is a
+    headroom_bytes: int | None = None
+    """Bytes that may be used at each cut; `None`: the budget.  Less than the budget is a
     restriction, too."""
     inner: tuple[tuple[int, int], ...] = ()
     """(cut, op): memory is also constrained while the op is recomputed in the stage that this cut
     ends, if it is recomputed there.  Not with the first cut."""
-    price: float = 0.0
-    """Additional cost of each byte retained past the first cut; included in cost and bound."""
     runs: tuple[Run, ...] = ()
     """Repeated ops; equal ones are counted instead of distinguished."""
     retention_costs: Mapping[int, float] = field(default_factory=dict)
@@ -122,10 +119,6 @@ class _Program:
         objective = mathopt.LinearSum(
             problem.ops[op].cost / self.cost_unit * variable
             for stage in self.again for op, variable in stage.items())
-        if model.price:
-            objective += mathopt.LinearSum(
-                model.price * problem.storages[storage].size_bytes / self.cost_unit * variable
-                for storage, variable in self.retained[0].items())
         for storage, variable in self.retained[0].items():
             # The least cost among members that differ: a bound for each is one for all.
             cost = min(model.retention_costs.get(member, 0.0)
@@ -194,10 +187,10 @@ class _Program:
     def _memory(self, stage: int) -> None:
         problem, cut = self.problem, self.cuts[stage]
         op = problem.ops[cut]
-        headroom = (
-            self.spec.headroom_bytes[stage] if self.spec.headroom_bytes else self.spec.budget_bytes
-        )
-        headroom -= fixed_bytes(problem, cut)
+        headroom = self.spec.headroom_bytes
+        if headroom is None:
+            headroom = self.spec.budget_bytes
+        headroom -= problem.fixed_bytes(cut)
         held = {*op.inputs, *op.outputs}
         terms: dict[mathopt.Variable, float] = {}
         for storage, variable in self.retained[stage].items():
@@ -211,7 +204,7 @@ class _Program:
                     if replayed in later:
                         self._row({once: 1.0, later[replayed]: -1.0}, 0.0)
                 terms[once] = -float(state)
-        candidates = inplace_candidates(problem, cut)
+        candidates = problem.inplace_candidates(cut)
         if candidates:
             size = problem.storages[candidates[0]].size_bytes
             taken = self.mip.add_variable(lb=0.0, ub=1.0)
@@ -355,3 +348,62 @@ def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:
         carried = wanted
         lives.append(_Live(tuple(sorted(demanded)), tuple(sorted(wanted)), tuple(sorted(again))))
     return lives[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetryClasses:
+    """A partition of the ops; storages follow the ops that make them.
+
+    Ops at the same place of a run (`solvers.repetition`) are of one class if all cuts see them
+    alike.  Adding up the rows of a class is a relaxation for any classes; their symmetry only keeps
+    it sharp.  With one cut nothing is lost: rows that compare two variables split into whole
+    solutions again, by giving the n-th of each class the value that the counts have for the n-th.
+    """
+
+    of_op: tuple[int, ...]
+    """The first member of each op's class."""
+    of_storage: tuple[int, ...]
+    """The first member of each storage's class."""
+    members: dict[int, tuple[int, ...]]
+    """By first member, the ops of a class, ascending."""
+    storages: dict[int, tuple[int, ...]]
+    """By first member, the storages of a class, by producer."""
+
+
+def symmetry_classes(
+    problem: Problem, runs: Sequence[Run], cuts: Sequence[int], seen: Sequence[Collection[int]],
+    seen_ops: Sequence[Collection[int]], alone: Collection[int],
+) -> SymmetryClasses:
+    """Return the coarsest classes whose members are made between the same cuts, are in the same
+    sets of `seen_ops`, and have outputs in the same sets of storages `seen`.  Each op in `alone`
+    has a class of its own."""
+    places: dict[int, Hashable] = {}
+    for number, run in enumerate(runs):
+        for op in range(run.start, run.stop):
+            if op not in alone:
+                places[op] = (number, (op - run.start) % run.period, bisect_left(cuts, op))
+    marks: defaultdict[int, list[int]] = defaultdict(list)
+    op_marks: defaultdict[int, list[int]] = defaultdict(list)
+    for noted, sets in ((marks, seen), (op_marks, seen_ops)):
+        for number, members in enumerate(sets):
+            for member in members:
+                noted[member].append(number)
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index, described in enumerate(problem.ops):
+        if index in places:
+            groups[places[index], tuple(op_marks[index]),
+                   tuple(tuple(marks[s]) for s in described.outputs)].append(index)
+        else:
+            groups[index].append(index)
+    of_op = [0] * len(problem)
+    of_storage = [0] * len(problem.storages)
+    storages_of: dict[int, tuple[int, ...]] = {}
+    for group in groups.values():
+        for candidate, first in enumerate(problem.ops[group[0]].outputs):
+            storages_of[first] = tuple(problem.ops[op].outputs[candidate] for op in group)
+            for storage in storages_of[first]:
+                of_storage[storage] = first
+        for op in group:
+            of_op[op] = group[0]
+    members = {group[0]: tuple(group) for group in groups.values()}
+    return SymmetryClasses(tuple(of_op), tuple(of_storage), members, storages_of)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.solvers.frontiers import Frontier, Region, narrow_frontiers, region_after
-from planner.solvers.polish import drop_recomputes
+from planner.solvers.incremental import drop_recomputes
 from planner.solvers.problem import Problem
 from planner.solvers.schedule_from_cuts import schedule_from_cuts
 from planner.solvers.simulator import simulate, unroll

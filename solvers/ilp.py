@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import math
 
-from planner.solvers.block_bound import STEP, BlockBound
-from planner.solvers.candidate_model import best_of_candidates
-from planner.solvers.candidates import block_offers, offers_of, template
+from planner.solvers.candidate_model import best_of_candidates, block_offers, offers_of, template
 from planner.solvers.cut_model import CutModel
 from planner.solvers.dp import Chain
 from planner.solvers.frontiers import narrow_frontiers, region_after, waists
 from planner.solvers.incumbent import Incumbent
 from planner.solvers.minimum import working_set_floor
 from planner.solvers.repetition import Run, runs_of
-from planner.solvers.schedule_from_cuts import schedule_from_cuts
+from planner.solvers.schedule_from_cuts import next_cuts, schedule_from_cuts
 from planner.solvers.simulator import unroll
 from planner.solvers.task import Proposal, Task
-from planner.solvers.violations import next_cuts
 
 ANCHOR_ROUNDS = 6
 GENEROSITY = 3.0
@@ -86,9 +83,9 @@ class CutSearch:
         self._inner: tuple[tuple[int, int], ...] = ()
         self._moments = frozenset({(pivot, pivot)})
         self._relaxed = problem.keep_all_schedule
-        self._anchored = self._layered = False
-        self._cut_nodes = self._slot_nodes = FIRST_NODES
-        self._cut_work = self._slot_work = 0.0
+        self._anchored = False
+        self._cut_nodes = self._candidate_nodes = FIRST_NODES
+        self._cut_work = self._candidate_work = 0.0
         self._cuts_solved = self._cuts_settled = self._candidates_settled = False
         self._cut()
         region = region_after(problem, pivot)
@@ -103,7 +100,7 @@ class CutSearch:
     @property
     def work(self) -> float:
         """Work of all turns, see `solvers.milp.MilpResult`."""
-        return self._cut_work + self._slot_work
+        return self._cut_work + self._candidate_work
 
     @property
     def _work_for_model(self) -> float:
@@ -112,18 +109,13 @@ class CutSearch:
         return math.inf if limit is None else SHARE_OF_MODEL * max(0.0, limit - self.work)
 
     def turn(self) -> None:
-        """Choose anchors at first, then candidates or cuts; with a second cut, the bound by layers.
-        """
+        """Choose anchors at first, then candidates or cuts."""
         if not self._anchored:
             self._anchored = True
             self._cut_work += _offer_anchored(
                 self._task, self._incumbent, self._cuts[0], self._runs)
-        elif (self._cuts_solved and not self._layered and len(self._cuts) > 1
-              and self._task.work_limit in (None, math.inf)):  # expensive, and only a bound
-            self._layered = True
-            self._bound_layers()
         elif not self._candidates_settled and (
-                self._cuts_settled or self._slot_work <= self._cut_work):
+                self._cuts_settled or self._candidate_work <= self._cut_work):
             self._choose_candidates()
         else:
             self._cut_again()
@@ -174,21 +166,6 @@ class CutSearch:
                 break
         incumbent.report(f"{len(self._cuts)} cuts" if len(self._cuts) > 1 else "one cut")
 
-    def _bound_layers(self) -> None:
-        """Bound the cost of each layer by itself."""
-        task, incumbent = self._task, self._incumbent
-        pivot = unroll(task.problem, task.problem.keep_all_schedule).peak_position
-        layers = BlockBound(task, self._runs, pivot)
-        low, high = (CutModel(task.problem, int(share * task.budget_bytes), (pivot,),
-                              runs=self._runs).solve(task.seconds_left, nodes=self._cut_nodes)
-                     for share in (1.0, 1.0 + STEP))
-        if not math.isfinite(low.extra_cost - high.extra_cost):
-            return
-        price = (low.extra_cost - high.extra_cost) / (STEP * task.budget_bytes)
-        incumbent.raise_bound(layers.best(price))
-        self._cut_work += layers.work
-        incumbent.report("layers by themselves")
-
     def _choose_candidates(self) -> None:
         """Choose again among the known recomputations, then also among those of whole blocks."""
         task, incumbent = self._task, self._incumbent
@@ -198,20 +175,20 @@ class CutSearch:
             answer = best_of_candidates(
                 task.problem, task.budget_bytes, template(task.problem, *offers),
                 start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
-                seed=task.seed, nodes=self._slot_nodes, limit=self._work_for_model,
+                seed=task.seed, nodes=self._candidate_nodes, limit=self._work_for_model,
                 deadline=task.deadline)
             self._moments = answer.moments
-            self._slot_work += answer.work
+            self._candidate_work += answer.work
             if answer.schedule is not None:
                 incumbent.offer(answer.schedule)
-            incumbent.report("candidates" if len(offers) == 1 else "slots of blocks")
+            incumbent.report("candidates" if len(offers) == 1 else "candidates of blocks")
             if incumbent.gap <= COARSE_GAP or (len(offers) == 1 and incumbent.fits
-                                               and self._slot_work > self._cut_work):
+                                               and self._candidate_work > self._cut_work):
                 break
         if answer.settled:
             self._candidates_settled = len(offers) > 1 and before == incumbent.schedule
         else:
-            self._slot_nodes *= 2
+            self._candidate_nodes *= 2
 
 
 def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
@@ -230,7 +207,7 @@ def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
             low = factor
             continue
         solution = CutModel(problem, budget, (pivot,), anchors=anchors, runs=runs,
-                            headroom_bytes=(int(budget * factor),)).solve(
+                            headroom_bytes=int(budget * factor)).solve(
                                 task.seconds_left, seed=task.seed, nodes=ANCHOR_NODES,
                                 gap=COARSE_GAP * problem.keep_all_cost)
         work += solution.work

@@ -7,7 +7,7 @@ position is one numpy array; each life of a storage is a range of it.  An edit c
 ranges, found by bisection among the births and reads of the storages concerned.  One edit costs 10
 to 30 microseconds at 1,000 to 3,000 runs.
 
-Blind spots: first runs are never moved or removed, so the order of first runs cannot change.
+Blind spot: first runs are never moved or removed, so the order of first runs cannot change.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class EditableTimeline:
         self._output_bytes = [sum(self._sizes[s] for s in op.outputs) for op in problem.ops]
         self._costs = [op.cost for op in problem.ops]
         self._journal: list[tuple[bool, int, int]] = []  # inserted or removed, op, key
-        self.epoch = 0
-        """Number of times that keys were assigned again; earlier keys are then void."""
 
         runs = as_order(timeline.schedule)
         self.ops: list[int] = list(runs)
@@ -322,4 +320,30 @@ class EditableTimeline:
             lists[:] = [[fresh[key] for key in keys] for keys in lists]
         self.first_keys = [fresh[key] for key in self.first_keys]
         self._journal = [(inserted, op, fresh[key]) for inserted, op, key in self._journal]
-        self.epoch += 1
+
+
+def drop_recomputes(problem: Problem, budget_bytes: int, schedule: Order) -> Order:
+    """Return a schedule without dispensable recomputations.  It costs no more than `schedule` and
+    peaks within the larger of the budget and the peak of `schedule`.
+
+    A recomputation is dropped if the instance before it can live on instead; those that only served
+    it go as well.  The most expensive are tried first: the result is minimal, not minimum.
+    """
+    if len(schedule) == len(problem):
+        return schedule
+    timeline = EditableTimeline(problem, schedule)
+    limit = max(budget_bytes, timeline.peak_bytes)
+    dropped = True
+    while dropped:
+        dropped = False
+        again = sorted((-problem.ops[timeline.op_at[key]].cost, -key)
+                       for runs in timeline.runs_of for key in runs[1:])
+        for _, negative in again:
+            if -negative in timeline.op_at:
+                timeline.remove_with_causes(-negative)
+                if timeline.peak_bytes <= limit:
+                    timeline.commit()
+                    dropped = True
+                else:
+                    timeline.rollback()
+    return timeline.schedule

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from planner.solvers.actions import Order
+from planner.solvers.incremental import drop_recomputes
 from planner.solvers.lazy import lazy_schedule
 from planner.solvers.minimum import Descent
-from planner.solvers.polish import drop_recomputes
 from planner.solvers.simulator import simulate
 from planner.solvers.task import Proposal, Task
 

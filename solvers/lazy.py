@@ -15,14 +15,11 @@ simulator.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from planner.solvers.evicted_neighborhood import EvictedNeighborhood
 from planner.solvers.problem import Order, Problem
-from planner.solvers.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +29,9 @@ class EvictionHeuristic:
     cost: float = 1.0
     size: float = 1.0
     distance: float = 1.0
-    both_ways: bool = True
-    """True if the cost also counts evicted storages made from this one, in addition to those that
-    it is made from.  This is better at tight budgets and worse at mild ones."""
-
     keep_sources: bool = False
     """True if results that cannot be recomputed stay alive as long as something made from them is
     read, so that this can be evicted."""
-
-
-HEURISTICS = (
-    EvictionHeuristic(both_ways=False),
-    EvictionHeuristic(),
-    EvictionHeuristic(distance=0.5, both_ways=False),
-    EvictionHeuristic(distance=0.0, both_ways=False),
-    EvictionHeuristic(distance=0.5),
-    EvictionHeuristic(size=0.5, distance=0.5),
-    EvictionHeuristic(distance=0.0),
-    EvictionHeuristic(size=0.5, distance=0.5, both_ways=False),
-)
-"""Eviction heuristics that are good on different problems."""
 
 
 _WORK_PER_OP, _WORK_PER_RUN, _WORK_PER_WANTED = 2e-5, 1e-5, 3e-6
@@ -62,18 +42,10 @@ class _NoHeadroom(Exception):
     """The walk cannot go on within its budget."""
 
 
-def lazy_schedule(
-    problem: Problem, budget_bytes: int, *, heuristic: EvictionHeuristic = EvictionHeuristic(),
-    max_runs: int | None = None, deadline: float = math.inf,
-) -> Order | None:
+def lazy_schedule(problem: Problem, budget_bytes: int) -> Order | None:
     """Return a legal schedule that aims at `budget_bytes`, or None if the walk runs out of
-    headroom.
-
-    `max_runs` bounds the length of the schedule (default: 12 runs per op and 1,000 more), and the
-    walk gives up at `deadline` (of `time.monotonic`).
-    """
-    limit = max_runs if max_runs is not None else 12 * len(problem) + 1000
-    return counted_walk(problem, budget_bytes, heuristic, limit, deadline=deadline)[0]
+    headroom."""
+    return counted_walk(problem, budget_bytes, EvictionHeuristic(), 12 * len(problem) + 1000)[0]
 
 
 def counted_walk(
@@ -83,37 +55,16 @@ def counted_walk(
     max_runs: int,
     *,
     max_work: float = math.inf,
-    deadline: float = math.inf,
 ) -> tuple[Order | None, float]:
     """Like `lazy_schedule`, but also return the work of the walk (see `solvers.milp.MilpResult`),
-    which gives up after `max_work`."""
-    walk = _Walk(problem, budget_bytes, heuristic, max_runs, deadline, max_work)
+    which gives up after `max_runs` runs or `max_work`."""
+    walk = _Walk(problem, budget_bytes, heuristic, max_runs, max_work)
     try:
         for op in range(len(problem)):
             walk.first_run(op)
     except _NoHeadroom:
         return None, walk.work
     return tuple(walk.schedule), walk.work
-
-
-def cheapest_walk(problem: Problem, budget_bytes: int, *, deadline: float = math.inf
-                  ) -> Order | None:
-    """Return the cheapest of the schedules within `budget_bytes` that walks in all `HEURISTICS`
-    give, or None if none fits.  At 1,000 ops each walk lasts about a tenth of a second."""
-    best: Order | None = None
-    best_cost = math.inf
-    # The walk counts more than the simulator does, so walks slightly over the budget may fit.
-    for share in (1.0, 1.02, 1.05):
-        for heuristic in HEURISTICS:
-            if time.monotonic() > deadline:
-                return best
-            found = lazy_schedule(problem, int(budget_bytes * share), heuristic=heuristic,
-                                  max_runs=4 * len(problem) + 200, deadline=deadline)
-            if found is not None:
-                peak, cost = simulate(problem, found)
-                if peak <= budget_bytes and cost < best_cost:
-                    best, best_cost = found, cost
-    return best
 
 
 @dataclass(slots=True)
@@ -132,7 +83,6 @@ class _Walk:
         budget_bytes: int,
         heuristic: EvictionHeuristic,
         max_runs: int,
-        deadline: float,
         max_work: float,
     ) -> None:
         self.work = _WORK_PER_OP * len(problem)
@@ -140,7 +90,6 @@ class _Walk:
         self.problem = problem
         self.budget = budget_bytes
         self.max_runs = max_runs
-        self.deadline = deadline
         self.heuristic = heuristic
         self.schedule: list[int] = []
         self.used = 0  # bytes alive
@@ -164,7 +113,7 @@ class _Walk:
         if heuristic.keep_sources:
             for storage, last in problem.sources:
                 self.wanted_next[storage] = self.wanted_last[storage] = last
-        self.neighborhood = EvictedNeighborhood(problem, heuristic.both_ways)
+        self.neighborhood = EvictedNeighborhood(problem)
         self.base = np.array([float(max(s, 1)) ** heuristic.size for s in self.size])
         self.evictable = np.array([not s.kept_to_end and s.size_bytes > 0
                                    for s in problem.storages], dtype=bool)
@@ -217,8 +166,7 @@ class _Walk:
         """Run an op whose inputs are all available and locked."""
         described = self.problem.ops[frame.op]
         self.work += _WORK_PER_RUN
-        if (len(self.schedule) >= self.max_runs or self.work > self.max_work
-                or time.monotonic() > self.deadline):
+        if len(self.schedule) >= self.max_runs or self.work > self.max_work:
             raise _NoHeadroom
         self._make_headroom(frame.op, frame.again)
         self.schedule.append(frame.op)
@@ -404,3 +352,92 @@ def _replayable_from_nothing(problem: Problem) -> list[list[bool]]:
                        and all(row[problem.storages[s].producer] for s in op.inputs))
         table.append(row)
     return table
+
+
+_LARGE_RIM = 64
+
+
+class EvictedNeighborhood:
+    """Connected sets of storages that are evicted but needed later, and the cost to recompute them.
+
+    Evicting a storage joins the neighborhoods next to it, so its cost is theirs and its own.  This
+    keeps checkpoints apart on a chain (the neighborhood of Dynamic Tensor Rematerialization).  A
+    union-find that never splits: a storage that comes back removes only its own cost.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.own = [problem.ops[storage.producer].cost for storage in problem.storages]
+        self.price = np.array(self.own, dtype=float)
+        """Per storage: its own cost and that of the neighborhoods next to it."""
+        self.near = [
+            sorted({*problem.ops[storage.producer].inputs,
+                    *(out for reader in problem.consumers[index]
+                      for out in problem.ops[reader].outputs)})
+            for index, storage in enumerate(problem.storages)]
+        self.node: dict[int, int] = {}  # of each storage that is evicted but needed later
+        self.parent: list[int] = []
+        self.cost: list[float] = []
+        self.rim: list[set[int]] = []  # storages next to the neighborhood that may be alive
+
+    def open(self, storage: int) -> None:
+        """Add a storage that is evicted but needed later."""
+        if storage in self.node:
+            return
+        root = len(self.parent)
+        self.node[storage] = root
+        self.parent.append(root)
+        self.cost.append(self.own[storage])
+        self.rim.append(set())
+        for other in self.near[storage]:
+            if other in self.node:
+                root = self._join(root, self._root(self.node[other]))
+            else:
+                self.rim[root].add(other)
+        self.rim[root].discard(storage)
+        self._reprice_around(storage, root)
+
+    def fill(self, storage: int) -> None:
+        """Remove a storage that exists again."""
+        node = self.node.pop(storage, None)
+        if node is not None:
+            root = self._root(node)
+            self.cost[root] -= self.own[storage]
+            self.rim[root].add(storage)
+            self._reprice_around(storage, root)
+        else:
+            self._reprice(storage)
+
+    def _reprice_around(self, storage: int, root: int) -> None:
+        """Update the costs next to a neighborhood that has changed at `storage`.  Next to a large
+        one the change matters little, so only those next to the storage are updated."""
+        rim = self.rim[root]
+        if len(rim) > _LARGE_RIM:
+            for other in (storage, *self.near[storage]):
+                self._reprice(other)
+            return
+        left = [other for other in rim if root not in self._reprice(other)]
+        rim.difference_update(left)
+
+    def _reprice(self, storage: int) -> set[int]:
+        """Update the cost of a storage; return the neighborhoods next to it."""
+        roots = {self._root(self.node[other]) for other in self.near[storage]
+                 if other in self.node}
+        self.price[storage] = self.own[storage] + sum(self.cost[root] for root in roots)
+        return roots
+
+    def _root(self, node: int) -> int:
+        while self.parent[node] != node:
+            self.parent[node] = self.parent[self.parent[node]]
+            node = self.parent[node]
+        return node
+
+    def _join(self, first: int, second: int) -> int:
+        if first == second:
+            return first
+        if len(self.rim[first]) < len(self.rim[second]):
+            first, second = second, first
+        self.parent[second] = first
+        self.cost[first] += self.cost[second]
+        self.rim[first] |= self.rim[second]
+        self.rim[second] = set()
+        return first

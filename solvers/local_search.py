@@ -7,8 +7,7 @@ excess over the budget, alternately the excess of all runs together and that of 
 follows how often the walk is within the budget.  `solvers.incremental` makes a move cost tens of
 microseconds, so a minute sees millions.
 
-Blind spots: it gives no bound, and with a time limit the result depends on the machine's speed
-(`moves` bounds the work instead, and makes it reproducible).
+Blind spot: it gives no bound.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,47 +34,24 @@ _MOVE_WORK, _MOVE_WORK_PER_OP = 3e-5, 2e-8
 _BATCH = 128  # moves between two looks at the clock, the temperature and the price
 
 
-def improve(
-    problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
-    seed: int = 0, deadline: float | None = None, moves: int | None = None,
-) -> Order:
+def improve(problem: Problem, budget_bytes: int, schedule: Sequence[int], *, moves: int,
+            time_limit: float = math.inf, seed: int = 0) -> Order:
     """Return a schedule within `budget_bytes` that costs no more than `schedule`, which must fit
-    itself.
+    itself, after so many moves or `time_limit` seconds.
 
-    Stops after `time_limit` seconds, at `deadline` (of `time.monotonic`), or after `moves` moves,
-    whichever comes first.  Raises `ValueError` if `schedule` is over the budget, and
-    `IllegalSchedule` if it is illegal.
+    Raises `ValueError` if `schedule` is over the budget, and `IllegalSchedule` if it is illegal.
     """
     start = tuple(schedule)
     before = simulate(problem, start)
     if before.peak_bytes > budget_bytes:
         raise ValueError(f"the schedule to improve peaks at {before.peak_bytes} bytes, over the "
-                         f"budget of {budget_bytes}; bring it within with `repair` first")
-    found, _ = _anneal(problem, budget_bytes, start, _limit(time_limit, deadline, moves), seed)
+                         f"budget of {budget_bytes}")
+    found = _anneal(problem, budget_bytes, start, moves, time_limit, seed)
     if found is not None:
         after = simulate(problem, found)
         if after.peak_bytes <= budget_bytes and after.cost < before.cost:
             return found
     return start
-
-
-def repair(
-    problem: Problem, budget_bytes: int, schedule: Sequence[int], *, time_limit: float = 10.0,
-    seed: int = 0, deadline: float | None = None, moves: int | None = None,
-) -> Order | None:
-    """Return a schedule within `budget_bytes`, starting from one that may be over it; None if none
-    was found.
-
-    Returns at the first one that it finds; limits as in `improve`.
-    """
-    start = tuple(schedule)
-    if simulate(problem, start).peak_bytes <= budget_bytes:
-        return start
-    found, _ = _anneal(problem, budget_bytes, start, _limit(time_limit, deadline, moves), seed,
-                       until_feasible=True)
-    if found is not None and simulate(problem, found).peak_bytes <= budget_bytes:
-        return found
-    return None
 
 
 def descend(problem: Problem, schedule: Order, floor_bytes: int, seed: int
@@ -112,41 +87,25 @@ def move_work(problem: Problem) -> float:
     return _MOVE_WORK + _MOVE_WORK_PER_OP * len(problem)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    start: float
-    seconds: float
-    moves: int | None
-
-    def spent(self, moves: int) -> float:
-        """Fraction of the work that is done; 1 and more: stop."""
-        elapsed = 0.0 if self.seconds == math.inf else time.monotonic() - self.start
-        share = elapsed / self.seconds if self.seconds > 0 else 1.0
-        return share if self.moves is None else max(moves / max(self.moves, 1), share // 1)
-
-
-def _limit(time_limit: float, deadline: float | None, moves: int | None) -> _Limit:
-    now = time.monotonic()
-    return _Limit(now, min(time_limit, math.inf if deadline is None else deadline - now), moves)
-
-
-def _anneal(problem: Problem, budget: int, schedule: Order, limit: _Limit, seed: int,
-            until_feasible: bool = False) -> tuple[Order | None, int]:
-    """Return the best schedule within the budget that the walk met, and its number of moves."""
-    walk = _Walk(problem, budget, schedule, seed, aims_at_peak=until_feasible)
+def _anneal(problem: Problem, budget: int, schedule: Order, moves: int, time_limit: float,
+            seed: int) -> Order | None:
+    """Return the best schedule within the budget that the walk met."""
+    walk = _Walk(problem, budget, schedule, seed)
     if not walk.candidates:
-        return walk.best, 1
+        return walk.best
     mean_cost = problem.keep_all_cost / len(problem) or 1.0
-    moves = current = 0
-    while (share := limit.spent(moves)) < 1.0 and not (until_feasible and walk.best):
-        number, within = divmod(share * _ROUNDS, 1.0)
+    deadline = time.monotonic() + time_limit
+    current = 0
+    for done in range(0, moves, _BATCH):
+        if time.monotonic() >= deadline:
+            break
+        number, within = divmod(done / moves * _ROUNDS, 1.0)
         if int(number) != current:
             current = int(number)
             walk.next_round()
         # Each round cools from a lower start than the one before.
         walk.batch(mean_cost * 0.6 * 0.6 ** current * 0.02 ** within)
-        moves += _BATCH
-    return walk.best, moves
+    return walk.best
 
 
 class _Walk:

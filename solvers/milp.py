@@ -1,25 +1,17 @@
-"""The only access to the MILP engines of OR-Tools, always single-threaded and seeded.
+"""The only access to the MILP engine of OR-Tools, SCIP, always single-threaded and seeded.
 
-SCIP is the default: on the time-cut models of 24 identical transformer blocks it closed the gap in
-0.2-0.5 s and HiGHS in 0.2-15 s; on published instances the two are about equal.
+On the time-cut models of 24 identical transformer blocks it closed the gap in 0.2-0.5 s, HiGHS
+in 0.2-15 s; on published instances the two are about equal.
 """
 
 from __future__ import annotations
 
 import datetime
-import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
-
-
-class Engine(enum.Enum):
-    """The MILP engines of OR-Tools."""
-
-    HIGHS = "highs"
-    SCIP = "scip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +38,8 @@ _NODE_ROWS_PER_SECOND = 6.7e4
 """Nodes times rows that the search after the root processes in a second."""
 
 
-def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SCIP, seed: int = 0,
-             gap: float = 0.0, nodes: int | None = None, work: float = math.inf,
-             cutting_planes: bool = True,
+def optimise(model: mathopt.Model, seconds: float, *, seed: int = 0, gap: float = 0.0,
+             nodes: int | None = None, work: float = math.inf, cutting_planes: bool = True,
              hint: Mapping[mathopt.Variable, float] | None = None) -> MilpResult:
     """Minimise within a time limit, to within an absolute gap; objectives must not be negative.
 
@@ -65,19 +56,13 @@ def optimise(model: mathopt.Model, seconds: float, *, engine: Engine = Engine.SC
     params = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=seconds), random_seed=seed,
         relative_gap_tolerance=0.0, absolute_gap_tolerance=gap, node_limit=nodes)
-    if engine is Engine.HIGHS:
-        params.highs.bool_options["output_flag"] = False
-        params.highs.string_options["parallel"] = "off"
-        kind = mathopt.SolverType.HIGHS
-    else:
-        params.threads = 1
-        params.gscip.bool_params["misc/catchctrlc"] = False  # Python raises it after this model
-        params.presolve = mathopt.Emphasis.LOW  # more of it cost more time than it saved
-        if not cutting_planes:
-            params.gscip.int_params["separating/maxroundsroot"] = 0
-        kind = mathopt.SolverType.GSCIP
+    params.threads = 1
+    params.gscip.bool_params["misc/catchctrlc"] = False  # Python raises it after this model
+    params.presolve = mathopt.Emphasis.LOW  # more of it cost more time than it saved
+    if not cutting_planes:
+        params.gscip.int_params["separating/maxroundsroot"] = 0
     hints = [] if hint is None else [mathopt.SolutionHint(variable_values=dict(hint))]
-    result = mathopt.solve(model, kind, params=params,
+    result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=params,
                            model_params=mathopt.ModelSolveParameters(solution_hints=hints))
     rows, reason = model.get_num_linear_constraints(), result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE,

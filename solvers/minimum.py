@@ -25,7 +25,6 @@ from planner.solvers.lazy import EvictionHeuristic, counted_walk
 from planner.solvers.local_search import descend, move_work
 from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import simulate
-from planner.solvers.working_set import inplace_candidates
 
 WORK, WORK_PER_OP, WORK_PER_OP_OF_SMALL = 2.0, 1e-3, 0.04
 """Work of the whole search (see `solvers.milp.MilpResult`); less for problems of a few ops."""
@@ -96,7 +95,7 @@ def _reused_bytes(problem: Problem, index: int) -> int:
     """Upper bound on the bytes that the first run of an op saves by taking over an input's buffer.
     """
     return next((problem.storages[storage].size_bytes
-                 for storage in inplace_candidates(problem, index)
+                 for storage in problem.inplace_candidates(index)
                  if not _outlives(problem, storage, index)), 0)
 
 

@@ -8,7 +8,7 @@ that no schedule can change (parameters, inputs) is not part of a problem: subtr
 budget.
 
 If a problem has a `Link`, a schedule may also keep a result on the host for a while
-(`solvers.actions`); the only cost is waiting for copies (`solvers.transfers`).
+(`solvers.actions`); the only cost is waiting for copies (`solvers.simulator`).
 
 Blind spots: the order of first runs is fixed, the cost of an op does not depend on when it runs,
 and memory fragmentation does not exist.
@@ -176,6 +176,25 @@ class Problem:
             return False
         here = self.segment_of[min(next_first_run, len(self.ops) - 1)]
         return self.segment_of[made.producer] in (here, *self.segments[here].replays)
+
+    def fixed_bytes(self, op: int) -> int:
+        """Bytes alive at the first run of an op in every schedule: its inputs, outputs and
+        workspace, and results of earlier ops that are kept to the end; nothing taken over in
+        place."""
+        held = {number for number, storage in enumerate(self.storages)
+                if storage.kept_to_end and storage.producer < op}
+        held.update(self.ops[op].inputs, self.ops[op].outputs)
+        return sum(self.storages[s].size_bytes for s in held) + self.ops[op].workspace_bytes
+
+    def inplace_candidates(self, op: int) -> tuple[int, ...]:
+        """Inputs whose buffer the output of an op may take over at its first run under some
+        schedule: not kept to the end, and with an instance made in the same segment."""
+        here = self.segment_of[op]
+        return tuple(
+            s for s in self.ops[op].inplace
+            if not self.storages[s].kept_to_end
+            and (self.segment_of[self.storages[s].producer] == here
+                 or self.may_replay(self.storages[s].producer, op)))
 
 
 def _check(problem: Problem) -> None:

@@ -8,6 +8,7 @@ import torch
 from tests.support.models import BUILDERS, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDERS)
 def test_step_is_finite_and_reproducible(name: str):
     losses = []

@@ -19,13 +19,16 @@ registered by hand; another cuDNN than the build's own; builds of CUDA 12 on com
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 
 from planner._graph_capture.torch_compat.dispatch import attention_switches
+from planner._graph_capture.training_graph import KernelChoice, Phase, TrainingOp
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_BLOCKS = 65535
@@ -249,3 +252,26 @@ _OBJECTIONS: dict[AttentionKernel, Callable[[AttentionCall, tuple[int, int], Ver
                                             Iterator[str]]] = {
     AttentionKernel.FLASH: _flash, AttentionKernel.EFFICIENT: _efficient,
     AttentionKernel.CUDNN: _cudnn}
+
+
+_KERNELS = {
+    f"aten._scaled_dot_product_{part}attention.default": f"attention by {kernel}"
+    for part, kernel in (("flash_", AttentionKernel.FLASH),
+                         ("efficient_", AttentionKernel.EFFICIENT),
+                         ("cudnn_", AttentionKernel.CUDNN))}
+"""Names of kernels by their op in a joint graph."""
+
+_COMPOSED = f"attention by {AttentionKernel.MATH}"
+
+
+def kernels_of(ops: Iterable[TrainingOp], rules: Mapping[str, Iterable[str]]
+               ) -> tuple[KernelChoice, ...]:
+    """The attention kernels of a step, by kernel and module pattern; `rules`: by kernel, the rules
+    that chose it."""
+    found = Counter((_KERNELS[op.target], re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", op.module))
+                    for op in ops if op.phase is Phase.FORWARD and op.target in _KERNELS)
+    chosen = [KernelChoice(kernel, modules, count, " | ".join(rules.get(kernel, ())))
+              for (kernel, modules), count in found.items()]
+    if _COMPOSED in rules:
+        chosen.append(KernelChoice(_COMPOSED, "", 0, " | ".join(rules[_COMPOSED])))
+    return tuple(chosen)

@@ -4,21 +4,36 @@ Dynamo runs once: it passes each captured graph, with inputs that have no memory
 backend, and calls the compiled result.  Another backend later gets the same graphs, and Inductor's
 work before the partition is not repeated.  Blocks that are compiled one by one may share a graph
 and still have different backends.
+
+Dynamo must see a block as in a real step, without dispatch modes; the compiled block runs under the
+modes that were active where it was called.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from planner._graph_capture.dynamo.block_calls import BlockCalls
-from planner._graph_capture.dynamo.same_graph import DynamoBackend, RepeatedGraphs
-from planner._graph_capture.module_forward import in_place_of_forward
-from planner._graph_capture.torch_compat import compile_module, weakly
+from planner._graph_capture.module_forward import (
+    in_place_of_forward,
+    in_place_of_forwards,
+    own_forward,
+)
+from planner._graph_capture.module_hooks import hooks_within
+from planner._graph_capture.torch_compat import (
+    active_modes,
+    called_unseen,
+    compile_forward,
+    compile_module,
+    no_active_modes,
+    weakly,
+)
 from planner._graph_capture.torch_compat.joint_replay import JointReplay
 
 
@@ -103,4 +118,126 @@ class CapturedGraphs:
             return self._chosen.get((number, block), first)(*args)
 
         self._calls.append(call)
+        return weakly(call)
+
+
+DynamoBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class RepeatedGraphs:
+    """A Dynamo backend that recognizes graphs that Dynamo captures again.  Mutable.
+
+    Some code changes the model at its first call (the classification losses of transformers write
+    `config.problem_type`).  It is traced again at the second call and gives the same graph, which
+    reuses the compiled code of the first.
+    """
+
+    def __init__(self, backend: DynamoBackend, running: Callable[[], str]) -> None:
+        """`backend` compiles; `running` returns the name of the block whose graph is compiled."""
+        self._backend, self._running = backend, running
+        self._known: list[tuple[object, fx.GraphModule, Callable[..., Any]]] = []
+        self.are_expected = False
+        """True if a known graph is not compiled again, as from the second step on.  Within one step
+        it may be another part of the model."""
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        key = (self._running(), torch.is_grad_enabled(), _texts(module), _constants(module),
+               _layouts(inputs))
+        if self.are_expected:
+            alike = [compiled for known, _, compiled in self._known if known == key]
+            if len(alike) == 1:  # otherwise the graph may be any of several parts
+                return alike[0]
+        compiled = self._backend(module, inputs)
+        self._known.append((key, module, compiled))
+        return compiled
+
+
+def _texts(module: fx.GraphModule) -> list[str]:
+    """The computation of a graph and its subgraphs, independent of the names of inputs."""
+    return [_text(part.graph) for part in module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _text(graph: fx.Graph) -> str:
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        arguments: Any = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+        lines.append(f"{node.op} {node.target if node.op != 'placeholder' else ''} {arguments}")
+    return "\n".join(lines)
+
+
+def _constants(module: fx.GraphModule) -> list[object]:
+    """The tensors that a graph reads in addition to its inputs."""
+    return [id(value) for part in module.modules() if isinstance(part, fx.GraphModule)
+            for node in part.graph.find_nodes(op="get_attr")
+            if isinstance(value := getattr(part, str(node.target), None), torch.Tensor)]
+
+
+def _layouts(inputs: Sequence[Any]) -> list[object]:
+    """Facts about inputs on which compilation depends: the identity of parameters, the layout of
+    other tensors, and shared storages."""
+    storages: dict[int, int] = {}
+    return [id(value) if isinstance(value, torch.nn.Parameter)
+            else (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype,
+                  value.device, value.requires_grad,
+                  storages.setdefault(value.untyped_storage()._cdata, number))
+            if isinstance(value, torch.Tensor) else (type(value), str(value))
+            for number, value in enumerate(inputs)]
+
+
+class BlockCalls:
+    """Compiled calls of some submodules of a model, which otherwise runs as it is written."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], backend: DynamoBackend) -> None:
+        """Modules of one class with the same hooks share compiled code where they can: after a hook
+        breaks the graph, torch leaves the code alone."""
+        self.running = ""
+        """Name of the block that is running; empty outside of blocks."""
+        self._backend = backend
+        self._modes: list[Any] = []
+        self._compiled: list[Callable[..., Any]] = []
+        shared: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
+        for name in names:
+            block = model.get_submodule(name)
+            kind = type(block), hooks_within(block)
+            if kind not in shared:
+                shared[kind] = compile_forward(type(block).__name__, self)
+            self._calls.append((block, self._call_of(name, block, shared[kind])))
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Inside, these submodules run compiled."""
+        return in_place_of_forwards(self._calls)
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Inside, code around these submodules can be compiled as well."""
+        return called_unseen(block for block, _ in self._calls)
+
+    def _call_of(self, name: str, block: nn.Module, compiled: Callable[..., Any]
+                 ) -> Callable[..., Any]:
+        own = own_forward(block)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.running, self._modes
+            self.running, self._modes = name, active_modes()
+            try:
+                with no_active_modes():
+                    return compiled(block, own, *args, **kwargs)
+            finally:
+                self.running, self._modes = before
+
+        # The code around breaks there, and calls the block between its hooks.
+        return torch.compiler.disable(run)
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph, as a Dynamo backend."""
+        compiled = self._backend(module, inputs)
+
+        def call(*args: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for mode in self._modes:
+                    stack.enter_context(mode)
+                return compiled(*args)
+
+        self._compiled.append(call)
         return weakly(call)

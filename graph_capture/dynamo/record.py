@@ -10,17 +10,20 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from planner._graph_capture.device_kernels.layouts import on_device
-from planner._graph_capture.dynamo.block_calls import BlockCalls
-from planner._graph_capture.dynamo.captured_graphs import CapturedGraphs
-from planner._graph_capture.dynamo.same_graph import RepeatedGraphs
+from planner._graph_capture.dynamo.captured_graphs import (
+    BlockCalls,
+    CapturedGraphs,
+    DynamoBackend,
+    RepeatedGraphs,
+)
 from planner._graph_capture.dynamo.stub_graphs import results_of, stub_graphs
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
@@ -32,6 +35,7 @@ from planner._graph_capture.joint_graph.joint import count_cotangents, primals_o
 from planner._graph_capture.joint_graph.naming import name_modules
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.module_forward import in_place_of_forward
+from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import (
     BackendCompilerFailed,
@@ -129,32 +133,24 @@ with the fake copy's inputs, computes the loss, and runs the backward.  Its resu
 the end."""
 
 
-MakeBackend = Callable[..., Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]]
-"""`make(partition, forward_compiler, backward_compiler)` gives a Dynamo backend."""
-
-
 def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
-                blocks: Sequence[str] = (), make_backend: MakeBackend = aot_backend,
-                wrapper: Wrapper | None = None, *, keep_graphs: bool = False,
-                captures_rest: bool = False) -> Recording:
+                blocks: Sequence[str] = (), wrapper: Wrapper | None = None, *,
+                compiled: bool = False, captures_rest: bool = False) -> Recording:
     """Record one step of the fake copy, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
     regions allocates is followed; `workspace` tells what its ops take for themselves.  With
     `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written
-    or, with `captures_rest`, is compiled too.
-    `make_backend` decides which joint graph the partitioner is given; `wrapper` has its hooks in
-    the model while the step runs.  With `keep_graphs` it makes
-    Inductor, and the graphs can be compiled by Inductor again.
+    or, with `captures_rest`, is compiled too.  `wrapper` has its hooks in the model while the step
+    runs.  With `compiled` the joint graphs are those that Inductor would partition, and the graphs
+    are kept for it.
     """
     recording = Recording()
-    recorder = _Recorder(fake_copy, recording, make_backend)
-    compiled, installed, repeated = _compiled(
-        fake_copy, blocks, recorder, keep_graphs, captures_rest
-    )
+    recorder = _Recorder(fake_copy, recording, _for_inductor if compiled else aot_backend)
+    model, installed, repeated = _compiled(fake_copy, blocks, recorder, compiled, captures_rest)
     hooks = (wrapper or Wrapper()).attached(fake_copy.model, recorder.make_buffer)
     # A graph of Inductor's is the one that torch.compile makes.
-    plain = nullcontext() if keep_graphs else as_plain_code(values_of_inputs(fake_copy))
+    plain = nullcontext() if compiled else as_plain_code(values_of_inputs(fake_copy))
     with (warnings.catch_warnings(), compile_settings(), plain, fake_copy.as_on_device(),
           fake_copy.mode, installed, hooks):
         # Dice of Python's: the graph breaks there, as it may.
@@ -162,10 +158,10 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
         # What a cached function computes is traced, whatever its cache holds.
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         try:
-            run_step(compiled, lambda: None)
+            run_step(model, lambda: None)
             _drop_gradients(fake_copy)
             repeated.are_expected = True
-            _follow_uncaptured(fake_copy, run_step, compiled, recorder, workspace)
+            _follow_uncaptured(fake_copy, run_step, model, recorder, workspace)
         except DataDependentValue as error:
             raise data_dependent_value(error) from error
         except CaptureError:
@@ -205,15 +201,12 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
     recorder.running_block = lambda: calls.running
     if not captures_rest:
         return model, calls.installed(), repeated
-    whole = in_place_of_forward(model, compile_module(model, repeated))
-    return model, _all_of(whole, calls.installed(), calls.unseen()), repeated
+    return model, _with_rest(model, calls, compile_module(model, repeated)), repeated
 
 
 @contextmanager
-def _all_of(*contexts: AbstractContextManager[None]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _with_rest(model: nn.Module, calls: BlockCalls, rest: Callable[..., Any]) -> Iterator[None]:
+    with in_place_of_forward(model, rest), calls.installed(), calls.unseen():
         yield
 
 
@@ -278,9 +271,8 @@ class _Again:
 class _Recorder:
     """The Dynamo backend of `record_step`."""
 
-    def __init__(
-        self, fake_copy: FakeCopy, recording: Recording, make_backend: MakeBackend
-    ) -> None:
+    def __init__(self, fake_copy: FakeCopy, recording: Recording,
+                 make_backend: Callable[..., DynamoBackend]) -> None:
         self.mode, self.model, self.device = fake_copy.mode, fake_copy.model, fake_copy.trace_device
         self.planned = fake_copy.device
         self.recording = recording
@@ -378,3 +370,54 @@ class _Recorder:
         if self.again.tracker is not None:
             return self.again.tracker.make_buffer(size_bytes, kind)
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+
+def record_training_step(
+    fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
+    compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
+    captures_rest: bool = False,
+) -> tuple[Recording, object]:
+    """One captured step of the fake copy (see `record_step`), and what its forward returned.
+    `holds_output`: the caller keeps the output alive until the backward ends.
+
+    Some models change in their first call (transformers installs hooks), which breaks the graph
+    once.  So a step of several regions, or of none, is captured again.
+    """
+    wrapper = wrapper or Wrapper()
+
+    def record() -> tuple[Recording, object]:
+        outputs: list[object] = []
+
+        def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
+            with fake_copy.forward_context():
+                output = fake_copy.call(model)
+                if holds_output or not outputs:  # Keep that of the run that captures graphs.
+                    outputs.append(output)
+                goal = objective(output, loss_fn)
+            del output
+            before_backward()
+            goal.backward()
+            return goal, wrapper.finish()
+
+        return record_step(fake_copy, run, workspace, blocks, wrapper, compiled=compiled,
+                           captures_rest=captures_rest), outputs[0]
+
+    chosen = record()
+    first = chosen[0]
+    if not ((blocks and first.is_repeatable) or len(first.calls) == 1):
+        again = record()
+        if again[0].calls and (not first.calls or not first.is_repeatable
+                               or len(again[0].calls) < len(first.calls)):
+            chosen = again
+    chosen[0].check_repeatable()
+    return chosen
+
+
+def _for_inductor(partition: Callable[..., Any], forward: Callable[..., Any],
+                  backward: Callable[..., Any]) -> DynamoBackend:
+    """A backend that passes `partition` the joint graph as Inductor would partition it."""
+    from planner._graph_capture.torch_compat.inductor import inductor_backend
+
+    return inductor_backend(
+        partition, "recorder", compile_graph=lambda graph, inputs, is_backward: (
+            backward if is_backward else forward)(graph, inputs))

@@ -23,12 +23,17 @@ import torch
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.storage_less import StorageLessMode
-from planner._graph_capture.inductor.generated_code import CodeTracker
 from planner._graph_capture.inductor.shortened import LeftOut
 from planner._graph_capture.memory.trace import Category, MemoryTrace
+from planner._graph_capture.memory.tracker import MemoryTracker
 from planner._graph_capture.plain_step.loss import LossFn, objective
-from planner._graph_capture.torch_compat import OpOverload, TorchDispatchMode, compile_settings
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.torch_compat import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    compile_settings,
+)
+from planner._graph_capture.training_graph import BufferKind, CodeMemory
 
 if TYPE_CHECKING:
     from planner._graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
@@ -237,3 +242,40 @@ def check_compiler(device: torch.device, here: torch.device | None = None) -> No
             f"Inductor compiles for {device.type} with a C++ compiler, and finds none: {missing}; "
             "install one (Debian, Ubuntu: apt-get install g++) or name it in the environment "
             'variable CXX, or plan with backend="eager"')
+
+
+class CodeTracker(MemoryTracker):
+    """Tracks the storages of compiled code; Dynamo still runs that code."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: under any other mode Dynamo would run the original code."""
+        return True
+
+
+def memory_of_code(compiled: Any, inputs: Sequence[Any]) -> CodeMemory:
+    """Memory of a graph compiled by Inductor, run on new tensors like `inputs`, which are fake.
+
+    Input sizes decide how Inductor fuses and orders kernels.  So a plan for one size records the
+    memory of each graph's code, and the code for a smaller size is compared with it.  Workspace of
+    library kernels is left out on both sides: a smaller step is compiled while the user's program
+    runs, where a kernel may not be measurable, and margins would hide other tensors.
+    """
+    from planner._graph_capture.torch_compat.inductor import stub_of
+
+    tensors = [value for value in inputs if isinstance(value, FakeTensor)]
+    if not tensors:
+        return CodeMemory(0, 0)
+    run = stub_of(compiled)
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"),
+                  tensors[0].device)
+    tracker = CodeTracker(lambda *_: 0, device=device, trace_device=device, resident=())
+    with tensors[0].fake_mode, torch.no_grad(), tracker:
+        args = [torch.empty_strided(value.size(), value.stride(), dtype=value.dtype,
+                                    device=value.device)
+                if isinstance(value, torch.Tensor) else value for value in inputs]
+        outputs = run(args)
+        left = tracker.live_bytes
+        tracker.close()
+    del outputs
+    return CodeMemory(tracker.peak_bytes, left)

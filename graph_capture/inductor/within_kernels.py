@@ -28,7 +28,7 @@ from planner._graph_capture.inductor.fused_costs import (
 )
 from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
 from planner._graph_capture.step.regions import RegionUse
-from planner._graph_capture.torch_compat.layout import is_dense
+from planner._graph_capture.torch_compat.symbols import is_dense
 from planner._graph_capture.training_graph import (
     Phase,
     SavingCosts,

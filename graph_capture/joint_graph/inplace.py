@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of
-from planner._graph_capture.torch_compat.layout import is_dense
+from planner._graph_capture.torch_compat.symbols import is_dense
 
 _aten = torch.ops.aten
 

@@ -5,9 +5,13 @@ duplicate ops are removed, and the backward through outputs that receive no grad
 cotangents are zero, and plain autograd would never run that part (AOTAutograd itself allocates the
 zeros and runs it).
 
-The backward of a convolution is split in two (see `convolution_backward`).  Ops that make a
-returned gradient run as early as possible: such a gradient stays alive to the end anyway, and the
-activation from which it is made can be freed before the gradient of the layer's input is made.
+The backward of a convolution is split in two.  ATen has one op for the gradients of input, weight
+and bias, which keeps the first alive while the next kernel allocates its buffers (on a CPU, copies
+of its operands in another layout); as two ops, each is alone.  The halves are the same op with
+another `output_mask`: they call the same kernels, and the results are bitwise the same.  Ops that
+make a returned gradient run as early as possible: such a gradient stays alive to the end anyway,
+and the activation from which it is made can be freed before the gradient of the layer's input is
+made.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.joint_graph.convolution_backward import halve_convolution_backwards
 from planner._graph_capture.joint_graph.inplace import can_write_inplace
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.joint_graph.walks import descendants, operands, readers
@@ -301,3 +305,40 @@ def is_tuple_element(node: fx.Node) -> bool:
 def tensors_of(value: object) -> list[torch.Tensor]:
     """The tensors in a node's value, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+_WHOLE = torch.ops.aten.convolution_backward.default
+OUTPUT_MASK = 10
+"""Position of the argument that selects the wanted gradients."""
+
+
+def halves(target: object, args: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Arguments of the two calls into which a call can be split, the half for weight and bias
+    first; none if it is no backward of a convolution, or makes only one of them."""
+    if target is not _WHOLE or not (args[OUTPUT_MASK][0] and any(args[OUTPUT_MASK][1:])):
+        return ()
+    _, *of_weight = args[OUTPUT_MASK]
+    return tuple((*args[:OUTPUT_MASK], mask)
+                 for mask in ([False, *of_weight], [True, False, False]))
+
+
+def halve_convolution_backwards(graph: fx.Graph) -> None:
+    """Split each backward of a convolution that makes gradients of both input and weight."""
+    for node in graph.find_nodes(op="call_function", target=_WHOLE):
+        calls = halves(node.target, node.args)
+        elements = list(node.users)
+        if not calls or any(user.target is not operator.getitem for user in elements):
+            continue
+        with graph.inserting_before(node):
+            of_weight, of_input = (_half(graph, node, args) for args in calls)
+        for element in elements:
+            element.replace_input_with(node, of_input if element.args[1] == 0 else of_weight)
+        graph.erase_node(node)
+
+
+def _half(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    half = graph.call_function(_WHOLE, args)
+    half.meta = dict(node.meta)
+    half.meta["val"] = tuple(value if wanted else None for value, wanted
+                             in zip(node.meta["val"], args[OUTPUT_MASK], strict=True))
+    return half

@@ -31,7 +31,7 @@ from planner._graph_capture.joint_graph.naming import (
 from planner._graph_capture.joint_graph.replay import Replay, replay_of
 from planner._graph_capture.joint_graph.walks import ancestors
 from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of, storage_key
-from planner._graph_capture.training_graph import Phase
+from planner._graph_capture.training_graph import Phase, RegionSignature
 
 RESIDENT = -1
 """In place of a storage's index: it belongs to an input of the region and is always alive."""
@@ -347,3 +347,24 @@ def _attribute(owner: fx.GraphModule, path: str) -> object:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+def region_signature(region: LoweredRegion) -> RegionSignature:
+    """The structure of a region, and its sizes, which show if a plan for one batch serves another.
+
+    Two regions of equal structure have ops of the same names that read, make and may overwrite the
+    same storages; so a schedule of the one is a schedule of the other, with the same lifetimes.
+    """
+    joint = region.joint
+    parts = [f"{op.name} {op.structure} {op.inputs} {op.outputs} {op.inplace} "
+             f"{op.replay.pinned} {op.replay.random} {len(op.replay.copied_inputs)}"
+             for op in region.ops]
+    parts.append(f"{region.num_forward} {region.mutation_sources} {region.held_outputs} "
+                 f"{region.gradient_storages} {region.cotangent_storages}")
+    return RegionSignature(
+        structure=digest(*parts),
+        storage_bytes=tuple(storage.size_bytes for storage in region.storages),
+        input_bytes=tuple(int(primal.meta["val"].untyped_storage().nbytes())
+                          for primal in joint.primals
+                          if isinstance(primal.meta["val"], torch.Tensor)),
+        input_layout=digest(*(describe_value(primal.meta["val"]) for primal in joint.primals)))

@@ -39,7 +39,7 @@ class JointVariant:
     chunks: int = 1
     """Number of chunks in which its widest part runs, see `chunks.chunked`."""
     inner_chunks: int = 1
-    """Number of chunks in which the insides of layers run, see `chunks.inner_parts`."""
+    """Number of chunks in which the insides of layers run, see `chunks.part`."""
 
 
 def lower_joint_graph(

@@ -7,18 +7,27 @@ An op of a functional graph is a function of its inputs, except for:
 - inputs that the step mutates after the forward (BatchNorm's running statistics): a replay reads an
   earlier copy, if that is small;
 - side effects, uninitialised results, collectives: never replayed.
+
+A random op has two companions, ops of torch's dispatcher.  The *draw* runs like the op, and returns
+in addition the previous state of the device's default generator.  The *replay* runs under such a
+state, and restores the current one afterwards.  They are ops, not calls around ops, so that a
+compiler sees each as one kernel.  The draw is tagged as random: nothing merges two draws, drops
+one, or swaps it with another random op.  The replay is a function of its operands, and may stand
+wherever those are available.  Both accept the op's arguments and more keyword arguments: the
+generator's device and, for the replay, the state.  Numbers are assigned in the order of an
+operand's strides, which therefore must be those of the traced graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from planner._graph_capture.joint_graph.random_ops import state_bytes
 from planner._graph_capture.torch_compat import HigherOrderOperator, OpOverload, schema_of
 
 _aten = torch.ops.aten
@@ -122,3 +131,137 @@ def _argument(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         if argument.name == name:
             return args[position] if position < len(args) else argument.default_value
     return None
+
+
+CPU_GENERATOR_STATE_BYTES = 5056
+"""Size of `torch.get_rng_state()`."""
+_ACCELERATOR_STATE_BYTES = 16
+"""Size of an accelerator's state: seed and offset, in host memory."""
+
+_NAMESPACE = "checkpoint_planner"
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_STATE, _DEVICE = "generator_state", "generator_device"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRun:
+    """The random op behind a companion."""
+
+    op: OpOverload
+    is_replay: bool
+
+
+_RUNS: dict[OpOverload, RandomRun] = {}
+
+
+def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+         ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """The call that draws like `op(*args, **kwargs)` on `device`; it returns the op's results and
+    the generator's state, a tensor in host memory."""
+    return _companions(op)[0], tuple(args), {**kwargs, _DEVICE: str(device)}
+
+
+def replay(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
+           state: Any) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """The call of `op(*args, **kwargs)` under a state of the generator of `device`, whose current
+    state is restored."""
+    return _companions(op)[1], tuple(args), {**kwargs, _STATE: state, _DEVICE: str(device)}
+
+
+def is_companion(op: object) -> bool:
+    """True if an op draws or replays for a random op."""
+    return op in _RUNS
+
+
+def original_call(op: OpOverload, kwargs: Mapping[str, Any]
+                  ) -> tuple[OpOverload, Mapping[str, Any], int]:
+    """The random op behind a companion, its keyword arguments, and the bytes that the companion
+    allocates in addition to its results; any other op unchanged."""
+    found = _RUNS.get(op)
+    if found is None:
+        return op, kwargs, 0
+    # The current state of the generator is saved.
+    beyond = state_bytes(torch.device(kwargs[_DEVICE])) if found.is_replay else 0
+    return found.op, {k: v for k, v in kwargs.items() if k not in (_STATE, _DEVICE)}, beyond
+
+
+def state_bytes(device: torch.device) -> int:
+    """Bytes of a generator's state in the memory of its device."""
+    return CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else 0
+
+
+def new_state(device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor like a state of the device's generator."""
+    size = CPU_GENERATOR_STATE_BYTES if device.type == "cpu" else _ACCELERATOR_STATE_BYTES
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+@cache
+def _companions(op: OpOverload) -> tuple[OpOverload, OpOverload]:
+    """The draw and the replay of an op; defined once per process."""
+    schema = schema_of(op)
+    name = f"{schema.name.replace('::', '_')}_{schema.overload_name or 'default'}"
+    takes, _, gives = str(schema).partition("(")[2].rpartition(" -> ")
+    takes = takes.removesuffix(")")
+    if not any(argument.kwarg_only for argument in schema.arguments):
+        takes = f"{takes}, *" if takes else "*"
+    results = gives.removeprefix("(").removesuffix(")")
+    strides = torch.Tag.needs_fixed_stride_order
+    return (
+        _define(f"draw_{name}", f"({takes}, str {_DEVICE}) -> ({results}, Tensor)", RandomRun(
+            op, is_replay=False), _draw, _draw_fake, (strides, torch.Tag.nondeterministic_seeded)),
+        _define(f"replay_{name}", f"({takes}, Tensor {_STATE}, str {_DEVICE}) -> {gives}",
+                RandomRun(op, is_replay=True), _replay, _replay_fake, (strides,)))
+
+
+def _define(name: str, schema: str, run: RandomRun, kernel: Callable[..., Any],
+            fake: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> OpOverload:
+    _LIBRARY.define(name + schema, tags=(*tags, torch.Tag.cudagraph_unsafe))
+    _LIBRARY.impl(name, partial(kernel, run.op), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", partial(fake, run.op), lib=_LIBRARY)
+    defined: OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    _RUNS[defined] = run
+    return defined
+
+
+def _draw(op: OpOverload, *args: Any, generator_device: str, **kwargs: Any) -> tuple[Any, ...]:
+    state = _state_of(torch.device(generator_device))
+    return _with_state(op(*args, **kwargs), state)
+
+
+def _draw_fake(op: OpOverload, *args: Any, generator_device: str, **kwargs: Any
+               ) -> tuple[Any, ...]:
+    return _with_state(op(*args, **kwargs), new_state(torch.device(generator_device)))
+
+
+def _with_state(results: Any, state: torch.Tensor) -> tuple[Any, ...]:
+    return (*results, state) if isinstance(results, tuple) else (results, state)
+
+
+def _replay(op: OpOverload, *args: Any, generator_state: torch.Tensor, generator_device: str,
+            **kwargs: Any) -> Any:
+    device = torch.device(generator_device)
+    current = _state_of(device)
+    _set_state(generator_state, device)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        _set_state(current, device)
+
+
+def _replay_fake(op: OpOverload, *args: Any, generator_state: torch.Tensor, generator_device: str,
+                 **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def _set_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)

@@ -58,7 +58,7 @@ class OpRun(NamedTuple):
     """Blocks that it read or wrote, its workspace included."""
     spared_bytes: int = 0
     """Part of these bytes that an in-place write over an operand, or a split of the op (see
-    `convolution_backward`), would save."""
+    `joint_graph.joint.halves`), would save."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from planner._graph_capture.joint_graph.convolution_backward import halves
 from planner._graph_capture.joint_graph.inplace import can_write_inplace
+from planner._graph_capture.joint_graph.joint import halves
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun

@@ -25,8 +25,7 @@ from torch import fx
 
 from planner._graph_capture.joint_graph.fresh_results import written_in_place
 from planner._graph_capture.joint_graph.joint import tensors_of
-from planner._graph_capture.joint_graph.random_ops import original_call
-from planner._graph_capture.joint_graph.replay import draws
+from planner._graph_capture.joint_graph.replay import draws, original_call
 from planner._graph_capture.op_costs.devices import Gpu, assumption, device_model
 from planner._graph_capture.op_costs.flops import bytes_moved, op_flops
 from planner._graph_capture.op_costs.probe import OpProbe

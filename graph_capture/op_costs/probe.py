@@ -20,9 +20,14 @@ the values.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
 import statistics
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,22 +37,14 @@ import torch
 
 from planner._graph_capture.memory.allocator import allocated_bytes, record_peak_of_op
 from planner._graph_capture.memory.sparse import is_sparse, strided_tensors
-from planner._graph_capture.op_costs.cache import OpCache, cache_directory
 from planner._graph_capture.op_costs.cuda_workspace import (
     cuda_workspace_bytes,
     product_workspace_bytes,
 )
 from planner._graph_capture.op_costs.devices import Gpu, device_model
-from planner._graph_capture.op_costs.dummy_inputs import (
-    Materializer,
-    extent,
-    ints,
-    seeds_on_host,
-    strides,
-)
 from planner._graph_capture.op_costs.flops import op_flops
 from planner._graph_capture.op_costs.headroom import free_bytes
-from planner._graph_capture.op_costs.isolated import is_trusted, isolated_probe
+from planner._graph_capture.op_costs.isolated import Layout, is_trusted, isolated_probe
 from planner._graph_capture.torch_compat import (
     OpOverload,
     aten_name,
@@ -353,3 +350,146 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
         torch.set_rng_state(of_cpu)
         if of_gpu is not None:
             torch.cuda.set_rng_state(of_gpu, device)
+
+
+class Materializer:
+    """Dummy inputs in place of fake tensors; the same tensor for the same one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[int, torch.Tensor] = {}
+        self._numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._random = torch.Generator(device=device).manual_seed(0)
+
+    def renew(self) -> None:
+        """Restore the numbers, which may have been overwritten."""
+        for rows, pattern in self._numbers:
+            rows.copy_(pattern)
+
+    def tree(self, value: Any) -> Any:
+        return pytree.tree_map(self._leaf, value)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor | Layout):
+            if id(leaf) not in self._made:
+                self._made[id(leaf)] = (
+                    self._sparse(leaf) if isinstance(leaf, torch.Tensor) and is_sparse(leaf)
+                    else self._real(leaf))
+            return self._made[id(leaf)]
+        if isinstance(leaf, torch.device):
+            return self._device
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return leaf.node.hint
+        return leaf
+
+    def _sparse(self, known: torch.Tensor) -> torch.Tensor:
+        values, indices = strided_tensors(known)
+        with warnings.catch_warnings():  # torch 2.11 warns even if the checks are disabled
+            warnings.filterwarnings("ignore", "Sparse invariant checks")
+            made = torch.sparse_coo_tensor(indices.to(self._device, copy=True),
+                                           self._real(values), known.shape, check_invariants=False)
+        return made._coalesced_(known.is_coalesced())
+
+    def _real(self, fake: torch.Tensor | Layout) -> torch.Tensor:
+        count = extent(fake)
+        if fake.dtype.is_floating_point or fake.dtype.is_complex:
+            # A small random pattern, repeated: random numbers cost more than most ops.
+            pattern = torch.rand(min(count, 4096), generator=self._random, device=self._device)
+            flat = pattern.to(fake.dtype).repeat(-(-count // 4096) or 1)
+            self._numbers.append((flat.view(-1, max(len(pattern), 1)), pattern))
+        else:
+            flat = torch.zeros(count, dtype=fake.dtype, device=self._device)  # a valid index
+        return flat.as_strided(ints(fake.shape), ints(strides(fake)))
+
+
+def seeds_on_host(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with random state in host memory: memory efficient attention reads it there,
+    whatever fake tensors say, and a wrong address ends the process."""
+    if "_efficient_attention_backward" not in schema_of(op).name:
+        return args
+    return tuple(value.cpu() if isinstance(value, torch.Tensor) and each.name.startswith("philox")
+                 else value for each, value in zip(schema_of(op).arguments, args, strict=False))
+
+
+def ints(sizes: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in sizes)
+
+
+def strides(tensor: torch.Tensor | Layout) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def extent(tensor: torch.Tensor | Layout) -> int:
+    """Elements from the first to the last that the tensor reaches."""
+    if any(size == 0 for size in tensor.shape):
+        return 0
+    return 1 + sum((int(size) - 1) * int(stride)
+                   for size, stride in zip(tensor.shape, strides(tensor), strict=True))
+
+
+ENVIRONMENT_VARIABLE = "CHECKPOINT_PLANNER_CACHE"
+"""Directory of the cache, in place of the platform's; empty: nothing is kept on disk."""
+
+
+def cache_directory() -> Path | None:
+    """Directory of the cache; `None` if the user switched it off."""
+    given = os.environ.get(ENVIRONMENT_VARIABLE)
+    if given is not None:
+        return Path(given) if given else None
+    home = Path.home()
+    if sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return base / "checkpoint-planner"
+
+
+class OpCache:
+    """Facts by key: a quantity of an op's signature, e.g. its workspace in bytes.
+
+    There is one file per environment, and one line of JSON per fact, appended by a single write, so
+    that processes may share it.  Invalid lines are skipped: a file damaged by a crash or a full
+    disk costs measurements, never an error.  A directory that cannot be written to keeps nothing.
+    """
+
+    def __init__(self, environment: str, directory: Path | None) -> None:
+        """`environment`: everything other than their keys that the facts depend on."""
+        self._facts: dict[str, float] = {}
+        self._path: Path | None = None
+        if directory is not None:
+            digest = hashlib.sha256(environment.encode()).hexdigest()[:16]
+            self._path = directory / f"ops-{digest}.jsonl"
+            self._load(self._path)
+
+    def get(self, key: str) -> float | None:
+        """The fact, if it is known."""
+        return self._facts.get(key)
+
+    def put(self, key: str, value: float) -> None:
+        """Remember a fact, here and on disk."""
+        self._facts[key] = value
+        if self._path is None:
+            return
+        # A leading line break: a torn line of another process must not swallow this one.
+        line = f"\n{json.dumps({'key': key, 'value': value})}\n".encode()
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+
+    def _load(self, path: Path) -> None:
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                fact = json.loads(line)
+                key, value = fact["key"], fact["value"]
+                if isinstance(key, str) and isinstance(value, int | float) and value >= 0:
+                    self._facts[key] = value

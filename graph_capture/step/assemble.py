@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.dynamo.uncaptured import UncapturedCode
-from planner._graph_capture.joint_graph.lower import LoweredOp, epilogue_name
-from planner._graph_capture.joint_graph.outline import region_signature
+from planner._graph_capture.joint_graph.lower import LoweredOp, epilogue_name, region_signature
 from planner._graph_capture.memory.trace import COMMUNICATION
 from planner._graph_capture.op_costs.costs import OpCost
 from planner._graph_capture.optimizer.in_backward import EarlyGradients

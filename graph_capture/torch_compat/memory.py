@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 
-from planner._graph_capture.torch_compat.layout import is_dense
+from planner._graph_capture.torch_compat.symbols import is_dense
 
 # Errors of a fake tensor for an op whose result has a shape that depends on values.
 NoStaticShape = (DynamicOutputShapeException, DataDependentOutputException)

@@ -107,3 +107,15 @@ def symbolic_dimensions(dimensions: Sequence[tuple[torch.Tensor, Sequence[int]]]
 def backward_keeps_graph() -> bool:
     """True in a backward with `retain_graph=True`, which may come again."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements lie side by side, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if not same_sizes([stride], [expected]):
+            return False
+        expected *= size
+    return True

@@ -12,7 +12,6 @@ from typing import Any
 
 import typer
 
-from planner.cli.interrupts import INTERRUPTED, INTERRUPTS
 from planner.errors import InfeasibleBudget, PlanMismatch, PlannerError
 
 
@@ -24,7 +23,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     INFEASIBLE_BUDGET = 3
     PLAN_MISMATCH = 4
-    INTERRUPTED = INTERRUPTED
+    INTERRUPTED = 130
+    """By Ctrl-C; as shells report it."""
 
 
 class UsageError(Exception):
@@ -48,9 +48,6 @@ def reported() -> Iterator[None]:
 
 def report(error: BaseException) -> int:
     """Print an error in one line on stderr; return the exit code."""
-    if INTERRUPTS.is_ending or isinstance(error, KeyboardInterrupt | typer.Abort):
-        INTERRUPTS.say()
-        return ExitCode.INTERRUPTED
     message, code = _explained(error)
     with suppress(OSError):  # stderr is closed
         print(f"error: {_in_one_line(message)}", file=sys.stderr, flush=True)
@@ -59,6 +56,8 @@ def report(error: BaseException) -> int:
 
 def _explained(error: BaseException) -> tuple[str, ExitCode]:
     match error:
+        case KeyboardInterrupt() | typer.Abort():
+            return "interrupted", ExitCode.INTERRUPTED
         case InfeasibleBudget():
             return str(error), ExitCode.INFEASIBLE_BUDGET
         case PlanMismatch():

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.failures import TargetError, UsageError
-from planner.cli.options import TargetOptions
-from planner.cli.tensors import TensorSpec, parse_inputs
+from planner.cli.options import TargetOptions, TensorSpec, parse_inputs
 
 if TYPE_CHECKING:
     from torch import nn

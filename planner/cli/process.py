@@ -2,38 +2,35 @@
 
 Only results go to stdout, so that programs can read them.  All other output, including that of the
 user's code and of C libraries, goes to stderr.
+
+Ctrl-C ends the process at once, whatever code it arrives in.  Only the first one during the
+solver's search is left to the search, which may return its best schedule so far.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
+from types import FrameType
 
-from planner.cli.interrupts import INTERRUPTED, INTERRUPTS
+_INTERRUPTED = 130
+"""As `failures.ExitCode`, which is imported only after Ctrl-C is handled."""
 
 
 def main() -> None:
     """Entry point of `checkpoint-planner`."""
-    INTERRUPTS.install()
-    try:
-        code = run(sys.argv[1:]) if _open_streams() else 1
-    except KeyboardInterrupt:  # before or after the command
-        INTERRUPTS.say()
-        code = INTERRUPTED
+    _handle_interrupts()
+    code = run(sys.argv[1:]) if _open_streams() else 1
     _flush_streams()
-    exec("")  # resets Python's interrupt state, or it would exit by a signal
     sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command within this process; return its exit code."""
-    try:
-        from planner.cli.commands import NAME, commands
-    except KeyboardInterrupt:
-        INTERRUPTS.say()
-        return INTERRUPTED
+    from planner.cli.commands import NAME, commands
     from planner.cli.failures import ExitCode, report
 
     try:
@@ -45,11 +42,31 @@ def run(arguments: Sequence[str]) -> int:
         if not code:
             sys.stdout.flush()
     except BaseException as error:
-        code = report(error)
-    if INTERRUPTS.is_ending:  # even if the KeyboardInterrupt was swallowed
-        INTERRUPTS.say()
-        return INTERRUPTED
+        return report(error)
     return ExitCode.DONE if code is None else code
+
+
+def _handle_interrupts() -> None:
+    presses = 0
+
+    def handle(signal_number: int, frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += 1
+        if presses == 1 and _is_searching(frame):
+            raise KeyboardInterrupt
+        os.write(2, b"error: interrupted\n")
+        os._exit(_INTERRUPTED)
+
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, handle)
+
+
+def _is_searching(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("planner.solvers."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _open_streams() -> bool:

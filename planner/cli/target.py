@@ -30,8 +30,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.cli.failures import TargetError, UsageError, describe_error
-from planner.cli.options import TargetOptions
-from planner.cli.tensors import parse_inputs
+from planner.cli.options import TargetOptions, parse_inputs
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from planner.reporters.layout import new_table, title
+from planner.reporters.table import new_table, title
 from planner.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:

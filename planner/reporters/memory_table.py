@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.reporters.layout import category_table, new_table, note_lines, peak_moment, title
+from planner.reporters.table import category_table, new_table, note_lines, peak_moment, title
 from planner.step.categories import CATEGORIES
 from planner.units import format_bytes
 

@@ -59,7 +59,7 @@ def apply(model: nn.Module, plan: Plan, *,
     if replan is not None and not callable(replan):
         raise TypeError("replan must be a function of a model and its inputs that returns a "
                         f"planner.Plan, got {type(replan).__name__}")
-    from planner._apply.runtime import apply_spec
+    from planner._apply.planned_forward import apply_spec
     from planner.step.wrapped import other_ranks, unwrapped
 
     if unwrapped(model) is not model:

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 from planner._apply.rewrite_spec import RewriteSpec
 from planner.plans.decisions import build_spec
 from planner.search.effort import Effort
-from planner.search.fused_bound import least_cost
 from planner.search.saving import (
     free_ops,
+    least_cost,
     saved_buffers,
     saving_seconds,
     schedule_saving,

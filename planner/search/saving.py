@@ -14,13 +14,25 @@ Blind spots: those of `graph_capture.inductor.fused_costs`.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 from planner._graph_capture.training_graph import Phase, SavingCosts, TrainingGraph
 from planner.solvers.actions import as_order
+from planner.solvers.cut_model import CutModel
 from planner.solvers.problem import Schedule
+from planner.solvers.repetition import runs_of
+from planner.solvers.schedule_from_cuts import Inner, next_cuts
+from planner.solvers.simulator import unroll
 from planner.step.variant import Variant
+
+_NODES = 50
+"""Search nodes per model of the bound; if they do not suffice, the bound is lower."""
+_WORK = 5.0
+"""Work (see `solvers.milp.MilpResult`) after which no further model is solved."""
+_GAP = 1e-4
+"""Models of the bound are solved to within this fraction of the step's time."""
 
 
 def schedule_saving(variant: Variant, saved: Set[int]) -> Schedule:
@@ -147,7 +159,7 @@ class Recomputes:
         first = next((index for index in readers if graph.ops[index].phase is Phase.BACKWARD), None)
         if first is None:
             return limit
-        codegen_overhead = {b for index in readers for b in graph.ops[index].inputs}
+        read_anyway = {b for index in readers for b in graph.ops[index].inputs}
         total, held_anew = 0.0, 0
         for index in self._ops(buffer):
             if not problem.ops[index].recomputable or not problem.may_replay(index, first):
@@ -156,9 +168,7 @@ class Recomputes:
                 total += problem.ops[index].cost
             if total >= limit or held_anew >= graph.buffers[buffer].size_bytes:
                 return limit
-        return total + sum(
-            costs.to_read.get(b, 0.0) for b in self.sources(buffer) - codegen_overhead
-        )
+        return total + sum(costs.to_read.get(b, 0.0) for b in self.sources(buffer) - read_anyway)
 
     def sources(self, buffer: int) -> set[int]:
         """The saved buffers that a buffer is recomputed from."""
@@ -181,3 +191,40 @@ class Recomputes:
                 pending.extend(
                     graph.buffers[b].producer for b in graph.ops[index].inputs
                     if b not in self._kept and not graph.buffers[b].kept_to_end)
+
+
+def least_cost(
+    variant: Variant, net_bytes: int, to_save: Mapping[int, float], seconds: float
+) -> float:
+    """Lower bound on the cost of any choice within `net_bytes`, in the unit of the problem and
+    found in about `seconds`; infinite if no choice is feasible.  `to_save`: cost of saving each
+    buffer.
+
+    Each choice pays for its recomputation at least once, and for kernel writes and reads that
+    happen only because a result is saved.  Memory is checked at the end of forward and loss, at the
+    peak of the step without recomputation, and where the cheapest choice so far exceeds the budget:
+    the time-cut model of the solvers with a price on each saved result.  Generated code may use
+    less than the problem counts (results that never leave a kernel); the caller adds the difference
+    seen in traced steps to the budget.
+    """
+    problem, ops = variant.problem, variant.graph.ops
+    end = next((i for i, op in enumerate(ops) if op.phase is Phase.BACKWARD), 0) - 1
+    if end < 0:
+        return problem.keep_all_cost
+    fullest = unroll(problem, problem.keep_all_schedule).peak_position
+    cuts, runs = tuple(sorted({end, max(fullest, end)})), runs_of(problem)
+    inner: Inner = ()
+    deadline, extra, work = time.monotonic() + seconds, 0.0, 0.0
+    while work < _WORK:
+        solution = CutModel(
+            problem, net_bytes, cuts, inner=inner, runs=runs, retention_costs=to_save).solve(
+                deadline - time.monotonic(), nodes=_NODES, gap=_GAP * problem.keep_all_cost)
+        extra, work = max(extra, solution.extra_bound), work + solution.work
+        if solution.retained is None or not solution.solved:
+            break
+        exceeding = as_order(schedule_saving(variant, solution.retained[0]))
+        found = next_cuts(problem, net_bytes, exceeding, cuts, inner, first=end)
+        if found is None:
+            break
+        cuts, inner = found
+    return problem.keep_all_cost + extra

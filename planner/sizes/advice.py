@@ -29,8 +29,7 @@ from planner.progress import Progress, watched
 from planner.search.effort import Effort
 from planner.search.planning import plan_within, refusal
 from planner.sizes.bracketing import find_largest, secant
-from planner.sizes.sized_inputs import factory_of, model_first
-from planner.sizes.sized_steps import MakeLoss, SizedSteps
+from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
 from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:

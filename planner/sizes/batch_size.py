@@ -25,8 +25,7 @@ from planner.progress import Progress, watched
 from planner.search.planning import Effort, plan_within, refusal
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.feasibility import Feasibility
-from planner.sizes.sized_inputs import factory_of, model_first
-from planner.sizes.sized_steps import MakeLoss, SizedSteps
+from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
 from planner.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner._graph_capture.joint_graph.random_ops import CPU_GENERATOR_STATE_BYTES
+from planner._graph_capture.joint_graph.replay import CPU_GENERATOR_STATE_BYTES
 from tests.support.models import CONVOLUTIONAL
 from tests.support.random_models import random_case
 from tests.support.training import (

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._apply.runtime import attach, detach
-from planner._graph_capture.module_forward import ForwardOverride
+from planner._apply.planned_forward import apply_spec
 from tests.support.models import Case, language_model
 from tests.support.training import measured_peak, reference, train
 
@@ -134,28 +133,6 @@ def test_hooks_run_around_the_plan(case, plan):
     assert seen == ["before", True]
 
 
-@pytest.mark.parametrize("regions", ["model", "blocks"])
-def test_in_place_and_back(plan, by_blocks, regions):
-    used = plan if regions == "model" else by_blocks
-    mine = language_model(layers=2)
-    fields = {name: set(vars(module)) for name, module in mine.model.named_modules()}
-    before = list(mine.model.state_dict())
-    assert attach(mine.model, (used.spec,), in_place=True) is mine.model
-    assert list(mine.model.state_dict()) == before
-    assert measured_peak(mine.model, mine) == above_resident(used)
-    assert attach(mine.model, (used.spec,), in_place=True) is mine.model
-    assert measured_peak(mine.model, mine) == above_resident(used)
-    again = plan_of(mine, budget=used.budget_bytes)  # The plan is none of the model's.
-    assert again.spec.regions[0].forward == plan.spec.regions[0].forward
-    assert not any(isinstance(vars(m).get("forward"), ForwardOverride)
-                   for m in attach(mine.model, (), in_place=False).modules()
-                   if m is not mine.model and type(m) is not type(mine.model))
-    detach(mine.model)
-    assert {name: set(vars(module)) for name, module in mine.model.named_modules()} == fields
-    with pytest.raises(ValueError, match="has no plan"):
-        planner.steps_of(mine.model)
-
-
 def test_a_block_alone_is_an_ordinary_module(case, by_blocks):
     block = copy.deepcopy(by_blocks.apply(case.model).blocks[0])
     width = block.down.weight.shape[0]
@@ -253,18 +230,14 @@ def test_the_recipe_that_serves_is_taken_and_others_are_asked_for_once():
         asked.append(len(args[0]))
         return planner.plan(model, args, time_limit=1).spec
 
-    applied = attach(mine.model, replan=replan, in_place=False)
+    first = planner.plan(mine.model, mine.args, time_limit=1).spec
+    applied = apply_spec(mine.model, first, replan=replan)
     for batch in (3, 2, 5, 4, 3, 5, 2):
         step = language_model(layers=1, batch=batch)._replace(model=mine.model)
         assert train(applied, step, steps=1).differences(train(
             torch.compile(mine.model, backend="eager"), step, steps=1)) == []
-    assert asked == [3, 5]
+    assert asked == [5]
     assert planner.steps_of(applied).planned == 7
-
-
-def test_without_any_recipe_a_step_is_refused(case):
-    with pytest.raises(planner.PlanMismatch, match="no plan for this model"):
-        attach(case.model, in_place=False)(*case.args)
 
 
 def test_a_function_that_cannot_be_pickled_is_left_behind_with_a_word(case, plan):

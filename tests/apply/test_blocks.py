@@ -109,7 +109,7 @@ def test_layers_may_differ_in_what_they_recompute():
     assert len(set(again.values())) > 1
 
 
-@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("layers", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_equal_decisions_are_compiled_once(layers):
     case = language_model(layers=layers)
     plan = plan_within(prepared(case), None)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import fx
 
-from planner._apply.realized import realize_across_library_calls
+from planner._apply.inductor import realize_across_library_calls
 from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
-from planner._graph_capture.joint_graph.realized_copy import REALIZED_COPY
+from planner._graph_capture.joint_graph.low_peak_backward import REALIZED_COPY
 from planner._graph_capture.torch_compat.inductor import is_stored
 from planner.api import capture
 from planner.plans.file import dumps, loads

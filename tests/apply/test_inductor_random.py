@@ -11,7 +11,7 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
 
-from planner._apply.runtime import apply_spec
+from planner._apply.planned_forward import apply_spec
 from planner.api import capture
 from planner.search.compiled_search import spec_for_inductor
 from planner.search.saving import saved_buffers, schedule_saving

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._inductor import config
 
-from planner._graph_capture.torch_compat.unfused_kernels import UnfusedKernels
+from planner._graph_capture.torch_compat.scheduler_pass import UnfusedKernels
 from tests.support.compiler import needs_compiler
 from tests.support.generated_code import WEIGHT, WIDE, outputs_peak_and_code
 

@@ -40,7 +40,7 @@ def test_the_table_has_a_row_per_instance_budget_and_solver(
     saved = tmp_path / "saved.problem"
     save_problem(training_chain(3), saved)
     assert main(["--instances", str(tmp_path), "--problems", str(saved), "--budgets", "1,.7",
-                 "--solvers", "lazy,local,sqrt_n,dp,auto", "--time-limit", "0.5",
+                 "--solvers", "none,ilp,sqrt_n,dp,auto", "--time-limit", "0.5",
                  "--minimum"]) == 0
     out = capsys.readouterr().out
     assert sum(line.startswith("| tiny ") for line in out.splitlines()) == 10

@@ -76,7 +76,8 @@ def test_peak_and_end_equal_the_real_step(name: str, probe: OpProbe):
     assert step.by_category["gradients"] <= 4 * sum(p.numel() for p in trainable.values())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "block_twice", "views", "unet", "autocast"])
+@pytest.mark.parametrize("name", ["block_twice", "views", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "unet", "autocast"))])
 def test_fake_tensors_give_the_same_where_code_does_not_ask(name, probe, monkeypatch):
     """The way taken where storage-less tensors cannot be: sums of gradients are the same."""
     case = build(name)
@@ -96,7 +97,8 @@ def test_a_mask_of_ones_is_dropped_as_in_the_real_step(padded, probe):
     assert trace(case, probe).peak_bytes == pytest.approx(measure(case).peak_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "language_model", "unet", "tied"])
+@pytest.mark.parametrize("name", ["language_model", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "unet", "tied"))])
 def test_autocast_around_the_call(name, probe):
     case = build(name)
 

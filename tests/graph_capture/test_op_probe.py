@@ -13,9 +13,14 @@ from torch.utils import _pytree as pytree
 
 from planner._graph_capture.memory.allocator import record_peak, record_peak_of_op
 from planner._graph_capture.op_costs import probe as op_probe
-from planner._graph_capture.op_costs.cache import ENVIRONMENT_VARIABLE, OpCache, cache_directory
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
-from planner._graph_capture.op_costs.probe import OpProbe, signature
+from planner._graph_capture.op_costs.probe import (
+    ENVIRONMENT_VARIABLE,
+    OpCache,
+    OpProbe,
+    cache_directory,
+    signature,
+)
 
 pytestmark = pytest.mark.compat
 

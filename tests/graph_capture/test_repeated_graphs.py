@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._graph_capture.dynamo.same_graph import RepeatedGraphs
+from planner._graph_capture.dynamo.captured_graphs import RepeatedGraphs
 from planner.api import capture
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, batch, budget_at, loss_of, measured_peak, step

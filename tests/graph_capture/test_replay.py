@@ -9,16 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from planner._graph_capture.joint_graph.random_ops import (
+from planner._graph_capture.joint_graph.replay import (
+    COPY_LIMIT_BYTES,
     CPU_GENERATOR_STATE_BYTES,
     draw,
+    is_random,
     new_state,
     original_call,
     replay,
-)
-from planner._graph_capture.joint_graph.replay import (
-    COPY_LIMIT_BYTES,
-    is_random,
     replay_of,
 )
 from planner._graph_capture.torch_compat import FakeTensorMode

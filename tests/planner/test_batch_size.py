@@ -7,7 +7,7 @@ from torch import nn
 import planner
 from planner._graph_capture.module_forward import forward_override
 from planner.api import capture
-from planner.sizes.sized_inputs import factory_of
+from planner.sizes.sized_steps import factory_of
 from tests.support.sized_models import Net, make_inputs, mean_square
 
 
@@ -43,7 +43,7 @@ def test_the_found_batch_fits_with_the_plan_and_the_next_with_none(found):
     assert found.planned_next == found.planned + 1
 
 
-@pytest.mark.parametrize("batch", [1, 7])
+@pytest.mark.parametrize("batch", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_inputs_of_any_batch_stand_for_a_function(found, batch):
     largest = look(inputs=make_inputs(batch), smallest=found.planned, largest=found.planned + 1)
     assert (largest.planned, largest.plan.peak_bytes) == (found.planned, found.plan.peak_bytes)

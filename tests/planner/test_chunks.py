@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner._apply.elided_output import OutputNotMade
 from planner._apply.errors import PlanMismatch
+from planner._apply.outputs import OutputNotMade
 from planner._graph_capture import capture as graph_capture
 from planner.api import capture
 from planner.arguments.planning import Planning
@@ -34,8 +34,9 @@ from tests.support.models import bert, gpt2, llama, t5
 from tests.support.training import apply_schedule, random_schedule
 
 
-@pytest.mark.parametrize("output", ["held", "dropped"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "output"), [
+    pytest.param(loss, output, marks=pytest.mark.slow if (number + order) % 2 else ())
+    for number, loss in enumerate(LOSSES) for order, output in enumerate(("held", "dropped"))])
 def test_gradients_and_peaks_in_pieces(loss, output):
     model, inputs = Head(loss, bias=loss in ("sum", "gather")), batch()
     step = capture(model, inputs, allow=ALLOW, hold_output=output == "held")
@@ -226,7 +227,9 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(("batch", "heads", "shape", "learned"), [
-    (3, 4, (1, 1), False), (3, 4, (3, 1), False), (3, 4, (1, 4), True), (1, 1, (1, 1), False)])
+    (3, 4, (3, 1), False), (3, 4, (1, 4), True), *(
+        pytest.param(*row, marks=pytest.mark.slow)
+        for row in ((3, 4, (1, 1), False), (1, 1, (1, 1), False)))])
 def test_attention_in_pieces(batch, heads, shape, learned):
     """With masks of each sequence or of all, and with a learned bias of each head."""
     torch.manual_seed(1)

@@ -9,15 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planner._graph_capture.torch_compat import kernel_sketch
+from planner._graph_capture.torch_compat import inductor
 from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.search.compiled import CUT_OFF
 from planner.search.compiled_search import CompiledSearch, spec_for_inductor
 from planner.search.effort import Effort
-from planner.search.fused_bound import least_cost
 from planner.search.planning import plan_within
-from planner.search.saving import saved_buffers, saving_seconds, schedule_saving
+from planner.search.saving import least_cost, saved_buffers, saving_seconds, schedule_saving
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, batch, budget_at, loss_of, make_model
 from tests.support.models import llama
@@ -66,7 +65,7 @@ def test_kernels_sketched_without_their_loops_take_the_same_memory(monkeypatch):
         return breakdown.trace(spec_saving(prepared, breakdown.saved_by_default))
 
     sketched = step()
-    monkeypatch.setattr(kernel_sketch, "_told", lambda node: False)
+    monkeypatch.setattr(inductor, "_told", lambda node: False)
     assert step() == sketched
 
 

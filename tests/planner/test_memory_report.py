@@ -85,7 +85,8 @@ def test_a_plan_for_inductor_is_refused_with_what_to_do(planned):
         planner.memory(model, (IDS,), loss_fn=loss_fn, plan=replace(plan, backend="inductor"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet", "dropout_everywhere"])
+@pytest.mark.parametrize("name", ["dropout_everywhere", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "unet"))])
 def test_no_plan_goes_below_the_floor(name):
     case = BUILDERS[name]()
     step = captured(case)

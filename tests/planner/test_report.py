@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planner._graph_capture.training_graph import OptimizerMemory
 from planner.plans.decisions import Decision
-from planner.reporters.layers import Totals, layer_rows
+from planner.reporters.table import Totals, layer_rows
 from planner.search.planning import Effort, plan_within
 from planner.sizes.frontier import trace_frontier
 from planner.units import format_bytes, format_flops

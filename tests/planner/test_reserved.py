@@ -115,7 +115,8 @@ def test_the_blocks_of_a_plan_are_those_of_its_account(unlimited):
     assert unlimited.peak_bytes <= allocator.peak_allocated_bytes < 1.01 * unlimited.peak_bytes
 
 
-@pytest.mark.parametrize("share", [0.95, 0.8, 0.7])
+@pytest.mark.parametrize("share", [
+    0.8, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.95, 0.7))])
 def test_a_budget_of_what_is_reserved_is_held(unlimited, share):
     budget = int(share * unlimited.baseline_reserved_bytes)
     try:

@@ -11,7 +11,7 @@ from tests.support.strategies_small import problems
 from tests.support.synthetic_gpt import gpt
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problem=problems(max_ops=10), data=st.data())
 def test_a_frontier_is_what_the_ops_behind_it_need(problem: Problem, data: st.DataObject) -> None:
     region = region_after(problem, data.draw(st.integers(0, len(problem) - 1)))

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.solvers import simulate, unroll
-from planner.solvers.candidate_model import best_of_candidates
-from planner.solvers.candidates import block_offers, offers_of, template
+from planner.solvers.candidate_model import best_of_candidates, block_offers, offers_of, template
 from planner.solvers.cut_model import CutModel
 from planner.solvers.frontiers import narrow_frontiers, region_after
-from planner.solvers.polish import drop_recomputes
+from planner.solvers.incremental import drop_recomputes
 from planner.solvers.schedule_from_cuts import schedule_from_cuts
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import evaluate, training_chain
@@ -21,7 +20,7 @@ from tests.support.strategies_small import problems, schedules
 SECONDS = 10.0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_bound_holds_for_every_schedule_within_the_budget(data: st.DataObject) -> None:
     problem = data.draw(problems())
@@ -54,7 +53,7 @@ def test_the_bound_with_every_cut_is_below_the_optimum(data: st.DataObject) -> N
         assert problem.keep_all_cost + solution.extra_bound <= best + 1e-6
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_choice_of_retained_storages_becomes_a_legal_schedule(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=10))
@@ -69,7 +68,7 @@ def test_what_is_not_retained_is_recomputed_just_in_time() -> None:
     assert schedule_from_cuts(problem, (4,), [{1}]) == (0, 1, 2, 3, 4, 2, 5, 6, 0, 7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_polish_saves_cost_and_keeps_to_the_budget(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=10))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.solvers.lazy import EvictionHeuristic, lazy_schedule
+from planner.solvers.lazy import EvictionHeuristic, counted_walk
 from planner.solvers.minimum import minimum_peak, working_set_floor
 from planner.solvers.problem import Op, Problem, Segment, Storage
 from planner.solvers.simulator import simulate
@@ -17,7 +17,7 @@ from tests.support.problems import training_chain, without_replay_state
 from tests.support.strategies_small import problems, schedules
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_the_floor_is_below_every_schedule(data: st.DataObject) -> None:
     problem = data.draw(problems())
@@ -25,7 +25,7 @@ def test_the_floor_is_below_every_schedule(data: st.DataObject) -> None:
     assert working_set_floor(problem) <= peak
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(max_ops=6).map(without_replay_state))
 def test_floor_and_schedule_enclose_the_exact_minimum(problem: Problem) -> None:
     exact = smallest_peak(problem)
@@ -33,11 +33,11 @@ def test_floor_and_schedule_enclose_the_exact_minimum(problem: Problem) -> None:
     assert working_set_floor(problem) <= exact <= found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problem=problems(), share=st.floats(0.3, 1.0), cost=st.sampled_from([0.0, 0.4, 1.0]))
 def test_a_lazy_schedule_is_legal(problem: Problem, share: float, cost: float) -> None:
     budget = int(share * simulate(problem, problem.keep_all_schedule).peak_bytes)
-    found = lazy_schedule(problem, budget, heuristic=EvictionHeuristic(cost=cost))
+    found, _ = counted_walk(problem, budget, EvictionHeuristic(cost=cost), 12 * len(problem))
     if found is not None:
         peak = simulate(problem, found).peak_bytes
         assert peak <= budget or any(op.replay_state_bytes for op in problem.ops)

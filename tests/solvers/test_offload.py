@@ -118,7 +118,7 @@ def memory_of(problem: Problem, schedule: _Actions) -> list[int]:
     return memory
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(moved())
 def test_memory_and_time_are_those_of_the_rules(case: tuple[Problem, _Actions]) -> None:
     problem, schedule = case
@@ -129,7 +129,7 @@ def test_memory_and_time_are_those_of_the_rules(case: tuple[Problem, _Actions]) 
         timeline.cost - sum(problem.ops[op].cost for _, op in timeline.runs))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(moved())
 def test_without_its_transfers_a_schedule_is_one_of_the_relaxation(
         case: tuple[Problem, _Actions]) -> None:
@@ -141,7 +141,7 @@ def test_without_its_transfers_a_schedule_is_one_of_the_relaxation(
     assert found[0] <= peak and found[1] <= cost + 1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_transfers_of_an_order_change_neither_its_runs_nor_make_it_worse(
         data: st.DataObject) -> None:

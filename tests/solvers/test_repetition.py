@@ -17,7 +17,7 @@ from tests.support.synthetic_gpt import gpt
 SECONDS = 60.0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_bound_on_counts_holds_for_every_schedule(data: st.DataObject) -> None:
     problem = data.draw(repeated())

@@ -11,7 +11,7 @@ from tests.support.oracles import evaluate, training_chain
 from tests.support.strategies_small import problems, schedules
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_it_agrees_with_the_judge(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=10))
@@ -19,7 +19,7 @@ def test_it_agrees_with_the_judge(data: st.DataObject) -> None:
     assert evaluate(problem, schedule) == tuple(simulate(problem, schedule))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_it_refuses_what_the_judge_refuses(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=5))

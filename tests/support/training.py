@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from planner._apply.runtime import apply_spec
+from planner._apply.planned_forward import apply_spec
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.plain_step.loss import objective
 from planner._graph_capture.torch_compat import compile_settings

@@ -9,7 +9,7 @@ chunk; rows made by the chunks are concatenated, and sums are added up.
 Forward and backward run together, chunk by chunk, where the part's backward depends on one scalar,
 the gradient of the loss.  It is replaced by 1, and the part's gradients are multiplied by it in the
 backward (exactly, if it is 1 or another power of two).  Gradients in float16 may be too small
-without the loss's scale, so there, and in the insides of layers (`inner_parts`), the backward has
+without the loss's scale, so there, and in the insides of layers, the backward has
 its own chunks, and the schedule decides what is kept and what is recomputed.
 
 Rounding differs: sums over rows are sums of the chunks' sums.  Those of less than 32 bits are added
@@ -28,14 +28,18 @@ from functools import partial
 import torch
 from torch import fx
 
-from planner._graph_capture.joint_graph.chunks.emit import Emitter
-from planner._graph_capture.joint_graph.chunks.inner_parts import find_inner_parts
-from planner._graph_capture.joint_graph.chunks.means import means_to_sums
-from planner._graph_capture.joint_graph.chunks.part import Part, find_part, unviewed
+from planner._graph_capture.joint_graph.chunks.part import (
+    Part,
+    find_inner_parts,
+    find_part,
+    unviewed,
+)
 from planner._graph_capture.joint_graph.chunks.rows import ADDING, Kind, Rows
-from planner._graph_capture.joint_graph.chunks.totals import (
+from planner._graph_capture.joint_graph.chunks.sums import (
+    Emitter,
     added,
     added_product,
+    means_to_sums,
     ops_behind_sum,
     whole_of,
 )
@@ -223,7 +227,7 @@ class _Unrolling:
                         and of_totals.issuperset(ours.intersection(node.users))):
                     totals[node] = self._product(emit, node, number, ours, totals.get(node))
                     continue
-                self._made[number][node] = self._piece(emit, node, number, ours)
+                self._made[number][node] = self._chunk(emit, node, number, ours)
                 if node in sources:
                     totals[node] = added(emit, totals.get(node), self._made[number][node], node)
         late = descendants((self._scale,)) if self._scale is not None else set()
@@ -241,7 +245,7 @@ class _Unrolling:
             for user in users:
                 user.replace_input_with(node, whole)
 
-    def _piece(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node]) -> fx.Node:
+    def _chunk(self, emit: Emitter, node: fx.Node, number: int, ours: set[fx.Node]) -> fx.Node:
         """One chunk of the result of `node`."""
         if is_tuple_element(node):
             return emit(node.target, self._made[number][node.args[0]], node.args[1], like=node)
@@ -252,7 +256,7 @@ class _Unrolling:
             layout = action.results[0]
             assert isinstance(layout, Rows)
             begin, end = self._ranges[number]
-            args[action.shape_argument] = layout.piece(node.meta["val"].shape, end - begin)
+            args[action.shape_argument] = layout.chunk(node.meta["val"].shape, end - begin)
         return self._once(emit(
             node.target, *args, like=node, **fx.node.map_arg(node.kwargs, operand)))
 
@@ -273,8 +277,8 @@ class _Unrolling:
                  total: fx.Node | None) -> fx.Node:
         """One chunk of a matrix product, and its sum with the total before it."""
         operands = [self._operand(emit, node, number, ours, source) for source in node.args]
-        piece, total = added_product(emit, total, operands, self._made[number].values(), node)
-        self._once(piece)
+        chunk, total = added_product(emit, total, operands, self._made[number].values(), node)
+        self._once(chunk)
         return total
 
     def _once(self, node: fx.Node) -> fx.Node:
@@ -293,7 +297,7 @@ class _Unrolling:
                             [*shape[:start], self._part.rows, *shape[layout.stop:]], like=source)
             node = emit(_aten.slice.Tensor, node, start, begin, end, like=source)
             if layout.stop - layout.start > 1:
-                node = emit(_aten.view.default, node, layout.piece(shape, end - begin), like=source)
+                node = emit(_aten.view.default, node, layout.chunk(shape, end - begin), like=source)
             cut[source, layout] = node
         return cut[source, layout]
 

@@ -42,7 +42,7 @@ class Rows:
         """Number of rows of a tensor."""
         return math.prod(shape[self.start:self.stop])
 
-    def piece(self, shape: Sequence[int], rows: int) -> list[int]:
+    def chunk(self, shape: Sequence[int], rows: int) -> list[int]:
         """The shape of a chunk with so many rows."""
         return [*shape[:self.start], *[1] * (self.stop - self.start - 1), rows, *shape[self.stop:]]
 
@@ -322,7 +322,7 @@ def _bmm(node: fx.Node, known: Known) -> Action | None:
 
 
 def _nll_loss(node: fx.Node, known: Known) -> Action | None:
-    """The loss of a matrix of log-probabilities: summed, not averaged (see `means`)."""
+    """The loss of a matrix of log-probabilities: summed, not averaged (see `sums`)."""
     backward = node.target is _aten.nll_loss_backward.default
     gradient, (scores, target, weight, reduction) = (
         (node.args[0], node.args[1:5]) if backward else (None, node.args[:4]))

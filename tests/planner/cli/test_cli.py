@@ -122,6 +122,7 @@ def test_the_frontier_is_printed_and_drawn(tmp_path):
     assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_a_loss_head_may_run_in_pieces(tmp_path):
     """By one option, however it is written; refusals name it."""
     wide = ["hf:gpt2", *TINY_GPT2[1:], "--set", "vocab_size=3000", "--drop-output"]

@@ -115,6 +115,7 @@ def test_wrong_usage_exits_with_2(arguments):
     run(*arguments, code=2)
 
 
+@pytest.mark.slow
 def test_what_is_impossible_exits_with_3():
     result = run("max-batch", *TINY_GPT2, "--seq", "32", "--budget", "10kB", code=3)
     assert "no batch from 1 on fits" in result.stderr

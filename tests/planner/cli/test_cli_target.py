@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from planner.cli.failures import TargetError, UsageError
+from planner.cli.options import parse_inputs
 from planner.cli.target import (
     OF_CLASSES,
     OF_VALUES,
@@ -16,7 +17,6 @@ from planner.cli.target import (
     fitted_to,
     load_target,
 )
-from planner.cli.tensors import parse_inputs
 
 FACTORIES = """
 import torch
