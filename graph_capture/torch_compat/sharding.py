@@ -51,7 +51,8 @@ def sharded_modules(model: nn.Module) -> Iterator[ShardedModules]:
             continue
         policy = state._mp_policy
         yield ShardedModules(
-            tuple(found), group.mesh_info.shard_process_group, group.post_forward_mesh_info is not None,
+            tuple(found), group.mesh_info.shard_process_group,
+            group.post_forward_mesh_info is not None,
             policy.param_dtype, policy.reduce_dtype,
             type(group.offload_policy).__name__ == "CPUOffloadPolicy", group.reduce_grads)
 

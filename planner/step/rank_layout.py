@@ -78,8 +78,6 @@ class _Layout:
 class Replicated(_Layout):
     """Each rank has the whole model, and buckets for its gradients (`ddp`, `zero1`)."""
 
-    is_replicated = True
-
     def __init__(self, model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel) -> None:
         super().__init__(model, fake_copy, parallel)
         self.parameters_bytes = fake_copy.resident.parameters_bytes
@@ -108,8 +106,6 @@ class Replicated(_Layout):
 
 class FullyShardedLayout(_Layout):
     """Each rank has a shard of each parameter (`zero2`, `zero3`, `fsdp2`)."""
-
-    is_replicated = False
 
     @property
     def whole_gradient_bytes(self) -> int:
