@@ -114,8 +114,8 @@ def wrap(model: nn.Module, parallel: planner.DataParallel) -> Callable[..., Any]
         return DistributedDataParallel(
             model, gradient_as_bucket_view=parallel.gradient_as_bucket_view, init_sync=False)
     mesh = init_device_mesh("cpu", (parallel.ranks,))
-    units = [model.get_submodule(name) for name in
-             sorted(unit_names(model, parallel.units), key=len, reverse=True)]
+    units = [model.get_submodule(name) for unit in unit_names(model, parallel.units)
+             for name in unit]
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=parallel.reshard_after_forward)
         settle_collectives(unit)

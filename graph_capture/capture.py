@@ -319,14 +319,12 @@ def capture_step(
             wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest)
 
     blocks, chosen_because = find_blocks(model, regions or WHOLE_MODEL), ""
-    # Around sharded blocks the plan would be up to 3% short of what a step takes.
-    is_sharded = layout is not None and not layout.is_replicated
     if symbolic is not None:
         traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
     else:
         try:
             traced, traced_loss, recording, output = record(
-                fake_copy, blocks, bool(blocks) and not inductor and not is_sharded)
+                fake_copy, blocks, bool(blocks) and not inductor)
         except CaptureError:
             if not blocks or inductor:
                 raise

@@ -56,10 +56,6 @@ class RankLayout(Protocol):
         """Bytes of gradients that no rank has reduced yet."""
 
     @property
-    def is_replicated(self) -> bool:
-        """True if each rank holds all parameters."""
-
-    @property
     def holds_optimizer(self) -> bool:
         """True if the optimizer's state is in the memory of the device."""
 

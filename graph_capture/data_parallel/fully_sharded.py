@@ -1,10 +1,11 @@
 """Memory timeline of fully sharded data parallelism (FSDP2, ZeRO) on one rank.
 
-The model of the world is that of `torch.distributed.fsdp.fully_shard`: each unit (a wrapped module
-without the units inside it; the root is one) owns a shard of each parameter, padded to equal sizes
-along the first dimension.  Before the unit's forward its parameters are gathered into a flat buffer
-and copied out of it; the buffer stays until the next unit has gathered, so that the two may
-overlap.  After the forward the copies are freed, unless the unit keeps them.  Before its backward
+The model of the world is that of `torch.distributed.fsdp.fully_shard`: each unit (modules that one
+call wrapped, without the units inside them; the root is one) owns a shard of each parameter, padded
+to equal sizes along the first dimension.  Before the forward of the first of its modules its
+parameters are gathered into a flat buffer and copied out of it; the buffer stays until the next
+unit has gathered, so that the two may overlap.  After the forward of all its modules the copies are
+freed, unless the unit keeps them.  Before its backward
 the parameters are gathered again, and the next unit's parameters are prefetched.  After its
 backward the gradients are copied into a flat buffer and reduced into one shard per rank; that
 buffer stays until the next unit reduces.
@@ -16,14 +17,15 @@ With mixed precision the gathered parameters and the floating-point inputs of ea
 gradients are reduced in a dtype of their own and cast to that of the shards.
 
 Blind spots: memory that the communication library keeps for a while after a collective; explicit
-prefetching of fully_shard; sharding over two dimensions.
+prefetching of fully_shard; sharding over two dimensions; a unit of several modules of which only
+some run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,8 +55,8 @@ class ShardedUnit:
     """A group of parameters that are gathered together; mutable while a step is traced."""
 
     name: str
-    """Qualified name of the wrapped module; empty for the root."""
-    module: nn.Module
+    """Qualified names of the wrapped modules; empty for the root."""
+    modules: tuple[nn.Module, ...]
     parameters: tuple[nn.Parameter, ...]
     reshard_after_forward: bool
     done: bool = False
@@ -64,6 +66,8 @@ class ShardedUnit:
     """Flat buffer of parameters that are gathered and not copied out yet."""
     unsharded: torch.Tensor | None = None
     """The whole parameters."""
+    to_run: list[nn.Module] = field(default_factory=list)
+    """Modules whose forward has not ended, since the first one began."""
     order: list[int] = field(default_factory=list)
     """Its positions in the order of forwards."""
 
@@ -82,25 +86,29 @@ def padded_shard_bytes(parameter: torch.Tensor, ranks: int, dtype: torch.dtype |
     return rows * math.prod(parameter.shape[1:]) * kind.itemsize
 
 
-def make_units(model: nn.Module, names: Sequence[str],
-               reshard_after_forward: bool | None) -> tuple[ShardedUnit, ...]:
-    """The units of a model whose submodules `names` are wrapped, in the order of `named_modules`;
-    the root is one of them.
+def make_units(model: nn.Module, names: Sequence[tuple[str, ...]],
+               reshard_after_forward: bool | None, kept: Collection[str] = ()
+               ) -> tuple[ShardedUnit, ...]:
+    """The units of a model, from the names of the submodules of each; the root comes first.
 
-    `reshard_after_forward`: as for `fully_shard`; `None`: every unit but the root.
+    `reshard_after_forward`: as for `fully_shard`; `None`: every unit but the root.  `kept`: modules
+    whose units do not reshard in either case.
     """
-    wrapped = {name: module for name, module in model.named_modules()
-               if name in set(names) or not name}
-    owner: dict[int, str] = {}
-    for name in sorted(wrapped, key=len, reverse=True):  # inner modules first
-        for parameter in wrapped[name].parameters():
-            owner.setdefault(id(parameter), name)
-    return tuple(
-        ShardedUnit(
-            name, module,
-            tuple(p for p in module.parameters() if owner[id(p)] == name),
-            bool(name) if reshard_after_forward is None else reshard_after_forward)
-        for name, module in wrapped.items())
+    units = (("",), *names)
+    unit_of = {name: unit for unit in units for name in unit}
+    owner: dict[int, tuple[str, ...]] = {}
+    for name in sorted(unit_of, key=len, reverse=True):  # inner modules first
+        for parameter in model.get_submodule(name).parameters():
+            owner.setdefault(id(parameter), unit_of[name])
+    made = []
+    for unit in units:
+        modules = tuple(model.get_submodule(name) for name in unit)
+        parameters = dict.fromkeys(p for module in modules for p in module.parameters()
+                                   if owner[id(p)] == unit)
+        reshards = any(unit) if reshard_after_forward is None else reshard_after_forward
+        made.append(ShardedUnit(", ".join(unit), modules, tuple(parameters),
+                                reshards and not any(name in kept for name in unit)))
+    return tuple(made)
 
 
 class FullySharded:
@@ -124,17 +132,20 @@ class FullySharded:
     def attached(self, make: MakeBuffer) -> Iterator[None]:
         """Inside, hooks of the modules allocate buffers with `make`."""
         self._make = make
-        hooks = [hook for unit in self.units for hook in (
-            unit.module.register_forward_pre_hook(
+        hooks = [hook for unit in self.units for module in unit.modules for hook in (
+            module.register_forward_pre_hook(
                 torch.compiler.disable(partial(self._pre_forward, unit)), prepend=True,
                 with_kwargs=True),
-            unit.module.register_forward_hook(
+            module.register_forward_hook(
                 torch.compiler.disable(partial(self._post_forward, unit))))]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+            # Autograd's nodes keep this object alive, and the caller may keep the nodes alive: the
+            # garbage collector does not see such cycles.
+            self._make = None
 
     def finish(self) -> list[torch.Tensor]:
         """End the backward and the step; returns the gradient shards."""
@@ -144,6 +155,7 @@ class FullySharded:
         self._reducing = None
         for unit in self.units:
             unit.gathered, unit.done = None, False
+            unit.to_run.clear()
             unit.order.clear()
         self._forwards.clear()
         gradients, self.sharded_gradients = self.sharded_gradients, []
@@ -179,6 +191,9 @@ class FullySharded:
 
     def _pre_forward(self, unit: ShardedUnit, module: nn.Module, args: tuple[Any, ...],
                      kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        is_first = not unit.to_run
+        if is_first:
+            unit.to_run = list(unit.modules)
         with torch.no_grad():
             self._gather(unit)
             self._copy_out(unit, forward=True)
@@ -189,7 +204,7 @@ class FullySharded:
                       else leaf for leaf in leaves]
         places = [place for place, leaf in enumerate(leaves)
                   if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if places and torch.is_grad_enabled():
+        if is_first and places and torch.is_grad_enabled():
             passed = _Passage.apply(partial(self._post_backward, unit),
                                     *(leaves[place] for place in places))
             for place, leaf in zip(places, passed, strict=True):
@@ -198,6 +213,10 @@ class FullySharded:
 
     def _post_forward(self, unit: ShardedUnit, module: nn.Module, args: object,
                       output: Any) -> Any:
+        if module in unit.to_run:
+            unit.to_run.remove(module)
+        if unit.to_run:
+            return output
         if unit.reshard_after_forward:
             unit.unsharded = None
         unit.order.append(len(self._forwards))

@@ -10,7 +10,7 @@ start of the forward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -40,18 +40,18 @@ class IntoBuckets(Wrapper):
 class Sharded(Wrapper):
     """Fully sharded parameters, gradients and optimizer state."""
 
-    def __init__(self, units: Sequence[str], ranks: int, *,
-                 reshard_after_forward: bool | None = None, library_copies: bool = False,
-                 precision: Precision | None = None) -> None:
-        """`library_copies`, `precision`: see `FullySharded`."""
+    def __init__(self, units: Sequence[tuple[str, ...]], ranks: int, *,
+                 reshard_after_forward: bool | None = None, kept: Collection[str] = (),
+                 library_copies: bool = False, precision: Precision | None = None) -> None:
+        """`reshard_after_forward`, `kept`: see `make_units`; the others: see `FullySharded`."""
         self._units, self._ranks = units, ranks
-        self._reshard_after_forward = reshard_after_forward
+        self._reshard_after_forward, self._kept = reshard_after_forward, kept
         self._library_copies, self._precision = library_copies, precision
         self._runtime: FullySharded | None = None
 
     def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
         self._runtime = FullySharded(
-            make_units(model, self._units, self._reshard_after_forward), self._ranks,
+            make_units(model, self._units, self._reshard_after_forward, self._kept), self._ranks,
             library_copies=self._library_copies, precision=self._precision)
         return self._runtime.attached(make)
 

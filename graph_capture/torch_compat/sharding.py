@@ -18,11 +18,11 @@ require(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedModule:
-    """A module to which `fully_shard` was applied."""
+class ShardedModules:
+    """Modules to which one call of `fully_shard` was applied."""
 
-    name: str
-    """Qualified name; empty for the model itself."""
+    names: tuple[str, ...]
+    """Qualified names; an empty one for the model itself."""
     group: dist.ProcessGroup
     """The ranks over which its parameters are sharded."""
     reshards: bool
@@ -38,19 +38,21 @@ class ShardedModule:
     (`set_requires_gradient_sync(False)`)."""
 
 
-def sharded_modules(model: nn.Module) -> Iterator[ShardedModule]:
-    """The modules of a model to which `fully_shard` was applied, in the order of
+def sharded_modules(model: nn.Module) -> Iterator[ShardedModules]:
+    """The modules of a model to which `fully_shard` was applied, by call, in the order of
     `named_modules`."""
+    names: dict[Any, list[str]] = {}  # by the state that modules of one call share
     for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
+        if isinstance(module, FSDPModule):
+            names.setdefault(module._get_fsdp_state(), []).append(name)
+    for state, found in names.items():
         group = state._fsdp_param_group
         if group is None:  # It has no parameters of its own.
             continue
         policy = state._mp_policy
-        yield ShardedModule(
-            name, group.mesh_info.shard_process_group, group.post_forward_mesh_info is not None,
+        yield ShardedModules(
+            tuple(found), group.mesh_info.shard_process_group,
+            group.post_forward_mesh_info is not None,
             policy.param_dtype, policy.reduce_dtype,
             type(group.offload_policy).__name__ == "CPUOffloadPolicy", group.reduce_grads)
 

@@ -35,11 +35,15 @@ class DataParallel:
     """`ddp`, `zero1`: gradients are views of the buckets instead of separate copies."""
     bucket_cap_mb: float | None = None
     """`ddp`, `zero1`: size of a bucket in MiB, as in DDP; `None`: 1 for the first, then 25."""
-    units: tuple[str, ...] | None = None
-    """Other kinds: names of the modules that are wrapped one by one before the whole model; a
-    wildcard matches one part of a name.  `None`: the elements of the outermost `ModuleList`s."""
+    units: tuple[str | tuple[str, ...], ...] | None = None
+    """Other kinds: names of the modules that are wrapped one by one before the whole model; a tuple
+    of names is one unit, as in `fully_shard([norm, head])`.  A wildcard matches one part of a name.
+    `None`: the elements of the outermost `ModuleList`s."""
     reshard_after_forward: bool | None = None
     """`fsdp2`: as for `fully_shard`; `None`: all units but the root reshard."""
+    kept_units: tuple[str, ...] = ()
+    """`fsdp2`: units that were wrapped with `reshard_after_forward=False`, unlike the others; of a
+    unit of several modules the name of any."""
     param_dtype: str | None = None
     """`fsdp2`: `"bf16"` or `"fp16"`, as in `MixedPrecisionPolicy(param_dtype=…)`: the dtype of
     gathered parameters, of the computation, and of gradients before they are reduced."""
@@ -86,15 +90,16 @@ class DataParallel:
         if replicated and self.units is not None:
             raise ValueError(f"{self.kind} wraps the whole model; units are a setting of zero2, "
                              "zero3 and fsdp2")
-        if isinstance(self.units, str):
-            raise TypeError(f"units must be a tuple of names, got {self.units!r}; for one write "
-                            f"units=({self.units!r},)")
+        for name in ("units", "kept_units"):
+            if isinstance(given := getattr(self, name), str):
+                raise TypeError(f"{name} must be a tuple of names, got {given!r}; for one write "
+                                f"{name}=({given!r},)")
         if replicated and not self.requires_gradient_sync:
             raise ValueError(f"requires_gradient_sync is a setting of zero2, zero3 and fsdp2; "
                              f"gradients of {self.kind} are whole in every micro-batch")
-        if self.kind != "fsdp2" and self.reshard_after_forward is not None:
-            raise ValueError("reshard_after_forward is a setting of fsdp2; zero3 reshards, zero2 "
-                             "does not")
+        if self.kind != "fsdp2" and (self.reshard_after_forward is not None or self.kept_units):
+            raise ValueError("reshard_after_forward and kept_units are settings of fsdp2; zero3 "
+                             "reshards, zero2 does not")
         if self.kind != "fsdp2" and (self.param_dtype or self.reduce_dtype or self.offloads):
             raise ValueError("param_dtype, reduce_dtype and offloads are settings of fsdp2")
         for name in ("param_dtype", "reduce_dtype"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,8 +78,6 @@ class _Layout:
 class Replicated(_Layout):
     """Each rank has the whole model, and buckets for its gradients (`ddp`, `zero1`)."""
 
-    is_replicated = True
-
     def __init__(self, model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel) -> None:
         super().__init__(model, fake_copy, parallel)
         self.parameters_bytes = fake_copy.resident.parameters_bytes
@@ -109,8 +107,6 @@ class Replicated(_Layout):
 class FullyShardedLayout(_Layout):
     """Each rank has a shard of each parameter (`zero2`, `zero3`, `fsdp2`)."""
 
-    is_replicated = False
-
     @property
     def whole_gradient_bytes(self) -> int:
         """See `graph_capture.rank.RankLayout`; in the dtype in which they will be reduced."""
@@ -123,7 +119,8 @@ class FullyShardedLayout(_Layout):
         self._reshard = {"zero2": False, "zero3": True}.get(
             parallel.kind, parallel.reshard_after_forward)
         self._names = unit_names(fake_copy.model, parallel.units)
-        units = make_units(fake_copy.model, self._names, self._reshard)
+        self._kept = kept_modules(fake_copy.model, parallel, self._names)
+        units = make_units(fake_copy.model, self._names, self._reshard, self._kept)
         self._precision = _precision(model, parallel)
         # Offloaded parameters are in host memory, which on a CPU is the device's own, too.
         self.holds_optimizer = not parallel.offloads or fake_copy.device.type == "cpu"
@@ -135,6 +132,7 @@ class FullyShardedLayout(_Layout):
 
     def wrapper(self) -> Wrapper:
         return Sharded(self._names, self._parallel.ranks, reshard_after_forward=self._reshard,
+                       kept=self._kept,
                        library_copies=self._fake_copy.device.type == "cpu",  # gloo
                        precision=self._precision)
 
@@ -203,10 +201,12 @@ def partition(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch
     return parts
 
 
-def unit_names(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the modules that are wrapped one by one.
+def unit_names(model: nn.Module, patterns: Sequence[str | tuple[str, ...]] | None
+               ) -> tuple[tuple[str, ...], ...]:
+    """Names of the modules of each unit.
 
-    Raises `ValueError` for a pattern that names no module with parameters.
+    Raises `ValueError` for a pattern that names no module with parameters, and for a module in two
+    units.
     """
     having = {name: module for name, module in model.named_modules()
               if name and any(True for _ in module.parameters())}
@@ -214,16 +214,39 @@ def unit_names(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, .
         lists = [name for name, module in having.items() if isinstance(module, nn.ModuleList)]
         outermost = [name for name in lists
                      if not any(name.startswith(f"{other}.") for other in lists)]
-        return tuple(name for name in having
+        return tuple((name,) for name in having
                      if name.rpartition(".")[0] in outermost and name.rpartition(".")[0])
-    chosen: list[str] = []
+    chosen: list[tuple[str, ...]] = []
+    for entry in patterns:
+        found = _named([entry] if isinstance(entry, str) else entry, having, "units")
+        chosen += [unit for unit in ([(name,) for name in found] if isinstance(entry, str)
+                                     else [found]) if unit not in chosen]
+    names = [name for unit in chosen for name in unit]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"units: {twice!r} is in two units; name it once")
+    return tuple(chosen)
+
+
+def kept_modules(model: nn.Module, parallel: DataParallel, units: Sequence[tuple[str, ...]]
+                 ) -> frozenset[str]:
+    """Names of the modules that `parallel.kept_units` means; raises `ValueError` for one that names
+    no unit."""
+    return frozenset(_named(parallel.kept_units, [name for unit in units for name in unit],
+                            "kept_units"))
+
+
+def _named(patterns: Sequence[str], names: Collection[str], setting: str) -> tuple[str, ...]:
+    """The names that any of the patterns matches, once each."""
+    chosen: dict[str, None] = {}
     for pattern in patterns:
-        found = [name for name in having if fnmatch.fnmatchcase(name, pattern)
+        found = [name for name in names if fnmatch.fnmatchcase(name, pattern)
                  and name.count(".") == pattern.count(".")]
         if not found:
-            raise ValueError(f"units: {pattern!r} names no module with parameters; the model has "
-                             f"{', '.join(list(having)[:5])}, ...")
-        chosen += [name for name in found if name not in chosen]
+            raise ValueError(f"{setting}: {pattern!r} names no "
+                             f"{'unit' if setting == 'kept_units' else 'module with parameters'}; "
+                             f"there are {', '.join(list(names)[:5])}, ...")
+        chosen.update(dict.fromkeys(found))
     return tuple(chosen)
 
 
@@ -239,7 +262,7 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
     if parallel.is_replicated:
         return chosen
     chunks = find_blocks(model, chosen) or ("",)
-    for unit in unit_names(model, parallel.units):
+    for unit in (name for names in unit_names(model, parallel.units) for name in names):
         inside = next((piece for piece in chunks if unit.startswith(f"{piece}." if piece else "")
                        and unit != piece), None)
         if inside == "":

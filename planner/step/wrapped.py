@@ -124,11 +124,14 @@ def _of_shards(model: nn.Module) -> DataParallel:
     from planner._graph_capture.torch_compat.sharding import sharded_modules
 
     found = list(sharded_modules(model))
-    inner = [each for each in found if each.name]
+    inner = [each for each in found if any(each.names)]
     first = (inner or found)[0]
+    kept = tuple(each.names[0] for each in inner if not each.reshards)
+    keeps_all = len(kept) == len(inner) and not first.reshards
     return DataParallel(
-        "fsdp2", first.group.size(), units=tuple(each.name for each in inner),
-        reshard_after_forward=None if first.reshards else False,
+        "fsdp2", first.group.size(),
+        units=tuple(each.names[0] if len(each.names) == 1 else each.names for each in inner),
+        reshard_after_forward=False if keeps_all else None, kept_units=() if keeps_all else kept,
         param_dtype=None if first.param_dtype is None else _NAMES[first.param_dtype],
         reduce_dtype=None if first.reduce_dtype is None else _NAMES[first.reduce_dtype],
         offloads=first.is_offloaded)

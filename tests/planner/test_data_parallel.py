@@ -149,11 +149,17 @@ def test_zero1_deals_out_whole_parameters():
 
 
 def test_units_by_name():
-    assert unit_names(MODEL, None) == tuple(f"blocks.{i}" for i in range(LAYERS))
+    assert unit_names(MODEL, None) == tuple((f"blocks.{i}",) for i in range(LAYERS))
     assert unit_names(MODEL, ("blocks.*.first",)) == tuple(
-        f"blocks.{i}.first" for i in range(LAYERS))
+        (f"blocks.{i}.first",) for i in range(LAYERS))
+    assert unit_names(MODEL, ("blocks.0", ("blocks.1.*", "blocks.2"))) == (
+        ("blocks.0",), ("blocks.1.first", "blocks.1.second", "blocks.2"))
     with pytest.raises(ValueError, match=r"layers\.\*"):
         look("zero3", units=("layers.*",))
+    with pytest.raises(ValueError, match=r"'blocks\.0' is in two units"):
+        look("fsdp2", units=("blocks.0", ("blocks.0", "blocks.1")))
+    with pytest.raises(ValueError, match=r"kept_units: 'blocks\.0' names no unit"):
+        look("fsdp2", units=("blocks.1",), kept_units=("blocks.0",))
 
 
 def test_the_report():
@@ -170,6 +176,8 @@ def test_the_report():
     ({"kind": "ddp", "ranks": 2, "units": ("blocks.*",)}, ValueError, "whole model"),
     ({"kind": "zero3", "ranks": 2, "units": "blocks.*"}, TypeError, "tuple of names"),
     ({"kind": "zero3", "ranks": 2, "reshard_after_forward": True}, ValueError, "fsdp2"),
+    ({"kind": "zero3", "ranks": 2, "kept_units": ("blocks.0",)}, ValueError, "fsdp2"),
+    ({"kind": "fsdp2", "ranks": 2, "kept_units": "blocks.0"}, TypeError, "tuple of names"),
     ({"kind": "ddp", "ranks": 2, "bucket_cap_mb": 0}, ValueError, "bucket_cap_mb"),
 ])
 def test_settings_that_do_not_belong_together(settings, error, message):

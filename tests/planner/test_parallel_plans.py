@@ -1,5 +1,6 @@
 """Plans of one rank: accounts that agree, units and blocks, what is refused."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import planner
+from planner._graph_capture.data_parallel.fully_sharded import FullySharded
 from planner.api import capture
 from tests.support.command_line import TINY_GPT2, run
 from tests.support.models import gpt2
@@ -71,32 +73,35 @@ def test_what_a_rank_holds_falls_with_the_ranks(case):
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 3 * peaks[-1]
 
 
-def test_a_plan_of_one_device_on_ranks(case):
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_plan_of_one_device_on_ranks(case, kind):
     plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
-    found = planner.data_parallel(case.model, case.inputs, parallel=RANKS["ddp"],
+    found = planner.data_parallel(case.model, case.inputs, parallel=RANKS[kind],
                                   optimizer="adamw", plan=plan)
-    plain = planner.data_parallel(case.model, case.inputs, parallel=RANKS["ddp"],
+    plain = planner.data_parallel(case.model, case.inputs, parallel=RANKS[kind],
                                   optimizer="adamw")
     assert found.peak_bytes < plain.peak_bytes
     with pytest.raises(planner.PlanMismatch, match="another step"):
         planner.data_parallel(case.model, {name: ids[:2] for name, ids in case.inputs.items()},
-                              parallel=RANKS["ddp"], plan=plan)
+                              parallel=RANKS[kind], plan=plan)
 
 
-def test_the_head_of_a_replica_runs_in_chunks():
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_the_head_of_a_rank_runs_in_chunks(kind):
     """It stands outside of the blocks, and is planned all the same."""
     wide = gpt2(layers=2, batch=4, seq=64, width=32, vocab=8192)
     with pytest.raises(planner.InfeasibleBudget):
-        plan_of(wide, RANKS["ddp"], "50%")
-    plan = plan_of(wide, RANKS["ddp"], "50%", allow="chunk")
+        plan_of(wide, RANKS[kind], "50%")
+    plan = plan_of(wide, RANKS[kind], "50%", allow="chunk")
     assert plan.peak_bytes <= plan.budget_bytes and plan.spec.regions[-1].block == ""
 
 
-def test_a_plan_of_one_device_does_not_run_around_sharded_blocks(case):
-    """What stands around sharded blocks runs as written; on one device it is planned."""
-    plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
-    with pytest.raises(planner.PlanMismatch, match="ranks"):
-        planner.data_parallel(case.model, case.inputs, parallel=RANKS["fsdp2"], plan=plan)
+def test_nothing_of_a_captured_step_stays(case):
+    """Autograd's nodes of the captured step refer to the wrapper, where the garbage collector does
+    not see it."""
+    plan_of(case, RANKS["fsdp2"])
+    gc.collect()
+    assert not [found for found in gc.get_objects() if isinstance(found, FullySharded)]
 
 
 def test_the_file_says_of_which_run_the_plan_is(case, tmp_path):
