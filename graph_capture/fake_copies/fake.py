@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
@@ -109,8 +110,15 @@ class FakeCopy:
         dice."""
         if self.answers is not None and hasattr(self.mode, "answer_with"):
             self.mode.answer_with(self.answers)
+        args, kwargs = self.arguments()
         with self.dice.again(), running_skipped(self.model, self.skipped):
-            return (model or self.callee)(*self.args, **self.kwargs)
+            return (model or self.callee)(*args, **kwargs)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one call, which may write into its containers."""
+        found: tuple[tuple[Any, ...], dict[str, Any]] = in_own_containers(
+            self.model, (self.args, self.kwargs))
+        return found
 
 
 def make_fake_copy(

@@ -39,6 +39,7 @@ from planner._graph_capture.completed import (
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
+from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
@@ -142,7 +143,9 @@ class GraphPlanner:
                                           unknown_loss=unknown, probe_headroom=headroom,
                                           symbolic=self._symbolic, early=early)
             except DataDependentValue:
-                answers = data_dependent_values(model, lambda: model.forward(*args, **kwargs))
+                own_args, own_kwargs = in_own_containers(model, (args, kwargs))
+                answers = data_dependent_values(
+                    model, lambda: model.forward(*own_args, **own_kwargs))
                 try:
                     self._step = capture_call(model, args, kwargs, planning, report,
                                               answers=answers, unknown_loss=unknown,
