@@ -1,12 +1,10 @@
 """The blocks of a fake copy behind functions that Dynamo compiles, each block by itself.
 
-Dynamo must see the same as in a real step, without dispatch modes; the compiled block runs under
-the modes that were active where it was called.
+Dispatch modes stay active: code at which the graph of a block breaks runs under them, too.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,10 +16,8 @@ from planner._graph_capture.dynamo.same_graph import DynamoBackend
 from planner._graph_capture.module_forward import in_place_of_forwards, own_forward
 from planner._graph_capture.module_hooks import hooks_within
 from planner._graph_capture.torch_compat import (
-    active_modes,
     called_unseen,
     compile_forward,
-    no_active_modes,
     weakly,
 )
 
@@ -35,7 +31,6 @@ class BlockCalls:
         self.running = ""
         """Name of the block that is running; empty outside of blocks."""
         self._backend = backend
-        self._modes: list[Any] = []
         self._compiled: list[Callable[..., Any]] = []
         shared: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -59,13 +54,11 @@ class BlockCalls:
         own = own_forward(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self.running, self._modes
-            self.running, self._modes = name, active_modes()
+            before, self.running = self.running, name
             try:
-                with no_active_modes():
-                    return compiled(block, own, *args, **kwargs)
+                return compiled(block, own, *args, **kwargs)
             finally:
-                self.running, self._modes = before
+                self.running = before
 
         # The code around breaks there, and calls the block between its hooks.
         return torch.compiler.disable(run)
@@ -73,12 +66,5 @@ class BlockCalls:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph, as a Dynamo backend."""
         compiled = self._backend(module, inputs)
-
-        def call(*args: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for mode in self._modes:
-                    stack.enter_context(mode)
-                return compiled(*args)
-
-        self._compiled.append(call)
-        return weakly(call)
+        self._compiled.append(compiled)
+        return weakly(compiled)
