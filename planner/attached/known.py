@@ -43,13 +43,14 @@ from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
+from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import OpenLoss, Until
 from planner._graph_capture.plain_step.observed_loss import (
     ObservedLoss,
     ReplayedLoss,
     UnmeasuredLoss,
 )
-from planner._graph_capture.torch_compat import pytree, wrapping_data_parallel
+from planner._graph_capture.torch_compat import wrapping_data_parallel
 from planner._graph_capture.training_graph import ModelOutput
 from planner.api import capture_call
 from planner.arguments.budget import Budget
@@ -128,8 +129,7 @@ class GraphPlanner:
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
         self._made: list[tuple[tuple[Known, int | None, str | None], PreparedStep]] = []
-        self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
-                                if isinstance(tensor, torch.Tensor))
+        self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
         planning = with_wrappers(model, planning)
         if planning.parallel is None:
             planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))

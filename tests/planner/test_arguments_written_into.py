@@ -70,9 +70,7 @@ def test_planning_calls_no_hooks_of_all_optimizers():
     seen = []
     handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
     try:
-        net = planner.within(Encoder(dict), "80%", time_limit=2)
-        train(net, dict)
+        planner.plan(nn.Linear(8, 8), (torch.randn(4, 8),), optimizer="adamw")
     finally:
         handle.remove()
-    assert len(seen) == 3
-    assert len(set(map(id, seen))) == 1
+    assert not seen
