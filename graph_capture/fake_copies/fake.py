@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -171,6 +172,8 @@ def fake_copy_by(
                    for name, arg in kwargs.items()}
     of_inputs = set(copier.storage_bytes) - of_model
     fake_extra = tuple(copier.tree(item, "an extra object") for item in extra)
+    elsewhere = of_parameters | of_inputs | set(
+        map(storage_key, _states_of_optimizers(fake_copy)))
 
     def total_bytes(belongs: Callable[[int], bool]) -> int:
         return sum(allocated_bytes(size, planned) for key, size in copier.storage_bytes.items()
@@ -181,9 +184,16 @@ def fake_copy_by(
         device=planned, trace_device=copier.device,
         resident=ResidentMemory(
             parameters_bytes=total_bytes(of_parameters.__contains__),
-            buffers_bytes=total_bytes(lambda key: key not in of_parameters | of_inputs),
+            buffers_bytes=total_bytes(lambda key: key not in elsewhere),
             inputs_bytes=total_bytes(of_inputs.__contains__)),
         parameters=parameters, buffers=buffers, fake_of=copier.fake_of)
+
+
+def _states_of_optimizers(model: nn.Module) -> list[torch.Tensor]:
+    """The states of optimizers that modules keep as attributes; they count with the optimizer."""
+    return [tensor for module in model.modules() for value in vars(module).values()
+            if isinstance(value, Optimizer)
+            for tensor in strided_tensors(list(value.state.values()))]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
