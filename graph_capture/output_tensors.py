@@ -1,4 +1,4 @@
-"""The tensors in a model's output.
+"""The tensors in a model's output, or among its arguments.
 
 The model of the world: an output is a tensor, a container that `torch.utils._pytree` knows, or an
 object that keeps its content in attributes: a dataclass, a distribution, an object of the user's

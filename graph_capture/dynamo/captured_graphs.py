@@ -4,9 +4,6 @@ Dynamo runs once: it passes each captured graph, with inputs that have no memory
 backend, and calls the compiled result.  Another backend later gets the same graphs, and Inductor's
 work before the partition is not repeated.  Blocks that are compiled one by one may share a graph
 and still have different backends.
-
-Dynamo must see a block as in a real step, without dispatch modes; the compiled block runs under the
-modes that were active where it was called.
 """
 
 from __future__ import annotations
@@ -27,11 +24,9 @@ from planner._graph_capture.module_forward import (
 )
 from planner._graph_capture.module_hooks import hooks_within
 from planner._graph_capture.torch_compat import (
-    active_modes,
     called_unseen,
     compile_forward,
     compile_module,
-    no_active_modes,
     weakly,
 )
 from planner._graph_capture.torch_compat.joint_replay import JointReplay
@@ -194,7 +189,6 @@ class BlockCalls:
         self.running = ""
         """Name of the block that is running; empty outside of blocks."""
         self._backend = backend
-        self._modes: list[Any] = []
         self._compiled: list[Callable[..., Any]] = []
         shared: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -218,13 +212,12 @@ class BlockCalls:
         own = own_forward(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self.running, self._modes
-            self.running, self._modes = name, active_modes()
+            before, self.running = self.running, name
             try:
-                with no_active_modes():
-                    return compiled(block, own, *args, **kwargs)
+                # Code at which the graph breaks runs under the dispatch modes, too.
+                return compiled(block, own, *args, **kwargs)
             finally:
-                self.running, self._modes = before
+                self.running = before
 
         # The code around breaks there, and calls the block between its hooks.
         return torch.compiler.disable(run)
@@ -232,12 +225,5 @@ class BlockCalls:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph, as a Dynamo backend."""
         compiled = self._backend(module, inputs)
-
-        def call(*args: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for mode in self._modes:
-                    stack.enter_context(mode)
-                return compiled(*args)
-
-        self._compiled.append(call)
-        return weakly(call)
+        self._compiled.append(compiled)
+        return weakly(compiled)

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
@@ -109,8 +111,15 @@ class FakeCopy:
         dice."""
         if self.answers is not None and hasattr(self.mode, "answer_with"):
             self.mode.answer_with(self.answers)
+        args, kwargs = self.arguments()
         with self.dice.again(), running_skipped(self.model, self.skipped):
-            return (model or self.callee)(*self.args, **self.kwargs)
+            return (model or self.callee)(*args, **kwargs)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one call, which may write into its containers."""
+        found: tuple[tuple[Any, ...], dict[str, Any]] = in_own_containers(
+            self.model, (self.args, self.kwargs))
+        return found
 
 
 def make_fake_copy(
@@ -163,6 +172,8 @@ def fake_copy_by(
                    for name, arg in kwargs.items()}
     of_inputs = set(copier.storage_bytes) - of_model
     fake_extra = tuple(copier.tree(item, "an extra object") for item in extra)
+    elsewhere = of_parameters | of_inputs | set(
+        map(storage_key, _states_of_optimizers(fake_copy)))
 
     def total_bytes(belongs: Callable[[int], bool]) -> int:
         return sum(allocated_bytes(size, planned) for key, size in copier.storage_bytes.items()
@@ -173,9 +184,16 @@ def fake_copy_by(
         device=planned, trace_device=copier.device,
         resident=ResidentMemory(
             parameters_bytes=total_bytes(of_parameters.__contains__),
-            buffers_bytes=total_bytes(lambda key: key not in of_parameters | of_inputs),
+            buffers_bytes=total_bytes(lambda key: key not in elsewhere),
             inputs_bytes=total_bytes(of_inputs.__contains__)),
         parameters=parameters, buffers=buffers, fake_of=copier.fake_of)
+
+
+def _states_of_optimizers(model: nn.Module) -> list[torch.Tensor]:
+    """The states of optimizers that modules keep as attributes; they count with the optimizer."""
+    return [tensor for module in model.modules() for value in vars(module).values()
+            if isinstance(value, Optimizer)
+            for tensor in strided_tensors(list(value.state.values()))]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)

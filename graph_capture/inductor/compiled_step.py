@@ -122,11 +122,12 @@ class CompiledTracer:
     def _run(self, compiled: Callable[..., Any], tracker: CodeTracker | None,
              left_out: Callable[[], Sequence[LeftOut]] = tuple) -> CompiledStep:
         fake_copy = self.fake_copy
+        args, kwargs = fake_copy.arguments()
         leaves = [tensor for tensor in fake_copy.fake_of.values() if tensor.is_leaf]
         try:
             if tracker is None:
                 with fake_copy.forward_context():
-                    output = compiled(*fake_copy.args, **fake_copy.kwargs)
+                    output = compiled(*args, **kwargs)
                     goal = objective(output, self.loss_fn)
                 if not self.holds_output:
                     output = None
@@ -134,7 +135,7 @@ class CompiledTracer:
                 return CompiledStep(0, {}, {}, 0)
             with tracker:
                 with fake_copy.forward_context():
-                    output = compiled(*fake_copy.args, **fake_copy.kwargs)
+                    output = compiled(*args, **kwargs)
                     goal = objective(output, self.loss_fn)
                 if not self.holds_output:
                     output = None

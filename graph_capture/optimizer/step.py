@@ -44,6 +44,7 @@ from planner._graph_capture.torch_compat import (
     aten_name,
     optimizers_as_on,
     pytree,
+    without_hooks_of_all_optimizers,
 )
 from planner._graph_capture.training_graph import OptimizerMemory
 
@@ -151,7 +152,8 @@ def trace_optimizer_steps(
     name = optimizer_name(optimizer)
     try:
         # Parts of a step that would be compiled run as written: they use no less memory.
-        with (optimizers_as_on(fake_copy.device), torch.compiler.set_stance("force_eager"),
+        with (optimizers_as_on(fake_copy.device), without_hooks_of_all_optimizers(),
+              torch.compiler.set_stance("force_eager"),
               warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # the optimizer's own steps warn, too
             return _Steps(optimizer, fake_copy, with_gradient, sparse or {},

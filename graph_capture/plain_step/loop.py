@@ -153,7 +153,8 @@ class PlainLoop:
         with (_evaluating(fake_copy.model), torch.no_grad(), fake_copy.as_on_device(),
               fake_copy.forward_context(), locate):
             with fake_copy.mode, tracker:
-                output = fake_copy.model(*fake_copy.args, **fake_copy.kwargs)
+                args, kwargs = fake_copy.arguments()
+                output = fake_copy.model(*args, **kwargs)
             tracker.close()
             del output
         torch.clear_autocast_cache()

@@ -106,6 +106,9 @@ from planner._graph_capture.torch_compat.memory import (
     undisturbed_autograd as undisturbed_autograd,
 )
 from planner._graph_capture.torch_compat.optimizers import optimizers_as_on as optimizers_as_on
+from planner._graph_capture.torch_compat.optimizers import (
+    without_hooks_of_all_optimizers as without_hooks_of_all_optimizers,
+)
 from planner._graph_capture.torch_compat.plain_code import KNOWN_BYTES as KNOWN_BYTES
 from planner._graph_capture.torch_compat.plain_code import Branch as Branch
 from planner._graph_capture.torch_compat.plain_code import as_plain_code as as_plain_code

@@ -1,13 +1,15 @@
-"""torch's optimizers on tensors that replace a GPU's."""
+"""torch's optimizers on tensors that replace the user's."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from unittest import mock
 
 import torch
+from torch.optim import optimizer
 
 from planner._graph_capture.torch_compat.requirements import require
 
@@ -16,6 +18,7 @@ require(__name__)
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 _CHECK = "_get_capturable_supported_devices"
+_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 @contextlib.contextmanager
@@ -29,4 +32,14 @@ def optimizers_as_on(device: torch.device) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(
                         sys.modules[name], _CHECK,
                         lambda supports_xla=True: [*supported, "cpu", "meta"]))
+        yield
+
+
+@contextlib.contextmanager
+def without_hooks_of_all_optimizers() -> Iterator[None]:
+    """Inside, hooks that are registered for every optimizer are not called."""
+    with contextlib.ExitStack() as stack:
+        for name in _HOOKS:
+            if hasattr(optimizer, name):
+                stack.enter_context(mock.patch.object(optimizer, name, OrderedDict()))
         yield

@@ -39,16 +39,18 @@ from planner._graph_capture.completed import (
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
+from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
+from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import OpenLoss, Until
 from planner._graph_capture.plain_step.observed_loss import (
     ObservedLoss,
     ReplayedLoss,
     UnmeasuredLoss,
 )
-from planner._graph_capture.torch_compat import pytree, wrapping_data_parallel
+from planner._graph_capture.torch_compat import wrapping_data_parallel
 from planner._graph_capture.training_graph import ModelOutput
 from planner.api import capture_call
 from planner.arguments.budget import Budget
@@ -127,8 +129,7 @@ class GraphPlanner:
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
         self._made: list[tuple[tuple[Known, int | None, str | None], PreparedStep]] = []
-        self._input_bytes = sum(tensor.nbytes for tensor in pytree.tree_leaves((args, kwargs))
-                                if isinstance(tensor, torch.Tensor))
+        self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
         planning = with_wrappers(model, planning)
         if planning.parallel is None:
             planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))
@@ -142,7 +143,9 @@ class GraphPlanner:
                                           unknown_loss=unknown, probe_headroom=headroom,
                                           symbolic=self._symbolic, early=early)
             except DataDependentValue:
-                answers = data_dependent_values(model, lambda: model.forward(*args, **kwargs))
+                own_args, own_kwargs = in_own_containers(model, (args, kwargs))
+                answers = data_dependent_values(
+                    model, lambda: model.forward(*own_args, **own_kwargs))
                 try:
                     self._step = capture_call(model, args, kwargs, planning, report,
                                               answers=answers, unknown_loss=unknown,

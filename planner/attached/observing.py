@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from planner._apply.planned_forward import CountingForward
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.module_forward import Forward, forward_override
+from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import pytree, running_node_number
 from planner.arguments.budget import Budget
@@ -212,8 +213,7 @@ class ObservingForward(CountingForward):
         if planner is None or not planner.is_alone:
             return
         device, optimizers = device_of(self.__self__), alive(self._optimizers)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs))
-                  if isinstance(leaf, torch.Tensor)]
+        inputs = output_tensors((args, kwargs))
         own = [*planner.own_tensors, *tensors_of(self.__self__, optimizers), *inputs,
                *self._gradients_of_others()]
         if not isinstance(self.settings.planning.optimizer, str | type):
@@ -258,8 +258,7 @@ class ObservingForward(CountingForward):
         """All tensors that the loop is known to hold now."""
         yield from tensors_of(self.__self__, alive(self._optimizers))
         yield from self._tensors_of_others()
-        yield from (leaf for leaf in pytree.tree_leaves((args, kwargs))
-                    if isinstance(leaf, torch.Tensor))
+        yield from output_tensors((args, kwargs))
         if self._is_looked_at:
             yield from self._loop.made()
 

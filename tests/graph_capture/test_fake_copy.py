@@ -195,3 +195,20 @@ def test_what_cannot_be_copied_is_named():
         make_fake_copy(nn.Linear(2, 2), device="meta")
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got function"):
         make_fake_copy(lambda x: x)
+
+
+class OwnsItsOptimizer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.optimizer = torch.optim.Adam(self.layer.parameters())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_the_state_of_an_optimizer_that_a_module_keeps_is_no_buffer():
+    model = OwnsItsOptimizer()
+    model(torch.randn(2, 8)).sum().backward()
+    model.optimizer.step()
+    assert make_fake_copy(model).resident.buffers_bytes == 0

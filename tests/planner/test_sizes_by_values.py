@@ -132,3 +132,50 @@ def test_layers_in_a_loop_that_select_by_masks_are_planned_in_pieces():
     assert planner.steps_of(net).planned == 3
     assert all(torch.equal(mine.grad, other.grad) for mine, other
                in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+class Convolution(nn.Module):
+    """A layer that selects edges and adds loops of each node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        nodes = torch.arange(len(x))
+        source, target = torch.cat([edges[:, edges[0] != edges[1]], nodes.expand(2, -1)], 1)
+        x = self.linear(x)
+        return torch.zeros_like(x).index_add(0, target, x[source])
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Convolution() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x, edges))
+        return x
+
+
+def test_layers_that_select_inside_of_themselves_are_planned_with_the_sizes_of_the_call():
+    x = torch.randn(100, 32, generator=torch.Generator().manual_seed(1))
+    edges = torch.randint(0, 100, (2, 400), generator=torch.Generator().manual_seed(2))
+
+    def run(net: nn.Module) -> list[int]:
+        def step() -> None:
+            net.zero_grad()
+            net(x, edges).square().mean().backward()
+
+        return [record.peak_bytes for record in record_stages([step] * 3)]
+
+    plain, net = Layers(), Layers()
+    held = x.nbytes + edges.nbytes + sum(parameter.nbytes for parameter in net.parameters())
+    budget = held + int(0.95 * max(run(plain)))
+    planner.within(net, budget, optimizer="sgd", time_limit=1)
+    assert held + max(run(net)) <= budget
+    assert planner.steps_of(net).planned == 3
+    assert all(torch.equal(mine.grad, other.grad) for mine, other
+               in zip(net.parameters(), plain.parameters(), strict=True))
