@@ -82,6 +82,7 @@ from planner._graph_capture.torch_compat.memory import hooks_of_gradient as hook
 from planner._graph_capture.torch_compat.memory import (
     hooks_of_whole_gradient as hooks_of_whole_gradient,
 )
+from planner._graph_capture.torch_compat.memory import is_functional as is_functional
 from planner._graph_capture.torch_compat.memory import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )

@@ -122,6 +122,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_functional(tensor: torch.Tensor) -> bool:
+    """True for AOTAutograd's wrapper around a traced tensor, whose storage has no memory."""
+    return torch._is_functional_tensor(tensor)
+
+
 def of_class(plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     """`plain` as a tensor of another class, without a call of the class."""
     made: torch.Tensor = torch.Tensor._make_subclass(kind, plain, plain.requires_grad)

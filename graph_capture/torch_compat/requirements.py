@@ -121,6 +121,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch.Tensor", "_backward_hooks", "_make_subclass", "_post_accumulate_grad_hooks",
              "_use_count"),
         "torch.UntypedStorage._cdata",
+        "torch._is_functional_tensor",
         *_of("torch._C", "DisableTorchFunctionSubclass", "_construct_storage_from_data_pointer",
              "_current_autograd_node", "_current_graph_task_id", "_storage_Use_Count"),
         *_of("torch._C._autograd", "_pop_saved_tensors_default_hooks()",

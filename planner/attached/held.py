@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
-from planner._graph_capture.torch_compat import pytree, storage_key
+from planner._graph_capture.torch_compat import is_functional, pytree, storage_key
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -90,7 +90,8 @@ def _alive() -> Iterator[torch.Tensor]:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return (type(tensor) in _PLAIN and tensor.layout is torch.strided
-            and tensor.device.type != "meta" and not is_storage_less(tensor))
+            and tensor.device.type != "meta" and not is_functional(tensor)
+            and not is_storage_less(tensor))
 
 
 def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
