@@ -140,11 +140,17 @@ def stub_graphs_of(joint: fx.GraphModule, num_outputs: int
     return split_joint_graph(module, [carrier], num_outputs)
 
 
-def stub_forward(target: Exchangeable) -> Callable[[list[Any]], Any]:
-    """What AOTAutograd calls as the forward."""
+def stub_forward(graph: fx.GraphModule, target: Exchangeable) -> Callable[[list[Any]], Any]:
+    """What AOTAutograd calls as this forward, of the graphs of `stub_graphs_of`."""
+    inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    outputs = [getattr(node, "name", None) for node in graph.graph.output_node().args[0]]
+    # It saves the symbols among its inputs that are sizes of cotangents.
+    symbols = [inputs.index(name) for name in outputs[outputs.index(_CARRIER) + 1:]]
+
     def run(args: list[Any]) -> Any:
+        sizes = [args[place] for place in symbols]
         results, carrier = target.forward(args)
-        return (*results, carrier)
+        return (*results, carrier, *sizes)
 
     return boxed(run)
 

@@ -236,7 +236,7 @@ class PlanBackend(OutputWatcher):
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             if self.is_exchangeable and match() is not None:
-                return stub_forward(self._traced[-1])
+                return stub_forward(graph, self._traced[-1])
             self._leaves_no_trace = match() is None and _leaves_no_trace(graph.graph)
             return boxed_callable(graph)
 

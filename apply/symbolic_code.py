@@ -178,7 +178,7 @@ class SymbolicBackend(OutputWatcher):
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             if not made:
                 return boxed_callable(graph)
-            return stub_forward(made[0])
+            return stub_forward(graph, made[0])
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             return stub_backward(graph)

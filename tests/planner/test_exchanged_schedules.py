@@ -13,6 +13,7 @@ from torch import nn
 import planner
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.module_forward import forward_override
+from planner.attached.symbolic_graph import SymbolicGraph
 
 
 class Wide(nn.Module):
@@ -121,3 +122,16 @@ def test_a_pending_call_ends_under_the_schedule_that_it_began_under():
         losses[each].backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_an_output_of_any_size_takes_one_trace():
+    plain = Wide().eval()
+    model = planner.within(copy.deepcopy(plain), "90%")
+    for rows in (120, 90, 70, 33):
+        for each in (model, plain):
+            each.zero_grad()
+            each(torch.ones(rows, 8)).pow(2).mean().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert forward_override(model).graphs[0].code.compilations == 1
+    assert isinstance(forward_override(model).graphs[0], SymbolicGraph)
