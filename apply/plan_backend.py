@@ -18,6 +18,13 @@ import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
+from planner._apply.exchangeable import (
+    ScheduledGraphs,
+    boxed_callable,
+    stub_backward,
+    stub_forward,
+    stub_graphs_of,
+)
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch, without_elided
 from planner._apply.rewrite import RewrittenRegion, rewrite
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
@@ -29,7 +36,6 @@ from planner._graph_capture.joint_graph.naming import name_modules
 from planner._graph_capture.joint_graph.pipeline import JointVariant, lower_joint_graph
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.torch_compat import (
-    BoxedCodeGen,
     OpOverload,
     PartitionFunction,
     aot_backend,
@@ -57,6 +63,35 @@ class Match:
     lowered: LoweredRegion
     is_resized: bool
     """True if it is the region with smaller tensors."""
+
+
+@dataclass(slots=True, eq=False)
+class _Traced:
+    """A traced graph whose schedule can be exchanged."""
+
+    joint: fx.GraphModule
+    num_outputs: int
+    given: Sequence[str | None]
+    """Names of the parameters and buffers among its inputs."""
+    watched: list[int]
+    """Outputs that are taken to be let go before the backward."""
+    graphs: ScheduledGraphs | None = None
+    run_backward: Callable[[list[Any]], Any] | None = None
+
+    def adopt(self, spec: RewriteSpec, match: Match) -> None:
+        """Run under this schedule from the next call on."""
+        region = match.region
+        graphs = rewrite(match.lowered, region.insertions, region.inplace_reuses, region.released)
+        self.watched[:] = places_to_watch(
+            outputs_let_go(spec, match.index, match.lowered), match.lowered, graphs)
+        cotangents = [node.meta["val"] for node in match.lowered.joint.cotangents]
+        self.graphs = ScheduledGraphs.of(graphs, match.lowered)
+        self.run_backward = checked_backward(self.graphs.backward, cotangents, region.cotangents)
+
+    def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        """Outputs of the forward, and the tensor that carries what is saved."""
+        assert self.graphs is not None and self.run_backward is not None
+        return self.graphs.run_forward(args, self.run_backward)
 
 
 def names_in_model(model: nn.Module, values: Sequence[Any]) -> list[str | None]:
@@ -98,6 +133,25 @@ class PlanBackend(OutputWatcher):
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
         """Number of regions of the plan that have run in this call."""
+        self.is_exchangeable = False
+        """True if `exchange` may be asked for; then autograd does not see the tensors saved."""
+        self._traced: list[_Traced] = []
+
+    def exchange(self, spec: RewriteSpec) -> bool:
+        """Run under another rewrite spec of the same graph from the next call on, without tracing;
+        return whether that is possible."""
+        earlier, self._spec = self._spec, spec
+        try:
+            found = [(each, self._matching_region(each.joint, each.joint, each.num_outputs,
+                                                  each.given)) for each in self._traced]
+        except PlanMismatch:
+            found = []
+        if not found:
+            self._spec = earlier
+            return False
+        for each, match in found:
+            each.adopt(spec, match)
+        return True
 
     def with_spec(self, spec: RewriteSpec, regions: Sequence[int]) -> Self:
         """Return the backend of these regions of another rewrite spec for the same captured graphs
@@ -127,6 +181,10 @@ class PlanBackend(OutputWatcher):
             nonlocal match
             match = self._matching_region(module, joint, num_fwd_outputs, given)
             region = match.region
+            if self.is_exchangeable:
+                self._traced.append(_Traced(joint, num_fwd_outputs, given, watched))
+                self._traced[-1].adopt(self._spec, match)
+                return stub_graphs_of(joint, num_fwd_outputs)
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses,
                                 region.released)
             watched.extend(places_to_watch(
@@ -175,11 +233,15 @@ class PlanBackend(OutputWatcher):
         region that it found."""
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            if self.is_exchangeable and match() is not None:
+                return stub_forward(graph, self._traced[-1])
             self._leaves_no_trace = match() is None and _leaves_no_trace(graph.graph)
             return boxed_callable(graph)
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             found = match()
+            if self.is_exchangeable and found is not None:
+                return stub_backward(graph)
             cotangents = found.region.cotangents if found else ()
             count = len(cotangents)
             planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
@@ -290,13 +352,6 @@ def different_op(region: RegionSpec, lowered: LoweredRegion) -> str | None:
 
 def _describe_op(key: OpKey) -> str:
     return f"{key.name} -> {key.result} [{key.digest[:8]}]"
-
-
-def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Return the module's generated code as a function of a list of arguments, which it empties."""
-    graph.graph.set_codegen(BoxedCodeGen())
-    graph.recompile()
-    return boxed(graph.forward)
 
 
 class Layout(Protocol):

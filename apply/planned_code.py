@@ -148,6 +148,23 @@ class PlannedCode(CompiledCode):
             is_of_blocks=regions is not None,
             has_several_regions=len(spec.regions if regions is None else regions) > 1)
 
+    def make_exchangeable(self) -> None:
+        """Let `exchange` be asked for from here on; before the first call."""
+        self._backend.is_exchangeable = _is_exchangeable(self._backend._spec)
+
+    def exchange(self, spec: RewriteSpec) -> bool:
+        """Run under another rewrite spec of the same graph from the next call on, without tracing;
+        return whether that is possible."""
+        return (self._backend.is_exchangeable and _is_exchangeable(spec)
+                and bool(self._backend.exchange(spec)))
+
+
+def _is_exchangeable(spec: RewriteSpec) -> bool:
+    """True if code under this rewrite spec may run under another: AOTAutograd runs one graph of the
+    whole model, and returns all outputs."""
+    return (spec.backend == "eager" and spec.sizes is None and not spec.blocks
+            and len(spec.regions) == 1 and not spec.regions[0].elided)
+
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, torch.Tensor]:
     """The tensors that code is called with, by identity."""

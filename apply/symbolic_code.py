@@ -1,15 +1,10 @@
 """Compiled code of a model with symbolic sizes, whose schedule can be exchanged.
 
-Dynamo and AOTAutograd trace the model once.  What they get back stands for whatever schedule the
-graph has: its forward returns, in the place of the tensors that a schedule saves, one empty tensor
-that carries them, and its backward finds them there.  So another schedule, for other sizes or
-another budget, takes no tracing.  Inputs that the backward reads are saved by autograd itself,
-which sees whether anybody has changed them in between.
+Dynamo and AOTAutograd trace the model once; another schedule, for other sizes or another budget,
+takes no tracing (`apply.exchangeable`).
 
 Before a call with sizes that were not met yet has done anything, its peak is evaluated; where it
 does not fit, the call raises `SizesNotPlanned`.
-
-Blind spot: hooks for saved tensors see the empty tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -26,9 +20,15 @@ import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
+from planner._apply.exchangeable import (
+    ScheduledGraphs,
+    boxed_callable,
+    stub_backward,
+    stub_forward,
+    stub_graphs_of,
+)
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch
 from planner._apply.plan_backend import (
-    boxed_callable,
     checked_backward,
     names_in_model,
     refuse_double_backward,
@@ -38,20 +38,15 @@ from planner._apply.rewrite import rewrite
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._apply.same_step import outputs_let_go
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.joint_graph.joint import is_cotangent, primals_of
 from planner._graph_capture.joint_graph.naming import name_modules
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
     aot_backend,
-    backward_keeps_graph,
     before_double_backward,
-    boxed,
     compile_forward,
-    copied_module,
     pass_absent_gradients,
     sizes_as_they_are,
-    split_joint_graph,
     symbolic_dimensions,
 )
 
@@ -59,8 +54,6 @@ _MOST_SIZES = 1024
 """Of how many sizes a graph remembers which schedule serves them."""
 _MOST_SCHEDULES = 8
 """Schedules that a graph keeps."""
-_CARRIED = "_checkpoint_planner_saved"
-_CARRIER = "checkpoint_planner_carrier"
 
 
 class SizesNotPlanned(PlanMismatch):
@@ -77,13 +70,9 @@ Fits = Callable[[Values], bool]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """The two graphs of one schedule."""
+    """One schedule of a graph."""
 
-    forward: Callable[[list[Any]], Any]
-    backward: Callable[[list[Any]], Any]
-    reads: tuple[tuple[bool, int], ...]
-    """Inputs of the backward before the cotangents: saved by the schedule (`True`) or an input of
-    the forward, and the index there."""
+    graphs: ScheduledGraphs
     fits: Fits
     watched: tuple[int, ...]
     """Outputs of the forward that are taken to be let go before the backward."""
@@ -92,8 +81,8 @@ class Schedule:
 class SymbolicCallable:
     """A compiled graph with symbolic sizes."""
 
-    def __init__(self, region: SymbolicRegion, num_outputs: int) -> None:
-        self.region, self.num_outputs = region, num_outputs
+    def __init__(self, region: SymbolicRegion) -> None:
+        self.region = region
         self.schedules: list[Schedule] = []
         """The last that was made comes first."""
         self._served: OrderedDict[Values, Schedule] = OrderedDict()
@@ -105,16 +94,9 @@ class SymbolicCallable:
         planned, = spec.regions
         lowered = self.region.variants[spec.low_peak]
         graphs = rewrite(lowered, planned.insertions, planned.inplace_reuses, planned.released)
-        forward, backward = graphs.forward.graph, graphs.backward.graph
-        saved = [node.name for node in forward.output_node().args[0][self.num_outputs:]]
-        inputs = [node.name for node in forward.find_nodes(op="placeholder")]
-        by_autograd = {inputs[place] for place in self.saved_by_autograd}
         made = Schedule(
-            boxed_callable(graphs.forward), boxed_callable(graphs.backward),
-            tuple((False, inputs.index(node.name)) if node.name in by_autograd
-                  else (True, saved.index(node.name))
-                  for node in backward.find_nodes(op="placeholder") if not is_cotangent(node)),
-            fits, places_to_watch(outputs_let_go(spec, 0, lowered), lowered, graphs))
+            ScheduledGraphs.of(graphs, lowered), fits,
+            places_to_watch(outputs_let_go(spec, 0, lowered), lowered, graphs))
         self.schedules = [made, *([] if instead else self.schedules)][:_MOST_SCHEDULES]
         self._served.clear()
         return made
@@ -132,36 +114,11 @@ class SymbolicCallable:
         self._served.move_to_end(values)
         return found
 
-    @cached_property
-    def saved_by_autograd(self) -> tuple[int, ...]:
-        """Inputs of the forward that autograd saves for the backward."""
-        joint = self.region.variants[False].joint
-        mutated = {*joint.mutations.values()}
-        return tuple(index for index, node in enumerate(joint.primals)
-                     if isinstance(node.meta["val"], torch.Tensor) and index not in mutated)
-
     def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         """Outputs of the forward, and a tensor that carries those that its schedule saves."""
         values = self.region.values_of(args)
         schedule = self.used = self.schedule_for(values)
-        results = schedule.forward(args)
-        carrier = torch.empty(0)
-        setattr(carrier, _CARRIED, (schedule, values, list(results[self.num_outputs:])))
-        return results[:self.num_outputs], carrier
-
-    def backward(self, primals: dict[int, Any], carrier: torch.Tensor, cotangents: list[Any]
-                 ) -> Any:
-        """The backward of the schedule that the forward ran under."""
-        schedule, values, saved = getattr(carrier, _CARRIED)
-        if not backward_keeps_graph():
-            delattr(carrier, _CARRIED)
-        args = [saved[place] if is_saved else primals[place]
-                for is_saved, place in schedule.reads]
-        del saved
-        primals.clear()
-        args += cotangents
-        cotangents.clear()
-        return self._checked(schedule, values)(args)
+        return schedule.graphs.run_forward(args, self._checked(schedule, values))
 
     def _checked(self, schedule: Schedule, values: Values) -> Callable[[list[Any]], Any]:
         """The backward with zeros for cotangents that autograd left out."""
@@ -170,7 +127,7 @@ class SymbolicCallable:
                         value.dtype, value.device)
                 for node in region.variants[False].joint.cotangents
                 for value in (node.meta["val"],)]
-        return checked_backward(schedule.backward, like, region.cotangents)
+        return checked_backward(schedule.graphs.backward, like, region.cotangents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +163,6 @@ class SymbolicBackend(OutputWatcher):
         of_call = {id(tensor): name for name, tensor in self.tensors.items()}
         called_with = [of_call.get(id(value)) for value in inputs]
         made: list[SymbolicCallable] = []
-        shells = _Shells()
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
@@ -216,16 +172,16 @@ class SymbolicBackend(OutputWatcher):
                                            called_with, self.dimensions)
             except (CaptureError, ValueError) as error:
                 raise PlanMismatch(str(error)) from error
-            made.append(SymbolicCallable(region, num_fwd_outputs))
-            return shells.of(joint, num_fwd_outputs, made[0].saved_by_autograd)
+            made.append(SymbolicCallable(region))
+            return stub_graphs_of(joint, num_fwd_outputs)
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             if not made:
                 return boxed_callable(graph)
-            return boxed(shells.forward(graph, made[0]))
+            return stub_forward(graph, made[0])
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return boxed(shells.backward(graph, made[0]))
+            return stub_backward(graph)
 
         compiled = aot_backend(partition, forward, backward)(module, list(inputs))
         self.graphs += made
@@ -244,80 +200,6 @@ class SymbolicBackend(OutputWatcher):
             return outputs
 
         return torch.compiler.disable(call)
-
-
-def _gradients(*args: object) -> Any:
-    """Placeholder op of a stub graph; never executed."""
-    raise AssertionError("a stub graph is not run")
-
-
-class _Shells:
-    """The two graphs that AOTAutograd is shown."""
-
-    def of(self, joint: fx.GraphModule, num_outputs: int, saved: Sequence[int]
-           ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward that save these inputs, and the tensor that carries the rest."""
-        module = copied_module(joint, joint.graph)
-        graph = module.graph
-        primals = primals_of(module)
-        self.inputs = [node.name for node in primals]
-        read = [primals[place] for place in saved]
-        places = {node.name: place for place, node in zip(saved, read, strict=True)}
-        self.places = places
-        output = graph.output_node()
-        returned = list(output.args[0])
-        tensor = next(node.meta["val"] for node in read)
-        with graph.inserting_before(output):
-            carrier = graph.create_node(
-                "call_function", torch.ops.aten.empty.memory_format, ([0],), {}, name=_CARRIER)
-            with tensor.fake_mode:
-                carrier.meta["val"] = torch.empty(0)
-            tangents = [node for node in graph.find_nodes(op="placeholder") if is_cotangent(node)]
-            whole = graph.call_function(_gradients, (carrier, *read, *tangents))
-            whole.meta["val"] = None
-            for place in range(num_outputs, len(returned)):
-                if isinstance(returned[place], fx.Node):
-                    stub = graph.call_function(_gradients, (whole, place))
-                    stub.meta = {"val": returned[place].meta.get("val")}
-                    returned[place] = stub
-        output.args = (returned,)
-        graph.eliminate_dead_code()
-        self.carrier = carrier.name
-        return split_joint_graph(module, [*read, carrier], num_outputs)
-
-    def forward(self, graph: fx.GraphModule, target: SymbolicCallable) -> Callable[..., Any]:
-        """Runs `target` and returns what the graph does."""
-        outputs = graph.graph.output_node().args[0]
-        inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-        count = target.num_outputs
-        saved = [None if node.name == self.carrier else inputs.index(node.name)
-                 for node in outputs[count:]]
-
-        def run(args: list[Any]) -> Any:
-            kept = [None if place is None else args[place] for place in saved]
-            results, carrier = target.forward(args)
-            return (*results, *(carrier if place is None else value
-                                for place, value in zip(saved, kept, strict=True)))
-
-        return run
-
-    def backward(self, graph: fx.GraphModule, target: SymbolicCallable) -> Callable[..., Any]:
-        """Runs `target` on what autograd has saved."""
-        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-        count = len(target.region.cotangents)
-        own = names[:len(names) - count]
-        carrier = own.index(self.carrier)
-        places = [self.places.get(name) for name in own]
-
-        def run(args: list[Any]) -> Any:
-            first = len(args) - count
-            cotangents, carried = args[first:], args[carrier]
-            primals = {place: value for place, value in zip(places, args, strict=False)
-                       if place is not None}
-            args.clear()
-            return target.backward(primals, carried, cotangents)
-
-        return run
 
 
 NamedTensors = Callable[[tuple[Any, ...], dict[str, Any]], Mapping[str, torch.Tensor]]

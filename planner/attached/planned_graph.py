@@ -70,7 +70,11 @@ class PlannedGraph:
         """Run under this plan from now on."""
         earlier = getattr(self, "code", None)
         self.plan, self.plain_bytes = plan, plan.baseline_peak_bytes
+        if isinstance(earlier, PlannedCode) and earlier.exchange(plan.sized_spec):
+            return
         self.code = code = code_of(module, plan.sized_spec)
+        if isinstance(code, PlannedCode):
+            code.make_exchangeable()
         if isinstance(code, PlannedBlocks):
             code.fall_back(with_least_memory, may_vary=self.may_skip)
         else:

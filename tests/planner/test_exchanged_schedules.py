@@ -1,0 +1,137 @@
+"""A training step that is planned again runs under the new schedule without another trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.module_forward import forward_override
+from planner.attached.symbolic_graph import SymbolicGraph
+
+
+class Wide(nn.Module):
+    """Three layers whose last activation is also the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 64), nn.Linear(64, 64),
+                                               nn.Linear(64, 8))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(values).sin()).sin()
+        return self.third(nn.functional.dropout(hidden, 0.2, self.training)).exp()
+
+
+def train(model: nn.Module, steps: int) -> list[torch.Tensor]:
+    """Gradients after each of some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seen = []
+    for index in range(steps):
+        torch.manual_seed(index)
+        optimizer.zero_grad()
+        model(torch.randn(900, 8)).pow(2).mean().backward()
+        seen += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("budget", ["70%", "90%", "100%"])
+def test_a_second_plan_takes_no_trace_and_its_gradients_are_right(budget):
+    plain = Wide()
+    model = planner.within(copy.deepcopy(plain), budget)
+    for mine, theirs in zip(train(model, 4), train(plain, 4), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    graph, = forward_override(model).graphs
+    assert graph.plans_made > 1
+    assert graph.code.compilations == 1
+    assert planner.status(model).planned_steps == 4
+
+
+def test_the_peak_under_an_exchanged_schedule_is_the_predicted_one():
+    model = planner.within(Wide(), "75%", hold_output=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(900, 8)
+
+    def step() -> None:
+        output = model(batch)
+        output.pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    resident = sum(each.nbytes for each in (*model.parameters(), batch))
+    graph, = forward_override(model).graphs
+    assert graph.plans_made > 1
+    assert graph.code.compilations == 1
+    assert record_peak(step, "cpu").peak_bytes + resident == planner.plan_of(model).peak_bytes
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("changed", ["output", "weight"])
+def test_a_saved_tensor_that_was_changed_is_refused(changed, dynamic):
+    model = planner.within(Wide(), "98%", dynamic=dynamic)
+    output = model(torch.randn(900, 8))
+    loss = output.sum()
+    with torch.no_grad():
+        (output.detach() if changed == "output" else model.third.weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_the_backward_does_not_read_may_change(dynamic):
+    model = planner.within(Wide(), "98%", dynamic=dynamic)
+    loss = model(torch.randn(900, 8)).sum()
+    with torch.no_grad():
+        model.third.bias.mul_(2)
+    loss.backward()
+    assert model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_an_output_without_a_backward_is_freed_with_what_it_saves(dynamic):
+    model = planner.within(Wide(), "98%", dynamic=dynamic)
+    model(torch.randn(900, 8)).sum().backward()
+    output = model(torch.randn(900, 8))
+    storage = weakref.ref(output.untyped_storage())
+    gc.disable()
+    try:
+        del output
+        assert storage() is None
+    finally:
+        gc.enable()
+
+
+def test_a_pending_call_ends_under_the_schedule_that_it_began_under():
+    plain = Wide().eval()
+    model = planner.within(copy.deepcopy(plain), "80%")
+    losses = {each: each(torch.ones(900, 8)).sum() for each in (model, plain)}
+    graph, = forward_override(model).graphs
+    other = planner.plan(model, (torch.ones(900, 8),))
+    assert graph.code.exchange(other.spec)
+    for each in (model, plain):
+        each(torch.ones(900, 8)).mean().backward()
+        losses[each].backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_an_output_of_any_size_takes_one_trace():
+    plain = Wide().eval()
+    model = planner.within(copy.deepcopy(plain), "90%")
+    for rows in (120, 90, 70, 33):
+        for each in (model, plain):
+            each.zero_grad()
+            each(torch.ones(rows, 8)).pow(2).mean().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert forward_override(model).graphs[0].code.compilations == 1
+    assert isinstance(forward_override(model).graphs[0], SymbolicGraph)
