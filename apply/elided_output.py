@@ -9,7 +9,7 @@ import torch
 from torch.overrides import get_default_nowrap_functions
 
 from planner._graph_capture.errors import PlannerError
-from planner._graph_capture.torch_compat import no_subclass_functions
+from planner._graph_capture.torch_compat import FakeTensor, no_subclass_functions
 
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16,
                     torch.Tensor.double, torch.Tensor.to, torch.Tensor.detach})
@@ -57,9 +57,10 @@ class ElidedOutput(torch.Tensor):
 
 
 def without_elided(outputs: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    """Return the outputs, with those at these places unreadable."""
+    """Return the outputs, with those at these places unreadable, unless a step is traced."""
     if not places:
         return outputs
     return type(outputs)(  # type: ignore[call-arg]
-        value.as_subclass(ElidedOutput) if place in places else value
+        value.as_subclass(ElidedOutput)
+        if place in places and not isinstance(value, FakeTensor) else value
         for place, value in enumerate(outputs))

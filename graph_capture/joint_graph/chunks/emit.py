@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import fx
 
+CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+"""Ops that convert to another dtype, as captured and as Inductor decomposes them."""
 _NOT_TAKEN_OVER = frozenset({"val", "tensor_meta", "eager_input_vals", "unbacked_bindings"})
 
 
 class Emitter:
     """Inserts nodes before another one."""
 
-    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
-        self._graph = graph
+    def __init__(self, graph: fx.Graph, before: fx.Node, *, compiled: bool = False) -> None:
+        """`compiled`: the graph has Inductor's decompositions."""
+        self._graph, self._compiled = graph, compiled
         self._before = before
         self._mode = next(node.meta["val"].fake_mode for node in graph.nodes
                           if hasattr(node.meta.get("val"), "fake_mode"))
@@ -30,3 +33,9 @@ class Emitter:
         with self._mode, torch.no_grad():
             node.meta["val"] = target(*values[0], **values[1])
         return node
+
+    def cast(self, value: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+        """A new conversion to another dtype."""
+        if self._compiled:
+            return self(torch.ops.prims.convert_element_type.default, value, dtype, like=like)
+        return self(torch.ops.aten._to_copy.default, value, like=like, dtype=dtype)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner._graph_capture.joint_graph.chunks.emit import CASTS
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.torch_compat import OpOverload
 
@@ -138,6 +139,21 @@ def _pointwise(node: fx.Node, known: Known) -> Action | None:
             return None
         operands[operand] = layout
     return Action(operands, (found,))
+
+
+def pointwise_within(node: fx.Node, rows: Rows) -> Action | None:
+    """The action of an op that depends on nothing in the part, if it is pointwise, on these rows of
+    its result."""
+    if (not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags
+            or is_random(node)):
+        return None
+    operands: dict[fx.Node, Layout] = {}
+    for operand in node.all_input_nodes:
+        layout = _broadcast(operand, rows, _shape(node))
+        if layout is None:
+            return None
+        operands[operand] = layout
+    return Action(operands, (rows,)) if operands else None
 
 
 def _broadcast(operand: fx.Node, rows: Rows, result: Sequence[int]) -> Layout | None:
@@ -349,8 +365,8 @@ _BATCHED: tuple[tuple[Layout, Layout, Layout], ...] = (
     (Kind.WHOLE, Rows(2, 3), Rows(2, 3)), (Rows(2, 3), Rows(1, 2), Kind.SUM))
 """The layouts of the left and the right operand and of the result of batched products."""
 _SUMS = frozenset({_aten.sum.dim_IntList})
-_OF_SUMS = frozenset({_aten._to_copy.default, _aten.t.default, _aten.permute.default,
-                      _aten.transpose.int, _aten.view.default, _aten._unsafe_view.default})
+_OF_SUMS = CASTS | {_aten.t.default, _aten.permute.default, _aten.transpose.int,
+                    _aten.view.default, _aten._unsafe_view.default}
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default), _view),
@@ -358,7 +374,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_aten.permute.default, _aten.t.default, _aten.transpose.int), _permute),
     _aten.unsqueeze.default: _unsqueeze,
     _aten.squeeze.dim: _squeeze,
-    **dict.fromkeys((_aten.clone.default, _aten._to_copy.default, _aten.detach.default,
+    **dict.fromkeys((*CASTS, _aten.clone.default, _aten.detach.default,
                      _aten.alias.default, _aten.zeros_like.default, _aten.ones_like.default,
                      _aten.full_like.default, _aten.empty_like.default), _pointwise),
     **dict.fromkeys((_aten._log_softmax.default, _aten._softmax.default,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from planner._graph_capture.joint_graph.chunks.emit import Emitter
+from planner._graph_capture.joint_graph.chunks.emit import CASTS, Emitter
 from planner._graph_capture.joint_graph.chunks.rows import ADDING
 from planner._graph_capture.joint_graph.joint import is_view
 
@@ -26,8 +26,7 @@ _aten = torch.ops.aten
 def added(emit: Emitter, total: fx.Node | None, piece: fx.Node, like: fx.Node) -> fx.Node:
     """The sum of a chunk and of those before it, if any."""
     if total is None:
-        return emit(_aten._to_copy.default, piece, like=like,
-                    dtype=torch.float32) if _is_short(piece) else piece
+        return emit.cast(piece, torch.float32, like=like) if _is_short(piece) else piece
     return emit(_aten.add.Tensor, total, piece, like=like)
 
 
@@ -58,7 +57,7 @@ def ops_behind_sum(node: fx.Node, ours: Collection[fx.Node]) -> tuple[fx.Node, .
     while (ops[0] is node or is_view(ops[0])) and len(ops[0].all_input_nodes) == 1 and (
             (source := ops[0].all_input_nodes[0]) in ours and len(source.users) == 1):
         ops.insert(0, source)
-    is_cast = (node.target is _aten._to_copy.default and _is_short(ops[0])
+    is_cast = (node.target in CASTS and _is_short(ops[0])
                and node.meta["val"].dtype is torch.float32)
     return tuple(ops) if is_cast and not any(user in ours for user in node.users) else (node,)
 
@@ -68,8 +67,7 @@ def whole_of(emit: Emitter, total: fx.Node, ops: Sequence[fx.Node]) -> fx.Node:
     for view in ops[1:-1]:
         total = emit(view.target, total, *view.args[1:], like=view, **view.kwargs)
     dtype = ops[-1].meta["val"].dtype
-    return total if total.meta["val"].dtype is dtype else emit(
-        _aten._to_copy.default, total, like=ops[-1], dtype=dtype)
+    return total if total.meta["val"].dtype is dtype else emit.cast(total, dtype, like=ops[-1])
 
 
 def _is_short(node: fx.Node) -> bool:
@@ -91,7 +89,7 @@ class _Exact:
     def put(self, emit: Emitter, like: fx.Node) -> fx.Node:
         node = self.source
         if node.meta["val"].dtype is not torch.float32:
-            node = emit(_aten._to_copy.default, node, like=like, dtype=torch.float32)
+            node = emit.cast(node, torch.float32, like=like)
         for view in self.views:
             node = emit(view.target, node, *view.args[1:], like=view, **view.kwargs)
         return node
@@ -103,7 +101,7 @@ def _before_cast(operand: fx.Node, made: Collection[fx.Node]) -> _Exact:
     while node in made and is_view(node) and len(node.all_input_nodes) == 1:
         views.append(node)
         node = node.all_input_nodes[0]
-    if node in made and node.target is _aten._to_copy.default:
+    if node in made and node.target in CASTS:
         source = node.all_input_nodes[0]
         mine, theirs = source.meta["val"], node.meta["val"]
         if mine.dtype is torch.float32 and mine.device == theirs.device and (
