@@ -22,7 +22,7 @@ from planner._apply.rewrite import RewrittenRegion
 from planner._graph_capture.errors import PlannerError
 from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion
-from planner._graph_capture.torch_compat import no_subclass_functions, storage_key
+from planner._graph_capture.torch_compat import FakeTensor, no_subclass_functions, storage_key
 
 OUTPUT_IS_HELD = (
     "the plan counts on the model's output being let go before the backward (hold_output=False), "
@@ -120,9 +120,10 @@ class ElidedOutput(torch.Tensor):
 
 
 def without_elided(outputs: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    """Return the outputs, with those at these places unreadable."""
+    """Return the outputs, with those at these places unreadable, unless a step is traced."""
     if not places:
         return outputs
     return type(outputs)(  # type: ignore[call-arg]
-        value.as_subclass(ElidedOutput) if place in places else value
+        value.as_subclass(ElidedOutput)
+        if place in places and not isinstance(value, FakeTensor) else value
         for place, value in enumerate(outputs))

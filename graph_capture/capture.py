@@ -393,7 +393,7 @@ def capture_step(
                        chosen_because)
         graph = replace(graph, notes=notes, kernels=kernels_of(graph.ops, rules),
                         assumptions=assumed)
-        return (compiled_variant(graph, uses, fused, low_peak=low_peak) if inductor
+        return (compiled_variant(graph, uses, fused, low_peak=low_peak, chunks=chunks) if inductor
                 else StepVariant(graph, low_peak, *chunks))
 
     if symbolic is not None:
@@ -434,7 +434,8 @@ def capture_step(
         optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None else CompiledTracer(
-            traced, traced_loss, costs, recording.graphs, fake_copy, holds_output, capture_seconds),
+            traced, traced_loss, costs, recording.graphs, fake_copy,
+            lambda: tracing.wrapper, holds_output, capture_seconds),
         outputs=outputs, may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
         chunked=chunked)

@@ -27,6 +27,7 @@ from planner._graph_capture.inductor.shortened import LeftOut
 from planner._graph_capture.memory.trace import Category, MemoryTrace
 from planner._graph_capture.memory.tracker import MemoryTracker
 from planner._graph_capture.plain_step.loss import LossFn, objective
+from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import (
     FakeTensor,
     OpOverload,
@@ -69,6 +70,8 @@ class CompiledTracer:
     """The graphs of the fake copy's model."""
     origin: FakeCopy
     """The original of `fake_copy`; kept here because `fake_copy` needs its tensors alive."""
+    wrapper: Callable[[], Wrapper] = Wrapper
+    """Makes what data parallelism runs along with a step."""
     holds_output: bool = True
     """True if the caller keeps the model's output alive until the backward ends."""
     capture_seconds: float = 0.0
@@ -121,31 +124,35 @@ class CompiledTracer:
 
     def _run(self, compiled: Callable[..., Any], tracker: CodeTracker | None,
              left_out: Callable[[], Sequence[LeftOut]] = tuple) -> CompiledStep:
-        fake_copy = self.fake_copy
+        fake_copy, wrapper = self.fake_copy, self.wrapper()
         args, kwargs = fake_copy.arguments()
         leaves = [tensor for tensor in fake_copy.fake_of.values() if tensor.is_leaf]
+        of_wrapper: dict[int | None, Category] = {}
+
+        def make_buffer(size_bytes: int, kind: BufferKind) -> torch.Tensor:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8, device=fake_copy.trace_device)
+            if tracker is not None:
+                of_wrapper[tracker.number_of(buffer)] = Category(kind.value)
+            return buffer
+
         try:
-            if tracker is None:
+            with wrapper.attached(fake_copy.model, make_buffer), tracker or nullcontext():
                 with fake_copy.forward_context():
                     output = compiled(*args, **kwargs)
                     goal = objective(output, self.loss_fn)
                 if not self.holds_output:
                     output = None
+                first_of_backward = 0 if tracker is None else tracker.start_of_backward()
+                backward_begins = 0 if tracker is None else tracker.event_count
                 goal.backward()
-                return CompiledStep(0, {}, {}, 0)
-            with tracker:
-                with fake_copy.forward_context():
-                    output = compiled(*args, **kwargs)
-                    goal = objective(output, self.loss_fn)
-                if not self.holds_output:
-                    output = None
-                first_of_backward = tracker.start_of_backward()
-                backward_begins = tracker.event_count
-                goal.backward()
+                left = wrapper.finish()
+                if tracker is None:
+                    return CompiledStep(0, {}, {}, 0)
                 end = tracker.event_count
             seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}
             gradients = {tracker.number_of(tensor.grad) for tensor in leaves
                          if tensor.grad is not None}
+            del left
         finally:
             if tracker is not None:
                 tracker.close()
@@ -153,6 +160,8 @@ class CompiledTracer:
                 tensor.grad = None
 
         def category_of(number: int) -> Category:
+            if number in of_wrapper:
+                return of_wrapper[number]
             return (Category.GRADIENTS if number in gradients
                     else Category.TEMPORARIES if number >= first_of_backward or number in seeds
                     else Category.ACTIVATIONS)

@@ -152,10 +152,10 @@ def _unique(buffers: Iterable[int]) -> tuple[int, ...]:
 
 
 def compiled_variant(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts | None, *,
-                     low_peak: bool) -> StepVariant:
+                     low_peak: bool, chunks: tuple[int, int] = (1, 1)) -> StepVariant:
     """The variant of a step that Inductor compiles; `costs`: `None` if time does not count."""
     return StepVariant(
-        within_kernels(graph, uses), low_peak,
+        within_kernels(graph, uses), low_peak, *chunks,
         saved_by_default=_saved_by_default(graph, uses),
         saving_costs=SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
 

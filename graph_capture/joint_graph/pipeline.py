@@ -59,7 +59,8 @@ def lower_joint_graph(
     joint = clean_joint_graph(module, num_forward_outputs, cotangents)
     cut = Chunked(joint, 1, 1, ())
     if variant.chunks > 1:
-        cut = run_in_chunks(joint, variant.chunks, elided, variant.inner_chunks)
+        cut = run_in_chunks(joint, variant.chunks, elided, variant.inner_chunks,
+                            compiled=variant.compiled)
         joint = cut.joint
     if not variant.compiled:
         joint = make_results_fresh(joint)

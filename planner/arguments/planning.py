@@ -174,13 +174,10 @@ class Planning:
                             'for one name write keep=("layers.3.attn",)')
         if self.parallel is not None:
             check_parallel(self.parallel)
-            if self.backend != "eager":
-                raise ValueError(f"backend={self.backend!r} plans for one device; with parallel= "
-                                 'use backend="eager"')
         if self.autocast is not None and _autocast_name(self.autocast) not in _AUTOCAST:
             raise ValueError("autocast must be 'bf16' or 'fp16' (or the dtype), got "
                              f"{self.autocast!r}")
-        object.__setattr__(self, "allow", _allowed(self.allow, self.backend))
+        object.__setattr__(self, "allow", _allowed(self.allow))
         if self.optimizer_in_backward:
             check_in_backward(self.backend, self.accumulation, self.parallel)
         if "offload" in self.allow:
@@ -348,7 +345,7 @@ def _checked_dynamic(dynamic: object) -> Dynamic:
 _TAKEN = ("max", "min")
 
 
-def _allowed(allow: object, backend: str) -> tuple[str, ...]:
+def _allowed(allow: object) -> tuple[str, ...]:
     """The choices beyond recomputation, each once."""
     if not isinstance(allow, str | Sequence):
         raise TypeError('allow must be "chunk", "offload" or a sequence of these, '
@@ -356,9 +353,6 @@ def _allowed(allow: object, backend: str) -> tuple[str, ...]:
     choices = (allow,) if isinstance(allow, str) else tuple(dict.fromkeys(allow))
     for choice in choices:
         _check_known("choice in allow", choice, ("recompute", *CHOICES))
-    if "chunk" in choices and backend != "eager":
-        raise ValueError(f'allow="chunk" is for backend="eager"; with backend={backend!r} a part '
-                         "of the step cannot be run in chunks yet: leave chunk out, or backend")
     return tuple(choice for choice in choices if choice != "recompute")
 
 

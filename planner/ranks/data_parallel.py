@@ -199,8 +199,9 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
     from planner.api import capture_for
 
     if plan.backend != "eager":
-        raise ValueError(f"plan: a plan for the backend {plan.backend!r} is one for one device; "
-                         'plan with backend="eager" and parallel=')
+        raise ValueError(f"plan: the report of a rank follows plans that run op by op, and this "
+                         f"one is for the backend {plan.backend!r}; its memory is in plan.memory, "
+                         'or plan with backend="eager"')
     variant, timeline = capture_for(plan, model, inputs, parallel=plain.parallel, **arguments)
     found = breakdown(variant, timeline)
     alive: Counter[str] = Counter(found.memory)

@@ -213,8 +213,10 @@ class CompiledSearch:
 
     def is_worth(self, best: Candidate) -> bool:
         """True if this search may find a cheaper candidate than `best`, of another search: copies
-        of gradients are for budgets near the least."""
-        return best.spec.kernel_order and not self.is_late()
+        of gradients are for budgets near the least, and chunks cost time by themselves."""
+        if self.is_late():
+            return False
+        return best.spec.kernel_order if self.variant.low_peak else self.default_cost < best.cost
 
     def within(self, net_bytes: int) -> Candidate | None:
         """The cheapest candidate found whose compiled step uses at most `net_bytes`, which

@@ -79,12 +79,6 @@ def with_wrappers(model: nn.Module, planning: Planning) -> Planning:
     found, given = parallel_of(model), planning.parallel
     if found is None:
         return planning
-    if planning.backend != "eager":
-        if not found.is_replicated:
-            raise ValueError(f"backend={planning.backend!r} plans for one device, and this model "
-                             f"is sharded over {found.ranks} ranks: leave backend out, or write "
-                             'backend="eager"')
-        return planning
     if given is None:
         return replace(planning, parallel=found)
     if given.ranks != found.ranks and given.kind != "ddp":

@@ -179,8 +179,9 @@ def test_settings_that_do_not_belong_together(settings, message):
 def test_arguments_that_do_not_belong_together(case):
     with pytest.raises(TypeError, match=r"planner\.DataParallel"):
         plan_of(case, "fsdp2")
-    with pytest.raises(ValueError, match='use backend="eager"'):
-        plan_of(case, RANKS["ddp"], backend="inductor")
+    plan = plan_of(case, RANKS["ddp"], backend="inductor")
+    with pytest.raises(ValueError, match="follows plans that run op by op"):
+        planner.data_parallel(case.model, case.inputs, parallel=RANKS["ddp"], plan=plan)
     with pytest.raises(ValueError, match="accumulation=2"):
         planner.memory(case.model, case.inputs, parallel=RANKS["fsdp2"], accumulation=2)
 

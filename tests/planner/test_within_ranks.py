@@ -104,6 +104,30 @@ def test_losses_and_budget_in_any_order(how):
     on_ranks(in_any_order, how)
 
 
+def compiled(rank: int, how: str) -> None:
+    """Inductor compiles the blocks."""
+    def without_dice() -> nn.Module:
+        net = gpt2(layers=2, batch=1, seq=32, width=32, vocab=VOCAB, dropout=0.0).model.train()
+        return wrap(net, how)
+
+    plain, plain_peaks, _ = train(without_dice(), rank, how)
+    net = planner.within(without_dice(), "80%", backend="inductor")
+    found, peaks, _ = train(net, rank, how)
+    plan = planner.plan_of(net)
+    assert plan.spec.backend == "inductor" and len(plan.spec.blocks) == 2
+    assert found == pytest.approx(plain, rel=1e-5)
+    resident = sum(local(p).nbytes for p in net.parameters())
+    # Clipping takes a few bytes beside.
+    assert resident + max(peaks[1:3]) <= 1.005 * plan.peak_bytes <= 1.005 * plan.budget_bytes
+    assert max(peaks[1:3]) < 0.85 * max(plain_peaks[1:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_compiled_blocks(how):
+    on_ranks(compiled, how, time_out=datetime.timedelta(minutes=10))
+
+
 def accumulating(rank: int) -> None:
     """Micro-batches without communication, and clipping, as the user writes them."""
     def run(net: DistributedDataParallel) -> tuple[list[float], torch.Tensor]:

@@ -68,12 +68,13 @@ class Chunked:
 
 
 def run_in_chunks(joint: JointGraph, count: int, unread: Collection[int] = (),
-                  inner_count: int = 1) -> Chunked:
+                  inner_count: int = 1, *, compiled: bool = False) -> Chunked:
     """Change the graph so that the widest part of the step runs in `count` chunks, or one for each
     row, and, if `inner_count` is more than 1, the insides of layers in so many.
 
     `unread`: outputs of the forward, mutated inputs not counted, that nobody reads.  A placeholder
-    of the same shape replaces those that would be made in chunks.
+    of the same shape replaces those that would be made in chunks.  `compiled`: the graph has
+    Inductor's decompositions.
     """
     means_to_sums(joint)
     joint = joint.described_anew()
@@ -94,7 +95,7 @@ def run_in_chunks(joint: JointGraph, count: int, unread: Collection[int] = (),
         parts.append((widest, min(count, widest.rows)))
     stands_for: dict[fx.Node, fx.Node] = {}
     for part, number in parts:
-        unrolling = _Unrolling(joint, part, number, stands_for)
+        unrolling = _Unrolling(joint, part, number, stands_for, compiled)
         scale = _gradient_of_loss(joint, part)
         if scale is not None and not _can_be_scaled(part):
             scale = None
@@ -162,8 +163,8 @@ class _Unrolling:
     """Puts the chunks of a part into the graph."""
 
     def __init__(self, joint: JointGraph, part: Part, count: int,
-                 stands_for: dict[fx.Node, fx.Node]) -> None:
-        self._graph = joint.graph
+                 stands_for: dict[fx.Node, fx.Node], compiled: bool) -> None:
+        self._graph, self._compiled = joint.graph, compiled
         self._part = part
         bounds = [part.rows * number // count for number in range(count + 1)]
         self._ranges = list(itertools.pairwise(bounds))
@@ -187,7 +188,7 @@ class _Unrolling:
         value = scale.meta["val"]
         emit = Emitter(graph, first)
         self._replaced[scale] = emit(
-            _aten.ones.default, list(value.shape), like=part.backward[0], dtype=value.dtype,
+            _aten.full.default, list(value.shape), 1, like=part.backward[0], dtype=value.dtype,
             device=value.device)
         is_behind = False
         for node in list(graph.nodes):
@@ -208,7 +209,7 @@ class _Unrolling:
         if not nodes:
             return
         together = self._scale is not None and self._part.forward
-        emit = Emitter(self._graph, (together or nodes)[-1])
+        emit = Emitter(self._graph, (together or nodes)[-1], compiled=self._compiled)
         ours = set(nodes)
         every = set(self._part.nodes)
         handed_on = [node for node in nodes if any(

@@ -32,6 +32,7 @@ from torch import fx
 
 from planner._graph_capture.joint_graph.chunks.rows import (
     ADDING,
+    CASTS,
     Action,
     Kind,
     Layout,
@@ -39,6 +40,7 @@ from planner._graph_capture.joint_graph.chunks.rows import (
     action_of,
     by_rows,
     factors,
+    pointwise_within,
 )
 from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
 from planner._graph_capture.joint_graph.walks import ancestors, descendants
@@ -88,7 +90,7 @@ def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Par
     if rows < _LEAST_ROWS:
         return None
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
-    layouts, actions = followed(joint, [entry])
+    layouts, actions = _with_wide_operands(joint, entry)
     wide = {node for node, layout in layouts.items() if isinstance(layout, Rows)
             and _elements(node) >= _AS_WIDE * _elements(entry)}
     before = ancestors(wide, layouts.__contains__)
@@ -104,10 +106,36 @@ def _part_from(joint: JointGraph, entry: fx.Node, returned: Set[fx.Node]) -> Par
     return part if is_possible(part, wide) else None
 
 
-def followed(joint: JointGraph, entries: Collection[fx.Node]
+def _with_wide_operands(joint: JointGraph, entry: fx.Node
+                        ) -> tuple[dict[fx.Node, Layout], dict[fx.Node, Action]]:
+    """The actions of the ops that depend on `entry`, and of pointwise ops that make something as
+    wide for them alone, such as the targets of a loss as rows of zeros and ones."""
+    given: dict[fx.Node, Rows] = {}
+    refused: set[fx.Node] = set()
+    while True:
+        layouts, actions = followed(joint, [entry], given)
+        outside = {operand: layout for action in actions.values()
+                   for operand, layout in action.operands.items()
+                   if operand not in layouts and operand not in refused
+                   and operand.op == "call_function" and isinstance(layout, Rows)
+                   and _elements(operand) >= _AS_WIDE * _elements(entry)
+                   and pointwise_within(operand, layout) is not None}
+        if outside:
+            given |= outside
+            continue
+        read_elsewhere = {node for node in given if not layouts.keys() >= node.users.keys()}
+        if not read_elsewhere:
+            return layouts, actions
+        refused |= read_elsewhere
+        given = {}
+
+
+def followed(joint: JointGraph, entries: Collection[fx.Node],
+             given: Mapping[fx.Node, Rows] | None = None
              ) -> tuple[dict[fx.Node, Layout], dict[fx.Node, Action]]:
     """The actions of these matrix products, and of the ops that depend on them, on rows, as far as
-    they have any."""
+    they have any; `given`: rows of the results of pointwise ops that depend on none of them."""
+    given = given or {}
     late = descendants(joint.cotangents)
     layouts: dict[fx.Node, Layout] = {}
     actions: dict[fx.Node, Action] = {}
@@ -125,7 +153,9 @@ def followed(joint: JointGraph, entries: Collection[fx.Node]
                 layouts[node] = actions[node.args[0]].results[node.args[1]]
             continue
         action: Action | None = None
-        if any(operand in layouts for operand in node.all_input_nodes):
+        if node in given:
+            action = pointwise_within(node, given[node])
+        elif any(operand in layouts for operand in node.all_input_nodes):
             action = action_of(node, partial(known_to, node))
         elif node in entries:
             action = by_rows(node)
@@ -161,9 +191,9 @@ def _ends_a_sum(node: fx.Node, chosen: set[fx.Node], layouts: Mapping[fx.Node, L
     the results of the cast are added up."""
     is_cast, found = False, False
     for user in _only_readers(node):
-        is_cast |= user.target is _aten._to_copy.default and layouts.get(user) is Kind.SUM
+        is_cast |= user.target in CASTS and layouts.get(user) is Kind.SUM
     while layouts.get(node) is Kind.SUM and not is_tuple_element(node):
-        is_cast |= node.target is _aten._to_copy.default
+        is_cast |= node.target in CASTS
         source = node.all_input_nodes[0]
         if len(node.all_input_nodes) != 1 or len(source.users) != 1:
             return False

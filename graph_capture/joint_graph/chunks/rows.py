@@ -27,6 +27,8 @@ from planner._graph_capture.torch_compat import OpOverload
 
 _aten = torch.ops.aten
 
+CASTS = frozenset({_aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+"""Ops that convert to another dtype, as captured and as Inductor decomposes them."""
 ADDING = {_aten.mm.default: _aten.addmm.default, _aten.bmm.default: _aten.baddbmm.default}
 """Products of matrices and of batched matrices -> the same products with a summand."""
 
@@ -138,6 +140,21 @@ def _pointwise(node: fx.Node, known: Known) -> Action | None:
             return None
         operands[operand] = layout
     return Action(operands, (found,))
+
+
+def pointwise_within(node: fx.Node, rows: Rows) -> Action | None:
+    """The action of an op that depends on nothing in the part, if it is pointwise, on these rows of
+    its result."""
+    if (not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags
+            or is_random(node)):
+        return None
+    operands: dict[fx.Node, Layout] = {}
+    for operand in node.all_input_nodes:
+        layout = _broadcast(operand, rows, _shape(node))
+        if layout is None:
+            return None
+        operands[operand] = layout
+    return Action(operands, (rows,)) if operands else None
 
 
 def _broadcast(operand: fx.Node, rows: Rows, result: Sequence[int]) -> Layout | None:
@@ -349,8 +366,8 @@ _BATCHED: tuple[tuple[Layout, Layout, Layout], ...] = (
     (Kind.WHOLE, Rows(2, 3), Rows(2, 3)), (Rows(2, 3), Rows(1, 2), Kind.SUM))
 """The layouts of the left and the right operand and of the result of batched products."""
 _SUMS = frozenset({_aten.sum.dim_IntList})
-_OF_SUMS = frozenset({_aten._to_copy.default, _aten.t.default, _aten.permute.default,
-                      _aten.transpose.int, _aten.view.default, _aten._unsafe_view.default})
+_OF_SUMS = CASTS | {_aten.t.default, _aten.permute.default, _aten.transpose.int,
+                    _aten.view.default, _aten._unsafe_view.default}
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default), _view),
@@ -358,7 +375,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_aten.permute.default, _aten.t.default, _aten.transpose.int), _permute),
     _aten.unsqueeze.default: _unsqueeze,
     _aten.squeeze.dim: _squeeze,
-    **dict.fromkeys((_aten.clone.default, _aten._to_copy.default, _aten.detach.default,
+    **dict.fromkeys((*CASTS, _aten.clone.default, _aten.detach.default,
                      _aten.alias.default, _aten.zeros_like.default, _aten.ones_like.default,
                      _aten.full_like.default, _aten.empty_like.default), _pointwise),
     **dict.fromkeys((_aten._log_softmax.default, _aten._softmax.default,

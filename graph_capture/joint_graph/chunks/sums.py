@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner._graph_capture.joint_graph.chunks.rows import ADDING, Reduction
+from planner._graph_capture.joint_graph.chunks.rows import ADDING, CASTS, Reduction
 from planner._graph_capture.joint_graph.joint import JointGraph, is_view
 
 _aten = torch.ops.aten
@@ -93,8 +93,9 @@ _NOT_TAKEN_OVER = frozenset({"val", "tensor_meta", "eager_input_vals", "unbacked
 class Emitter:
     """Inserts nodes before another one."""
 
-    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
-        self._graph = graph
+    def __init__(self, graph: fx.Graph, before: fx.Node, *, compiled: bool = False) -> None:
+        """`compiled`: the graph has Inductor's decompositions."""
+        self._graph, self._compiled = graph, compiled
         self._before = before
         self._mode = next(node.meta["val"].fake_mode for node in graph.nodes
                           if hasattr(node.meta.get("val"), "fake_mode"))
@@ -110,12 +111,17 @@ class Emitter:
             node.meta["val"] = target(*values[0], **values[1])
         return node
 
+    def cast(self, value: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+        """A new conversion to another dtype."""
+        if self._compiled:
+            return self(torch.ops.prims.convert_element_type.default, value, dtype, like=like)
+        return self(_aten._to_copy.default, value, like=like, dtype=dtype)
+
 
 def added(emit: Emitter, total: fx.Node | None, chunk: fx.Node, like: fx.Node) -> fx.Node:
     """The sum of a chunk and of those before it, if any."""
     if total is None:
-        return emit(_aten._to_copy.default, chunk, like=like,
-                    dtype=torch.float32) if _is_short(chunk) else chunk
+        return emit.cast(chunk, torch.float32, like=like) if _is_short(chunk) else chunk
     return emit(_aten.add.Tensor, total, chunk, like=like)
 
 
@@ -146,7 +152,7 @@ def ops_behind_sum(node: fx.Node, ours: Collection[fx.Node]) -> tuple[fx.Node, .
     while (ops[0] is node or is_view(ops[0])) and len(ops[0].all_input_nodes) == 1 and (
             (source := ops[0].all_input_nodes[0]) in ours and len(source.users) == 1):
         ops.insert(0, source)
-    is_cast = (node.target is _aten._to_copy.default and _is_short(ops[0])
+    is_cast = (node.target in CASTS and _is_short(ops[0])
                and node.meta["val"].dtype is torch.float32)
     return tuple(ops) if is_cast and not any(user in ours for user in node.users) else (node,)
 
@@ -156,8 +162,7 @@ def whole_of(emit: Emitter, total: fx.Node, ops: Sequence[fx.Node]) -> fx.Node:
     for view in ops[1:-1]:
         total = emit(view.target, total, *view.args[1:], like=view, **view.kwargs)
     dtype = ops[-1].meta["val"].dtype
-    return total if total.meta["val"].dtype is dtype else emit(
-        _aten._to_copy.default, total, like=ops[-1], dtype=dtype)
+    return total if total.meta["val"].dtype is dtype else emit.cast(total, dtype, like=ops[-1])
 
 
 def _is_short(node: fx.Node) -> bool:
@@ -179,7 +184,7 @@ class _Exact:
     def put(self, emit: Emitter, like: fx.Node) -> fx.Node:
         node = self.source
         if node.meta["val"].dtype is not torch.float32:
-            node = emit(_aten._to_copy.default, node, like=like, dtype=torch.float32)
+            node = emit.cast(node, torch.float32, like=like)
         for view in self.views:
             node = emit(view.target, node, *view.args[1:], like=view, **view.kwargs)
         return node
@@ -191,7 +196,7 @@ def _before_cast(operand: fx.Node, made: Collection[fx.Node]) -> _Exact:
     while node in made and is_view(node) and len(node.all_input_nodes) == 1:
         views.append(node)
         node = node.all_input_nodes[0]
-    if node in made and node.target is _aten._to_copy.default:
+    if node in made and node.target in CASTS:
         source = node.all_input_nodes[0]
         mine, theirs = source.meta["val"], node.meta["val"]
         if mine.dtype is torch.float32 and mine.device == theirs.device and (
