@@ -258,12 +258,12 @@ def capture_step(
     `keep` holds module names (wildcards allowed; submodules are meant too) and op names such as
     `aten.topk`, whose results are never recomputed.  With `backend="inductor"` the graph is the one
     that Inductor partitions: after its decompositions and its passes over the joint graph.
-    `regions`: what is captured as one chunk, see `graph_capture.dynamo.blocks.find_blocks`; `None`:
+    `regions`: what is captured as a unit, see `graph_capture.dynamo.blocks.find_blocks`; `None`:
     the whole model, or its repeated blocks where a graph break would make one code run for several
     of them, of which nothing could be recomputed, or where nothing is captured.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
-    captured in chunks.  `holds_output`: the caller holds the model's output until the backward
+    captured in regions.  `holds_output`: the caller holds the model's output until the backward
     ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
     data-parallel run, which holds the model so.  `probe_headroom`: what running single ops may take
     where a loop has begun to train.  `chunks`: the numbers of chunks in which the
@@ -512,7 +512,7 @@ def _notes(
                      "kept as they are: a graph break in a loop does that; where the loop runs "
                      "modules, regions=(...) with their names plans each by itself")
     if recording.inference_graphs:
-        notes.append(f"{recording.inference_graphs} captured chunks need no gradient "
+        notes.append(f"{recording.inference_graphs} captured regions need no gradient "
                      "and are not planned")
     if costs.assumed:
         notes.append("workspace is a stated margin, not a measurement, for: "

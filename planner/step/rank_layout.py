@@ -261,18 +261,18 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
     chosen = regions or (REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL)
     if parallel.is_replicated:
         return chosen
-    chunks = find_blocks(model, chosen) or ("",)
+    blocks = find_blocks(model, chosen) or ("",)
     for unit in (name for names in unit_names(model, parallel.units) for name in names):
-        inside = next((piece for piece in chunks if unit.startswith(f"{piece}." if piece else "")
-                       and unit != piece), None)
+        inside = next((block for block in blocks if unit.startswith(f"{block}." if block else "")
+                       and unit != block), None)
         if inside == "":
             raise ValueError(
                 f"under {parallel.kind} the unit {unit} is gathered and released by itself, so the "
-                'model cannot be compiled as one chunk: leave out regions, or write '
+                'model cannot be compiled as a unit: leave out regions, or write '
                 'regions="blocks" or names of modules such as the units')
         if inside is not None:
             raise ValueError(
-                f"the unit {unit} lies inside of {inside}, which is compiled as one chunk: write "
+                f"the unit {unit} lies inside of {inside}, which is compiled as a unit: write "
                 f"units=({inside!r},) or a wildcard for it and its like, or regions=({unit!r},)")
     return chosen
 
