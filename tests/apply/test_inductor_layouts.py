@@ -93,6 +93,7 @@ def of_blocks():
     return capture(channels_in_the_last_dimension(), IMAGES, loss_fn=loss_of, backend="inductor")
 
 
+@pytest.mark.slow
 def test_a_plan_for_such_blocks_is_as_predicted(of_blocks):
     default = plan_within(of_blocks, None, EFFORT)
     plan = plan_within(of_blocks, budget_at(of_blocks, default, 0.5), EFFORT)

@@ -81,6 +81,7 @@ def test_one_budget_holds_for_all_graphs_and_from_the_first_step_on(compile_mode
     assert planner.steps_of(plain).unplanned == 0
 
 
+@pytest.mark.slow
 def test_a_percentage_is_of_the_whole_step():
     model = InTwo()
     losses_and_peaks(compiled(model, budget="70%"))

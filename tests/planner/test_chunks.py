@@ -289,6 +289,7 @@ def test_attention_of_transformers_takes_less(make):
     assert planner.verify(case.model, plan, case.inputs).ok
 
 
+@pytest.mark.slow
 def test_a_plan_with_attention_in_pieces_serves_shorter_sequences():
     """As long as attention is wide in them; where it is not, its ops are others."""
     case = gpt2(layers=1, batch=3, seq=256, width=32, vocab=100, dropout=0.0)

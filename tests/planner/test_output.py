@@ -142,6 +142,7 @@ def test_the_plan_says_what_it_counts_on(tmp_path):
     assert memory.peak_bytes == dropped.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_by_blocks_says_it_where_no_region_lets_go_of_it():
     case = BUILDERS["gpt2"](layers=2, vocab=1024)
     plan = planner.plan(case.model, case.inputs, regions="blocks", hold_output=False, budget="80%",

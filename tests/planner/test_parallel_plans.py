@@ -33,7 +33,8 @@ def plan_of(case, parallel, budget="80%", **arguments):
                         parallel=parallel, time_limit=2, **arguments)
 
 
-@pytest.mark.parametrize("kind", RANKS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", *(
+    pytest.param(kind, marks=pytest.mark.slow) for kind in RANKS if kind not in ("ddp", "fsdp2"))])
 def test_three_accounts_of_a_rank_agree(case, kind):
     """The plan's, the report's (traced hooks) and the loop's (composed of parts)."""
     parallel = RANKS[kind]
@@ -134,6 +135,7 @@ def test_an_impossible_budget_names_one_that_works(case):
         caught.value.minimum_bytes)
 
 
+@pytest.mark.slow
 def test_several_ways_to_spread_a_batch_are_compared():
     case = gpt2(layers=2, batch=2, seq=16, width=32)
 
