@@ -324,9 +324,9 @@ def capture_step(
     else:
         try:
             traced, traced_loss, recording, output = record(
-                fake_copy, blocks, bool(blocks) and not inductor)
+                fake_copy, blocks, bool(blocks))
         except CaptureError:
-            if not blocks or inductor:
+            if not blocks:
                 raise
             traced, traced_loss, recording, output = record(fake_copy, blocks)
     may_skip = fake_copy.dice.were_thrown or decides_by_values(answers)

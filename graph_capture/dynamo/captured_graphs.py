@@ -54,10 +54,11 @@ class _Graph:
 class CapturedGraphs:
     """The graphs of one model, or of its blocks."""
 
-    def __init__(self, model: nn.Module, backend: DynamoBackend, blocks: Sequence[str] = ()
-                 ) -> None:
+    def __init__(self, model: nn.Module, backend: DynamoBackend, blocks: Sequence[str] = (), *,
+                 captures_rest: bool = False) -> None:
         """`backend`: compiles the graphs at first; `blocks`: names of the submodules that are
-        compiled one by one, none for the whole model."""
+        compiled one by one, none for the whole model; `captures_rest`: and what stands around
+        them."""
         first = GraphCode(backend)
         self._code_of: Callable[[str], GraphCode] = lambda block: first
         self._chosen: dict[tuple[int, str], Callable[..., Any]] = {}
@@ -67,7 +68,8 @@ class CapturedGraphs:
         self.repeated = RepeatedGraphs(self._capture, lambda: self.running)
         """The backend that Dynamo calls."""
         self._blocks = BlockCalls(model, blocks, self.repeated) if blocks else None
-        self._whole = None if blocks else compile_module(model, self.repeated)
+        self._whole = (compile_module(model, self.repeated) if captures_rest or not blocks
+                       else None)
         self.call = model
         """The model; inside `installed` it or its blocks are compiled."""
 
@@ -79,16 +81,22 @@ class CapturedGraphs:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, `call` runs the graphs."""
-        with (self._blocks.installed() if self._blocks
-              else in_place_of_forward(self.call, self._whole)):
+        with contextlib.ExitStack() as stack:
+            if self._whole is not None:
+                stack.enter_context(in_place_of_forward(self.call, self._whole))
+            if self._blocks is not None:
+                stack.enter_context(self._blocks.installed())
+                if self._whole is not None:
+                    stack.enter_context(self._blocks.unseen())
             yield
 
     def compile_with(self, code_of: Callable[[str], GraphCode]) -> None:
         """From here on each block (the whole model is "") runs the graphs as its code's backend
-        compiles them; graphs without a backward stay as they are."""
+        compiles them; graphs without a backward run op by op."""
         self._code_of = code_of
         for number, graph in enumerate(self._graphs):
             if not graph.joint.is_complete:
+                self._chosen |= {(number, block): graph.module for block in graph.inputs_of}
                 continue
             for block, inputs in graph.inputs_of.items():
                 code = code_of(block)

@@ -190,7 +190,8 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = fake_copy.model
     if keep_graphs:
-        graphs = recorder.recording.graphs = CapturedGraphs(model, recorder, blocks)
+        graphs = recorder.recording.graphs = CapturedGraphs(
+            model, recorder, blocks, captures_rest=captures_rest)
         recorder.running_block = lambda: graphs.running
         return graphs.call, graphs.installed(), graphs.repeated
     repeated = RepeatedGraphs(recorder, lambda: recorder.running_block())

@@ -221,6 +221,9 @@ class CompiledSearch:
     def within(self, net_bytes: int) -> Candidate | None:
         """The cheapest candidate found whose compiled step uses at most `net_bytes`, which
         Inductor's default exceeds."""
+        variant = self.variant
+        if (variant.low_peak or variant.chunks * variant.inner_chunks > 1) and self.is_late():
+            return None
         limit_bytes = net_bytes
         for _ in range(_TRIES):
             # Kernels in the order of the plan use less memory, and more time.
