@@ -25,6 +25,8 @@ def main() -> None:
     _handle_interrupts()
     code = run(sys.argv[1:]) if _open_streams() else 1
     _flush_streams()
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # else Ctrl-C kills Python as it shuts down
     sys.exit(code)
 
 
