@@ -323,8 +323,7 @@ def capture_step(
         traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
     else:
         try:
-            traced, traced_loss, recording, output = record(
-                fake_copy, blocks, bool(blocks))
+            traced, traced_loss, recording, output = record(fake_copy, blocks, bool(blocks))
         except CaptureError:
             if not blocks:
                 raise

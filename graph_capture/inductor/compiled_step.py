@@ -127,14 +127,11 @@ class CompiledTracer:
         fake_copy, wrapper = self.fake_copy, self.wrapper()
         args, kwargs = fake_copy.arguments()
         leaves = [tensor for tensor in fake_copy.fake_of.values() if tensor.is_leaf]
-        of_wrapper: dict[int | None, Category] = {}
 
-        def make_buffer(size_bytes: int, kind: BufferKind) -> torch.Tensor:
-            buffer = torch.empty(size_bytes, dtype=torch.uint8, device=fake_copy.trace_device)
-            if tracker is not None:
-                of_wrapper[tracker.number_of(buffer)] = Category(kind.value)
-            return buffer
+        def make_untracked(size_bytes: int, kind: BufferKind) -> torch.Tensor:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=fake_copy.trace_device)
 
+        make_buffer = make_untracked if tracker is None else tracker.make_buffer
         try:
             with wrapper.attached(fake_copy.model, make_buffer), tracker or nullcontext():
                 with fake_copy.forward_context():
@@ -160,8 +157,8 @@ class CompiledTracer:
                 tensor.grad = None
 
         def category_of(number: int) -> Category:
-            if number in of_wrapper:
-                return of_wrapper[number]
+            if number in tracker.of_wrapper:
+                return tracker.of_wrapper[number]
             return (Category.GRADIENTS if number in gradients
                     else Category.TEMPORARIES if number >= first_of_backward or number in seeds
                     else Category.ACTIVATIONS)

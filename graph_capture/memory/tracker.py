@@ -36,6 +36,7 @@ from planner._graph_capture.torch_compat import (
     schema_of,
     storage_key,
 )
+from planner._graph_capture.training_graph import BufferKind
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
 """Bytes of temporary memory of an op, e.g. `OpProbe.workspace_bytes`."""
@@ -67,6 +68,8 @@ class MemoryTracker(TorchDispatchMode):
         self._running = ("", "")
         self._sums, self._in_backward = GradientSums(), False
         self._closed = False
+        self.of_wrapper: dict[int, Category] = {}
+        """Buffers that `make_buffer` allocated, by number."""
         self.live_bytes = 0
         """Bytes of the storages alive now."""
         self.peak_bytes = 0
@@ -114,6 +117,14 @@ class MemoryTracker(TorchDispatchMode):
         if self in modes:
             self.__exit__(None, None, None)
         return True
+
+    def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
+        """Allocate a buffer of data parallelism, and note its category."""
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._trace_device)
+        number = self.number_of(buffer)
+        assert number is not None
+        self.of_wrapper[number] = Category(kind.value)
+        return buffer
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Number of the tensor's storage, in the order in which storages were made."""

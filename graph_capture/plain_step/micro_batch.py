@@ -32,7 +32,6 @@ from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.plain_step.loss import LossFn, Objective, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import NoStaticShape
-from planner._graph_capture.training_graph import BufferKind
 
 _Made = TypeVar("_Made")
 
@@ -87,22 +86,15 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
     locate = ModuleLocator(fake_copy.model)
     tracker = MemoryTracker(workspace, device=fake_copy.device, trace_device=fake_copy.trace_device,
                             resident=(*copies, *before), module_of_op=locate)
-    of_wrapper: dict[int, Category] = {}
     freed: dict[int, str] = {}  # gradients that the loop frees as they come
     observed = [fake_copy.parameters[name].register_post_accumulate_grad_hook(
         lambda parameter: freed.update(dict.fromkeys(
             tracker.numbers_of(parameter.grad), parameters[id(parameter)])))
                 for name in wrapper.frees if fake_copy.parameters[name].requires_grad]
 
-    def make_buffer(size_bytes: int, kind: BufferKind) -> torch.Tensor:
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=fake_copy.trace_device)
-        number = tracker.number_of(buffer)
-        assert number is not None
-        of_wrapper[number] = Category(kind.value)
-        return buffer
-
     try:
-        with fake_copy.as_on_device(), locate, wrapper.attached(fake_copy.model, make_buffer):
+        with (fake_copy.as_on_device(), locate,
+              wrapper.attached(fake_copy.model, tracker.make_buffer)):
             with fake_copy.forward_context():
                 with fake_copy.mode, tracker:
                     output = fake_copy.call()
@@ -144,6 +136,8 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
         for tensor in copies:
             if tensor.is_leaf:
                 tensor.grad = None
+
+    of_wrapper = tracker.of_wrapper
 
     def category_of(number: int) -> Category:
         if number in gradients or number in freed:
