@@ -227,7 +227,7 @@ def _shallow(module: nn.Module) -> nn.Module:
             f"({type(error).__name__}: {error}); apply the plan before the model is wrapped, as by "
             "fully_shard, and wrap what plan.apply returns, or, in place, "
             "planner.within(model, plan=plan)") from error
-    set_forward(copied, rebound(own_forward(module), module, copied))
+    set_forward(copied, rebound(own_forward(module), {id(module): copied}))
     return copied
 
 

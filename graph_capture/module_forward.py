@@ -18,10 +18,11 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]
@@ -163,14 +164,80 @@ def in_place_of_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Itera
         yield
 
 
-def rebound(forward: Forward | None, old: nn.Module, new: nn.Module) -> Forward | None:
-    """An instance's forward for a shallow copy of the module: a method or partial function bound to
-    `old` is bound to `new`; anything else stays."""
-    if isinstance(forward, types.MethodType) and forward.__self__ is old:
-        return types.MethodType(forward.__func__, new)
-    if isinstance(forward, functools.partial) and any(arg is old for arg in forward.args):
-        bound = functools.partial(
-            forward.func, *(new if arg is old else arg for arg in forward.args),
-            **forward.keywords)
-        return functools.update_wrapper(bound, forward)
-    return forward
+def rebound(value: Any, copies: Mapping[int, Any]) -> Any:
+    """A function with each module and tensor that it refers to replaced by its copy; `copies`: by
+    identity of the original.
+
+    A function refers to what its closure and its defaults contain, a method also to the object that
+    it is bound to, a partial function to its arguments.  A function that refers to no original, and
+    anything else, stays as it is.
+    """
+    return _Rebinder(copies).of(value)
+
+
+class _Rebinder:
+    def __init__(self, copies: Mapping[int, Any]) -> None:
+        self._copies = copies
+        self._functions: dict[int, types.FunctionType] = {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, nn.Module | torch.Tensor):
+            return self._copies.get(id(value), value)
+        if not self._refers(value, set()):
+            return value
+        if isinstance(value, types.MethodType):
+            return types.MethodType(self.of(value.__func__), self.of(value.__self__))
+        if isinstance(value, functools.partial):
+            return functools.update_wrapper(functools.partial(
+                self.of(value.func), *map(self.of, value.args),
+                **{name: self.of(each) for name, each in value.keywords.items()}), value)
+        if isinstance(value, ForwardOverride):  # as without it
+            return self.of(types.MethodType(type(value.__self__).forward, value.__self__)
+                           if value.inner is None else value.inner)
+        return self._function(value)
+
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        found = self._functions.get(id(value))
+        if found is None:  # else it refers to itself
+            cells = tuple(types.CellType() for _ in value.__closure__ or ())
+            found = self._functions[id(value)] = types.FunctionType(
+                value.__code__, value.__globals__, value.__name__, closure=cells)
+            found.__defaults__ = value.__defaults__ and tuple(map(self.of, value.__defaults__))
+            found.__kwdefaults__ = value.__kwdefaults__ and {
+                name: self.of(each) for name, each in value.__kwdefaults__.items()}
+            functools.update_wrapper(found, value)
+            for new, content in zip(cells, _closure(value), strict=True):
+                new.cell_contents = self.of(content)
+        return found
+
+    def _refers(self, value: Any, seen: set[int]) -> bool:
+        """True if a value refers to an original."""
+        if isinstance(value, nn.Module | torch.Tensor):
+            return id(value) in self._copies
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        if isinstance(value, types.MethodType):
+            parts: Iterable[Any] = (value.__func__, value.__self__)
+        elif isinstance(value, functools.partial):
+            parts = (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, ForwardOverride):
+            parts = (value.__self__,)
+        elif isinstance(value, types.FunctionType):
+            parts = (*_closure(value), *(value.__defaults__ or ()),
+                     *(value.__kwdefaults__ or {}).values())
+        else:
+            return False
+        return any(self._refers(each, seen) for each in parts)
+
+
+def _closure(function: types.FunctionType) -> tuple[Any, ...]:
+    """Values in a function's closure; `None` for a variable that has no value yet."""
+
+    def content(cell: types.CellType) -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:
+            return None
+
+    return tuple(map(content, function.__closure__ or ()))

@@ -5,14 +5,20 @@ aliasing of the model's tensors, not on their values.  So the fake copy is a dee
 tensor is fake and has the layout of the original, and tensors that share a storage share one in the
 copy.  Nothing of the original is executed or written, and no tensor memory is allocated.
 
-Blind spots: a closure, a global or a C++ object that refers to the original's tensors still refers
-to them in the fake copy; values are lost, so control flow on a tensor's value cannot be traced; the
-original's gradients are not copied; a user-defined `__deepcopy__` runs.
+Functions among the attributes and hooks of a module, such as a `forward` that was put into an
+instance, refer to the copies where their closures refer to the originals.
+
+Blind spots: a global, a C++ object or a closure's object of another class that refers to the
+original's tensors still refers to them in the fake copy; values are lost, so control flow on a
+tensor's value cannot be traced; the original's gradients are not copied; a user-defined
+`__deepcopy__` runs.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,7 +38,7 @@ from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, run
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.model_state import Dice
-from planner._graph_capture.module_forward import take_down
+from planner._graph_capture.module_forward import rebound, take_down
 from planner._graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -189,6 +195,13 @@ def fake_copy_by(
         parameters=parameters, buffers=buffers, fake_of=copier.fake_of)
 
 
+def _rebind(values: dict[Any, Any], copies: Mapping[int, Any]) -> None:
+    """Let the functions among the values refer to copies."""
+    for key, value in values.items():
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            values[key] = rebound(value, copies)
+
+
 def _states_of_optimizers(model: nn.Module) -> list[torch.Tensor]:
     """The states of optimizers that modules keep as attributes; they count with the optimizer."""
     return [tensor for module in model.modules() for value in vars(module).values()
@@ -263,7 +276,7 @@ class FakeCopier(TorchFunctionMode):
                 self.tensor(tensor)
         try:
             with self:
-                return copy.deepcopy(model, self.memo)
+                copied: nn.Module = copy.deepcopy(model, self.memo)
         except CaptureError:
             raise
         except Exception as error:
@@ -271,6 +284,11 @@ class FakeCopier(TorchFunctionMode):
                 f"cannot copy {self._uncopyable(model)}: {error}; planning works on a copy of the "
                 "model that has no memory, so take such objects out of the model, or give their "
                 "class a `__deepcopy__` that returns the object itself") from error
+        for module in copied.modules():
+            hooks = (value for name, value in vars(module).items() if name.endswith("_hooks"))
+            for functions in (vars(module), *hooks):
+                _rebind(functions, self.memo)
+        return copied
 
     def tree(self, value: Any, what: str) -> Any:
         """Copy of an input: a pytree, or an object that contains tensors."""

@@ -21,7 +21,13 @@ from torch.optim import Optimizer
 
 from planner._apply.planned_forward import CountingForward
 from planner._graph_capture.memory.sparse import strided_tensors
-from planner._graph_capture.module_forward import Forward, forward_override
+from planner._graph_capture.module_forward import (
+    Forward,
+    ForwardOverride,
+    forward_override,
+    own_forward,
+    set_forward,
+)
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import pytree, running_node_number
@@ -37,7 +43,7 @@ from planner.attached.measuring import (
     watched_bytes_beside,
 )
 from planner.attached.methods import MethodSearch, model_of, plan_methods, planned_methods
-from planner.attached.optimizers import observe, observers
+from planner.attached.optimizers import observe, observers, stop_observing
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
@@ -57,6 +63,12 @@ _NOT_CALLED = (
     "budget. Methods that train the model are looked for in the next step, and planned from then "
     "on. To plan them at once, name them: planner.within(..., methods=(\"forward\", \"encode\")); "
     "or call planner.within for the submodule that is called")
+
+_REPLACED = (
+    "the forward of a model was replaced after planner.within was called for it, and the new one "
+    "does not call the planned one: the step ran without a plan, and nothing kept it within the "
+    "budget. The new forward is planned from the next step on. To plan the first step, too, call "
+    "planner.within after whatever replaces the forward")
 
 OnNew = Literal["replan", "refuse"]
 
@@ -327,6 +339,7 @@ class ObservingForward(CountingForward):
         """Count the step that this optimizer completes."""
         began_in_step, self._began_in_step = self._began_in_step, False
         calls, _ = self._count()
+        calls_before, self._calls_before[optimizer] = self._calls_before.get(optimizer, 0), calls
         if self._search is not None:
             found, self._search = self._search.end(), None
             if found:
@@ -334,16 +347,40 @@ class ObservingForward(CountingForward):
                          type(self.__self__).__name__, " and ".join(found))
                 plan_methods(self.__self__, found, self.settings, type(self))
         if (self._group()[0] is self and not began_in_step
-                and calls == self._calls_before.get(optimizer, 0) and any(
+                and calls == calls_before and any(
                     p.grad is not None for p in self.__self__.parameters())):
-            self.steps.count(_NOT_CALLED)
+            is_replaced = self._is_replaced
+            self.steps.count(_REPLACED if is_replaced else _NOT_CALLED)
             self._steps += 1
             self._counted = self._count()
+            if is_replaced:
+                self._give_way()
+                return
             if "forward" in self.settings.methods and not planned_methods(self.__self__) and (
                     not self._has_searched):
                 self._search, self._has_searched = MethodSearch(self.__self__), True
-        self._calls_before[optimizer] = calls
         self._end_step()
+
+    @property
+    def _is_replaced(self) -> bool:
+        """True if the model has another forward than this one, which need not call it."""
+        return vars(self.__self__).get("forward") is not self and (
+            forward_override(self.__self__) is self)
+
+    def _give_way(self) -> None:
+        """Plan the forward that has replaced this one, which from now on runs as written."""
+        model, inner = self.__self__, self.inner
+        stop_observing(self)
+        if self._hooks is not None:
+            self._hooks.end()
+        new = type(self)(model, own_forward(model), self.settings)
+        for name in ("steps", "_steps", "_planned_steps", "_calls", "_plans", "_planning_seconds",
+                     "_worst_bytes", "_optimizers", "_calls_before", "_counted"):
+            setattr(new, name, getattr(self, name))
+        set_forward(model, new)
+        vars(self).clear()
+        vars(self).update(__self__=model, inner=inner)
+        self.__class__ = ForwardOverride  # type: ignore[assignment]
 
     def _end_step(self) -> None:
         """Count the step that the calls since the last one make."""

@@ -40,6 +40,11 @@ def observe(observer: StepObserver) -> None:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
+def stop_observing(observer: StepObserver) -> None:
+    """Report no more steps to `observer`."""
+    _observers.discard(observer)
+
+
 def observers() -> list[Any]:
     """The observers that are alive."""
     return list(_observers)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import random
+import types
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -203,6 +206,50 @@ def test_training_by_another_method_is_said_at_once():
     assert (status.steps, status.planned_steps, status.calls) == (2, 0, 0)
     assert "forward was not called" in status.last_reason
     assert status.last_reason in str(status)
+
+
+@pytest.mark.parametrize("as_before", [0, 2])
+def test_a_forward_that_replaces_the_planned_one_is_planned(as_before):
+    """A trainer that adds a loss head of its own to the model it is given."""
+
+    def train(net: nn.Module) -> tuple[list[float], list[int]]:
+        optimizer, losses = sgd(net), []
+
+        def step(**options: bool) -> None:
+            loss = net(torch.randn(256, 32), **options).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+        torch.manual_seed(0)
+        for _ in range(as_before):
+            step()
+        original = net.forward
+
+        def forward(self: nn.Module, x: torch.Tensor, *, halves: bool = False) -> torch.Tensor:
+            if not halves:
+                return original(x)
+            for block in self:
+                x = 0.5 * block(x)
+            return x
+
+        net.forward = types.MethodType(forward, net)
+        records = record_stages([partial(step, halves=True)] * 4 + [step] * 2)
+        return losses, [record.peak_bytes for record in records[1:]]
+
+    expected, plain = train(layers())
+    net = planner.within(layers(), "70%", time_limit=1)
+    with pytest.warns(UserWarning, match="was replaced after planner.within") as said:
+        losses, peaks = train(net)
+    assert len(said) == 1
+    assert losses == expected
+    assert max(peaks) <= 0.75 * max(plain)
+    status = planner.status(net)
+    assert (status.steps, status.planned_steps, status.calls) == (
+        6 + as_before, 5 + as_before, 5 + as_before)
+    assert max(peaks) + nbytes(net) <= status.budget_bytes
+    assert copy.deepcopy(net)(torch.randn(8, 32)).shape == (8, 32)
 
 
 def test_planning_throws_no_dice():
