@@ -18,7 +18,12 @@ import torch
 from torch import nn
 
 from planner._graph_capture.errors import DataDependentValue
-from planner._graph_capture.fake_copies.storage_less import VALUE_OPS, Answer, makes_size_by_values
+from planner._graph_capture.fake_copies.storage_less import (
+    VALUE_OPS,
+    Answer,
+    assigns_by_mask,
+    makes_size_by_values,
+)
 from planner._graph_capture.model_state import remembered_state
 from planner._graph_capture.torch_compat import NoStaticShape, TorchDispatchMode, pytree
 from planner._graph_capture.user_code import place_of
@@ -69,7 +74,14 @@ class _ValueRecorder(TorchDispatchMode):
         if func in VALUE_OPS:
             self.values.append(Answer.of(func, args, out))
         elif makes_size_by_values(func, args):
-            self.values.append(Answer.of(func, args, pytree.tree_map_only(
-                torch.Tensor, lambda made: torch.empty_strided(
-                    made.shape, made.stride(), dtype=made.dtype, device="meta"), out)))
+            self.values.append(Answer.of(func, args, _on_meta(out)))
+        elif assigns_by_mask(func, args):
+            selected = torch.ops.aten.index.Tensor(out, args[1])
+            self.values.append(Answer.of(func, args, _on_meta(selected)))
         return out
+
+
+def _on_meta(result: Any) -> Any:
+    """The tensors of a result without values."""
+    return pytree.tree_map_only(torch.Tensor, lambda made: torch.empty_strided(
+        made.shape, made.stride(), dtype=made.dtype, device="meta"), result)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,12 +58,27 @@ VALUE_OPS = frozenset({
 """Ops that return the value of a tensor to Python."""
 
 
+_ASSIGNS = frozenset({
+    torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default, torch.ops.aten._unsafe_index_put.default})
+
+
 def makes_size_by_values(func: Any, args: tuple[Any, ...]) -> bool:
     """True if the size of the op's result depends on values of operands."""
     if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
         return False
-    return func is not torch.ops.aten.index.Tensor or any(
-        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return func is not torch.ops.aten.index.Tensor or bool(_masks(args))
+
+
+def assigns_by_mask(func: Any, args: tuple[Any, ...]) -> bool:
+    """True if the op assigns to what masks select, whose gradient its backward selects."""
+    return func in _ASSIGNS and bool(_masks(args))
+
+
+def _masks(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """The masks among the indices of an op that selects."""
+    return tuple(index for index in args[1]
+                 if index is not None and index.dtype in (torch.bool, torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +155,8 @@ class StorageLessMode(TorchDispatchMode):
         self._unknown_is_zero = unknown_is_zero
         self._answers: list[Answer] | None = None
         self._nothing_is_known = False
+        # What assignments by masks select, by the storages of the masks; a key may be reused.
+        self._selected: dict[tuple[int, ...], tuple[Callable[[], object], Answer]] = {}
         self._fakes = FakeTensorMode()
         self._results: dict[object, Any] = {}  # fake results, by signature of the op
         # Real storages into which an unknown value was written; a key may be reused.
@@ -186,26 +203,47 @@ class StorageLessMode(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor))
         if func in VALUE_OPS:
             if self._answers is not None:
-                return self._next_answer(func, args)
+                return self._answer_of(func, args)
             if not (known or self._unknown_is_zero):
                 raise UnknownValue("the model's code looks at the value of a tensor that depends "
                                    "on the weights or on values that are not given")
             self.told_values |= known
             return func(*args, **kwargs)
         if self._answers is not None and makes_size_by_values(func, args):
-            return pytree.tree_map(_without_data, self._next_answer(func, args))
+            return pytree.tree_map(_without_data, self._answer_of(func, args))
+        if self._answers is not None and assigns_by_mask(func, args):
+            self._note_selection(func, args)
         if known and torch.Tag.nondeterministic_seeded not in func.tags:
             return self._run_if_small(func, args, kwargs)
         self._note_overwritten(func, args, kwargs)
         return self._answer(func, args, kwargs)
 
-    def _next_answer(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
+    def _note_selection(self, func: OpOverload, args: tuple[Any, ...]) -> None:
+        """Remember what an assignment by masks selects; one of a backward is not known."""
+        answer = self._next_answer(func, args)
+        if answer is not None:
+            masks = _masks(args)
+            self._selected[tuple(map(storage_key, masks))] = (
+                weakref.ref(masks[0].untyped_storage()), answer)
+
+    def _answer_of(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
+        """The value that code asks for, or the result of an op whose size depends on values."""
+        if func is torch.ops.aten.index.Tensor:
+            found = self._selected.get(tuple(map(storage_key, _masks(args))))
+            if found is not None and found[0]() is not None:
+                return found[1].value
+        answer = self._next_answer(func, args)
+        if answer is None:
+            raise UnknownValue("code asked for more values than are known")
+        return answer.value
+
+    def _next_answer(self, func: OpOverload, args: tuple[Any, ...]) -> Answer | None:
         assert self._answers is not None
         for place, answer in enumerate(self._answers):
             if answer.is_for(func, args):
                 del self._answers[:place + 1]
-                return answer.value
-        raise UnknownValue("code asked for more values than are known")
+                return answer
+        return None
 
     def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],
                           kwargs: Mapping[str, Any]) -> None:

@@ -28,8 +28,10 @@ from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -97,6 +99,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - Hooks that modules get or lose later are seen; torch would go on without them.
     - Where the graph breaks in a loop, the regions in between are captured, separately for each
       turn; torch would run all of the code as it is written.
+    - The graph breaks where a value that requires a gradient is assigned by a mask: its backward
+      selects, and the size of a selection depends on values.
     - Code in which there was nothing to capture when it first ran is examined again when it runs
       another way; torch would skip it for ever.
     """
@@ -119,6 +123,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             donated_buffer=donated_buffers and functorch_config.donated_buffer,
         ),
         mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _ends_at_break),
+        mock.patch.object(TensorVariable, "method___setitem__", _assign),
         # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict.
         mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),
         mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
@@ -143,6 +148,19 @@ def _ends_at_break(translator: Any) -> bool:
     return not torch.is_grad_enabled() and bool(_may_loop(translator))
 
 
+_plain_assign = TensorVariable.method___setitem__
+
+
+def _assign(tensor: Any, translator: Any, key: Any, value: Any) -> Any:
+    """Dynamo's `tensor[key] = value`."""
+    keys = getattr(key, "items", [key])
+    if getattr(value, "requires_grad", False) and any(
+            getattr(each, "dtype", None) in (torch.bool, torch.uint8) for each in keys):
+        unimplemented(gb_type="Assignment by a mask", context="", hints=[], explanation=(
+            "The backward selects by the mask, and the size of a selection depends on values."))
+    return _plain_assign(tensor, translator, key, value)
+
+
 _LOG_METHODS = frozenset({
     "debug", "info", "warning", "error", "critical", "exception", "log",
     # Added to every logger by transformers.
@@ -152,9 +170,11 @@ _LOG_METHODS = frozenset({
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback if an op refuses fake tensors or the model asks for a
-    tensor's value: the error that follows says the same in one line."""
-    with _quiet("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor"):
+    """Keep torch from logging a traceback if an op refuses fake tensors, a graph cannot be captured
+    as a whole, or the model asks for a tensor's value: the error that follows, if any, says the
+    same in one line."""
+    with _quiet("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor",
+                "torch._dynamo.exc"):
         yield
 
 

@@ -19,6 +19,7 @@ class Sized(nn.Module):
         self.kind = kind
         self.first, self.second = (nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
                                    for _ in range(2))
+        self.token = nn.Parameter(torch.randn(32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "maximum":
@@ -29,11 +30,14 @@ class Sized(nn.Module):
         chosen = self.first(x)
         if self.kind == "nonzero":
             return self.second(chosen[(x[:, 0, 0] > -1).nonzero().squeeze(1)])
+        if self.kind == "assignment":
+            chosen[x[..., 0] > 0] = self.token
+            return self.second(chosen)
         return self.second(chosen[chosen[..., 0] > 0])
 
 
 @pytest.mark.parametrize("kind", [
-    "mask", *(pytest.param(kind, marks=pytest.mark.slow)
+    "mask", "assignment", *(pytest.param(kind, marks=pytest.mark.slow)
               for kind in ("maximum", "mask of the inputs", "nonzero"))])
 def test_sizes_that_values_decide(kind):
     torch.manual_seed(5)
