@@ -182,6 +182,8 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
         dynamic.setdefault(each.input, {})[each.dimension] = each.size
     prepared = capture(model, inputs, cost_model=plan.cost_model, regions=spec.blocks or "model",
                        hold_output=spec.holds_output, dynamic=dynamic, **arguments)
+    if plan.link is not None:
+        prepared = prepared.with_link(plan.link)
     variant = prepared.variant_of(spec)
     timeline = unroll(variant.problem, schedule_of(variant, spec))
     if build_spec(prepared, variant, timeline).regions != spec.regions:
