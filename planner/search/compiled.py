@@ -25,6 +25,12 @@ from planner.units import format_bytes
 CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
            "longer one, or a machine that does less beside, may find a better plan")
 """Note of such plans."""
+WITHOUT_CODE = (
+    "Inductor generates no code for {device} on this machine: the peak is an upper bound, which "
+    "assumes that kernels store results and keep the operands of those that they may compute "
+    "again, with a margin of 3%. The code is not compared with it where the plan is applied: "
+    "planner.verify measures the step there, and a plan made there by its code may need less")
+"""Note of such plans."""
 _WORTH_GENERATING = 1.3
 """The default's code is not generated if the problem's breakdown is more than this multiple of the
 budget."""
@@ -58,7 +64,9 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
         raise InfeasibleBudget(
             budget_bytes, budget.whole_bytes(found.peak_bytes),
             f"At that minimum the compiled step holds {memory}. It is the smallest of the compiled "
-            "schedules that were tried within the time limit, and a longer one may find less.")
+            "schedules that were tried within the time limit, and a longer one may find less."
+            + ("" if search.generates_code else
+               " " + WITHOUT_CODE.format(device=search.variant.graph.device) + "."))
     return _make_plan(searches, search, found, budget_bytes)
 
 
@@ -97,7 +105,8 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, found
         least = min(each.least_cost_within(net_bytes) for each in searches)
         bound = min(max(0.0, (least - base.default_cost) / base_cost), extra)
         is_proven = found.cost <= least + PROOF_TOLERANCE * base_cost
-    if prepared.cost_model == "measured" and found.spec != base.default_spec:
+    if (prepared.cost_model == "measured" and search.generates_code
+            and found.spec != base.default_spec):
         extra = (search.breakdown.seconds(found.spec)
                  / base.breakdown.seconds(base.default_spec) - 1)
     return assemble_plan(
@@ -109,4 +118,6 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, found
         solver=search.effort.solver, seconds=time.monotonic() - base.started,
         made=found.step.memory_timeline, backward_begins=found.step.backward_begins,
         notes=("overhead is relative to the step that Inductor compiles without a budget",
+               *(() if search.generates_code else
+                 (WITHOUT_CODE.format(device=variant.graph.device),)),
                *((CUT_OFF,) if any(each.is_cut_off for each in searches) else ())))
