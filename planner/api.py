@@ -97,8 +97,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         allow: choices beyond recomputation, one or a sequence. `"chunk"`: the widest part of the
             step whose ops act on rows of batch and sequence - a language model's loss head - may
             run a chunk at a time, forward and backward together where the loss allows; sums over
-            rows are then sums of sums, which rounds otherwise.  `"offload"` (experimental, for one
-            GPU and the eager backend): what the forward saves may be stored in pinned memory of the
+            rows are then sums of sums, which rounds otherwise.  `"offload"` (experimental, for
+            GPUs): what the forward saves may be stored in pinned memory of the
             host and fetched back, beside the ops, where that takes less time than computing it
             again.
         budget_of: what the budget limits: `"allocated"` memory, the plan's `peak_bytes`; or, on a

@@ -103,7 +103,7 @@ class CompiledSearch:
     @property
     def generates_code(self) -> bool:
         """True if schedules are judged by the code that Inductor generates, else by a bound."""
-        return self.breakdown.tracer is not None
+        return self.breakdown.tracer is not None and self.variant.problem.link is None
 
     # Schedules by the problem's breakdown.
 
@@ -123,6 +123,8 @@ class CompiledSearch:
 
     def least_cost_within(self, net_bytes: int) -> float:
         """Lower bound on the cost of any schedule within `net_bytes`, by the problem's costs."""
+        if self.variant.problem.link is not None:
+            return 0.0
         return least_cost(self.variant, net_bytes, self._costs.to_save,
                           max(self._seconds_left(), self._work()))
 
@@ -138,6 +140,8 @@ class CompiledSearch:
     def schedule_within(self, net_bytes: int) -> Schedule:
         """The solver's schedule within `net_bytes`, without saving results that are free or cheap
         to recompute.  Raises `solvers.InfeasibleBudget`."""
+        if self.variant.problem.link is not None:
+            return self._ask(self.variant, net_bytes).schedule
         saved = saved_buffers(self.variant, self._ask(self._priced, net_bytes).schedule)
         saved = without_free(self.variant.graph, saved, self._free)
         return schedule_saving(self.variant, without_cheap(self.variant, saved, self._costs))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import planner
+from planner._apply import host_store
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled_search import CompiledSearch
@@ -29,6 +30,7 @@ from tests.support.inductor import (
     step,
 )
 from tests.support.models import gpt2
+from tests.support.offloading import with_link
 
 RANKS = {
     "one": None,
@@ -100,9 +102,31 @@ def for_h100(ranks, budget, **arguments):
         time_limit=5, parallel=RANKS[ranks], hold_output=False, **arguments)
 
 
+@needs_compiler
+def test_compiled_steps_store_results_on_the_host():
+    """A substitute is the host of this CPU (`apply.host_store`)."""
+    model = make_model(dropout=0.0)
+    prepared = with_link(without_code(
+        capture(model, batch(), loss_fn=loss_of, backend="inductor")), 1e13)
+    default = plan_within(prepared, None, EFFORT)
+    plan = plan_within(prepared, budget_at(prepared, default, 0.7), EFFORT)
+    assert plan.offloaded_bytes > 0 and loads(dumps(plan)) == plan
+    assert any("experimental" in note for note in plan.notes)
+    step(model)
+    expected = gradient(model)
+    applied = plan.apply(model)
+    step(applied)
+    assert (gradient(applied) - expected).norm() <= 1e-5 * expected.norm()
+    stored = measured_peak(applied) + plan.resident_bytes
+    assert stored <= plan.peak_bytes <= plan.budget_bytes
+    kept = measured_peak(default.apply(model)) + plan.resident_bytes
+    assert stored < kept
+    assert not host_store._under_way
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_planned_for_a_gpu_that_is_not_here(ranks):
-    plan = for_h100(ranks, "90%")
+    plan = for_h100(ranks, "90%", allow="offload" if ranks == "fsdp2" else ())
     assert plan.backend == "inductor" and plan.peak_bytes <= plan.budget_bytes
     assert any("upper bound" in note for note in plan.notes) and "upper bound" in str(plan)
     assert loads(dumps(plan)) == plan

@@ -70,7 +70,6 @@ def test_a_refusal_names_what_would_do_if_it_were_allowed():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"backend": "inductor"}, "cannot be had with backend='inductor'"),
     ({"cost_model": "flops"}, "copies have no cost"),
     ({"budget_of": "reserved", "device": "cuda"}, 'cannot be had with budget_of="reserved"'),
     ({}, "on the device `cpu`: its results are in the memory of the host already"),
