@@ -17,10 +17,13 @@ the substitute's copies run in the time of the ops.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from planner._graph_capture.torch_compat import OpOverload
 
 
 class Ending(Protocol):
@@ -48,6 +51,11 @@ class Copy:
         self._ending: Ending | None = ending
         self._held = held
         self._result = result
+
+    @property
+    def result(self) -> Tensor:
+        """The memory that is written to, for no other use than to find the copy."""
+        return self._result
 
     def finish(self) -> Tensor:
         """Wait, and return the result for later work of the current stream."""
@@ -77,6 +85,48 @@ def begin_fetch(host: Tensor, device: torch.device) -> Copy:
 def finish(copy: Copy) -> Tensor:
     """Return the tensor of a copy, once the copy has ended."""
     return copy.finish()
+
+
+_under_way: dict[int, Copy] = {}
+"""Copies of generated code, which passes tensors alone, by the address of the result."""
+
+
+def _begun(copy: Copy) -> Tensor:
+    result = copy.result
+    _under_way[result.data_ptr()] = copy
+    return result
+
+
+def _store(tensor: Tensor) -> Tensor:
+    return _begun(begin_store(tensor))
+
+
+def _fetch(host: Tensor, device: torch.device) -> Tensor:
+    return _begun(begin_fetch(host, device))
+
+
+def _finish(result: Tensor) -> Tensor:
+    return torch.ops.aten.alias.default(_under_way.pop(result.data_ptr()).finish())
+
+
+def _traced_copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype,
+                               device=device or "cpu")
+
+
+for _name, _signature, _run, _trace in (
+        ("store", "(Tensor tensor) -> Tensor", _store, _traced_copy),
+        ("fetch", "(Tensor host, Device device) -> Tensor", _fetch, _traced_copy),
+        ("finish", "(Tensor(a) result) -> Tensor(a)", _finish, torch.ops.aten.alias.default)):
+    torch.library.define(f"checkpoint_planner::{_name}", _signature)
+    torch.library.impl(f"checkpoint_planner::{_name}", "CompositeExplicitAutograd", _run)
+    torch.library.register_fake(f"checkpoint_planner::{_name}", _trace)
+
+OPS: Mapping[Any, OpOverload] = {
+    begin_store: torch.ops.checkpoint_planner.store.default,
+    begin_fetch: torch.ops.checkpoint_planner.fetch.default,
+    finish: torch.ops.checkpoint_planner.finish.default}
+"""The functions as ops that a compiler calls as they are."""
 
 
 class SharedHost:

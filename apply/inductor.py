@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from planner._apply.errors import PlanMismatch
+from planner._apply.host_store import OPS
 from planner._apply.plan_backend import Match, PlanBackend, checked_backward
 from planner._apply.rewrite import RewrittenRegion
 from planner._apply.rewrite_spec import RewriteSpec
@@ -46,7 +47,7 @@ from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
 """A graph that would keep more than this fraction of its ops is compiled whole."""
-_FORMAT = "checkpoint-planner 12"
+_FORMAT = "checkpoint-planner 13"
 """Version that changes whenever the same rewrite spec gives other graphs than before."""
 
 
@@ -112,6 +113,8 @@ class InductorBackend(PlanBackend):
         for node in (*graphs.forward.graph.nodes, *graphs.backward.graph.nodes):
             if node.target is REALIZED_COPY or is_companion(node.target):
                 declare_fallback(node.target)
+        for graph in (graphs.forward.graph, graphs.backward.graph):
+            call_transfers_as_ops(graph)
         if self._spec.kernel_order:
             realize_across_library_calls(graphs.backward.graph)
         if self._find_runs is None:
@@ -149,6 +152,19 @@ def uuid_of(spec: RewriteSpec) -> str:
     every process."""
     graphs = replace(spec, signature=None, ops=(), buffers=())
     return hashlib.sha256(f"{_FORMAT}\0{graphs!r}".encode()).hexdigest()
+
+
+def call_transfers_as_ops(graph: fx.Graph) -> None:
+    """Replace the functions that move results to the host and back by ops that take and return
+    tensors."""
+    for node in graph.nodes:
+        op = OPS.get(node.target) if node.op == "call_function" else None
+        if op is not None:
+            declare_fallback(op)
+            node.target = op
+            args: Any = fx.map_arg(node.args, lambda source: source.meta["val"])
+            with args[0].fake_mode:
+                node.meta["val"] = op(*args)
 
 
 def realize_across_library_calls(graph: fx.Graph) -> None:

@@ -145,7 +145,8 @@ class CapturedStep:
     overrides: tuple[tuple[str, object], ...]
     """Keyword arguments that capture forced, e.g. `use_cache=False`."""
     compiled: CompiledTracer | None
-    """Traces the step as Inductor compiles it; `None` for the eager backend."""
+    """Traces the step as Inductor compiles it; `None` for the eager backend, and where Inductor
+    generates no code because the device is absent."""
     outputs: tuple[OutputGradient, ...]
     """The gradient of each tensor of the model's output."""
     tracing: Tracing
@@ -294,8 +295,9 @@ def capture_step(
     costs = OpCosts(fake_copy.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say,
                     headroom=headroom)
     inductor = backend == "inductor"
-    if inductor:
-        check_compiler(fake_copy.device, fake_copy.trace_device)
+    is_present = fake_copy.device.type == fake_copy.trace_device.type
+    if inductor and is_present:
+        check_compiler(fake_copy.device)
 
     say("capturing the forward and the backward")
     begun = time.monotonic()
@@ -432,7 +434,7 @@ def capture_step(
         variants=(*variants, *chunked(chunks)), baseline=baseline, later=later,
         optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
-        compiled=None if recording.graphs is None else CompiledTracer(
+        compiled=None if recording.graphs is None or not is_present else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, fake_copy,
             lambda: tracing.wrapper, holds_output, capture_seconds),
         outputs=outputs, may_skip=bool(blocks) and may_skip,

@@ -293,6 +293,16 @@ class SavingCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class GeneratedKernels:
+    """The part of a step that kernels of Inductor compute, whatever they fuse."""
+
+    pointwise: frozenset[int]
+    """Ops that a kernel may compute again for each of their readers."""
+    external: frozenset[int]
+    """Ops that kernels of a library compute."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepVariant:
     """A training step as one graph, and Inductor's treatment of its buffers."""
 
@@ -310,3 +320,5 @@ class StepVariant:
     """Buffers that Inductor's own partitioner saves for the backward."""
     saving_costs: SavingCosts = field(default_factory=SavingCosts)
     """Costs of Inductor's kernels to save results for the backward."""
+    kernels: GeneratedKernels | None = None
+    """`None`: the step is not compiled."""

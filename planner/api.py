@@ -97,8 +97,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         allow: choices beyond recomputation, one or a sequence. `"chunk"`: the widest part of the
             step whose ops act on rows of batch and sequence - a language model's loss head - may
             run a chunk at a time, forward and backward together where the loss allows; sums over
-            rows are then sums of sums, which rounds otherwise.  `"offload"` (experimental, for one
-            GPU and the eager backend): what the forward saves may be stored in pinned memory of the
+            rows are then sums of sums, which rounds otherwise.  `"offload"` (experimental, for
+            GPUs): what the forward saves may be stored in pinned memory of the
             host and fetched back, beside the ops, where that takes less time than computing it
             again.
         budget_of: what the budget limits: `"allocated"` memory, the plan's `peak_bytes`; or, on a
@@ -182,6 +182,8 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
         dynamic.setdefault(each.input, {})[each.dimension] = each.size
     prepared = capture(model, inputs, cost_model=plan.cost_model, regions=spec.blocks or "model",
                        hold_output=spec.holds_output, dynamic=dynamic, **arguments)
+    if plan.link is not None:
+        prepared = prepared.with_link(plan.link)
     variant = prepared.variant_of(spec)
     timeline = unroll(variant.problem, schedule_of(variant, spec))
     if build_spec(prepared, variant, timeline).regions != spec.regions:

@@ -230,19 +230,10 @@ class _OpLog(TorchDispatchMode):
         return True
 
 
-def check_compiler(device: torch.device, here: torch.device | None = None) -> None:
-    """Raise `CaptureError` if Inductor cannot generate code for `device` on this machine.
-
-    `here`: the device on which the step is traced; of another kind if `device` is absent.
-    """
+def check_compiler(device: torch.device) -> None:
+    """Raise `CaptureError` if Inductor cannot generate code for `device`, which is present."""
     from planner._graph_capture.torch_compat.inductor import missing_compiler
 
-    if here is not None and here.type != device.type:
-        raise CaptureError(
-            f"planning for Inductor on {device} needs such a device, and this machine has none: "
-            "the peak of such a plan is that of the code that Inductor generates, and it generates "
-            'none without the device. Plan there; or here with backend="eager", which takes the '
-            "kernels of that device and runs op by op when it is applied")
     missing = missing_compiler(device)
     if missing:
         raise CaptureError(

@@ -30,6 +30,7 @@ from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
 from planner._graph_capture.step.regions import RegionUse
 from planner._graph_capture.torch_compat.symbols import is_dense
 from planner._graph_capture.training_graph import (
+    GeneratedKernels,
     Phase,
     SavingCosts,
     StepVariant,
@@ -156,8 +157,16 @@ def compiled_variant(graph: TrainingGraph, uses: Sequence[RegionUse], costs: Fus
     """The variant of a step that Inductor compiles; `costs`: `None` if time does not count."""
     return StepVariant(
         within_kernels(graph, uses), low_peak, *chunks,
-        saved_by_default=_saved_by_default(graph, uses),
+        saved_by_default=_saved_by_default(graph, uses), kernels=_kernels(graph, uses),
         saving_costs=SavingCosts() if costs is None else _saving_costs(graph, uses, costs))
+
+
+def _kernels(graph: TrainingGraph, uses: Sequence[RegionUse]) -> GeneratedKernels:
+    kinds = {graph.index_of[op.name]: fusion_of(op.node) for use in uses for op in use.lowered.ops}
+    return GeneratedKernels(
+        frozenset(index for index, kind in kinds.items() if kind is Fusion.POINTWISE),
+        frozenset(index for index in range(len(graph.ops))
+                  if kinds.get(index, Fusion.EXTERNAL) is Fusion.EXTERNAL))
 
 
 def _saving_costs(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedCosts

@@ -210,9 +210,6 @@ class Planning:
     def _check_offload(self) -> None:
         """Raise `ValueError` if the arguments exclude offload to the host."""
         why = {
-            f"backend={self.backend!r}": self.backend != "eager",
-            "parallel=": self.parallel is not None,
-            f"regions={self.regions!r}": self.regions not in (None, "model"),
             'cost_model="flops", in which copies have no cost': self.cost_model == "flops",
             'budget_of="reserved"': self.budget_of == "reserved",
         }

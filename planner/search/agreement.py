@@ -122,7 +122,7 @@ def _question(prepared: PreparedStep, limit_bytes: int | None, effort: Effort, p
     ops = [[op.name, op.digest, op.inputs, op.outputs, op.workspace_bytes, op.replay_state_bytes]
            for variant in prepared.variants for op in variant.graph.ops]
     sizes = [buffer.size_bytes for variant in prepared.variants for buffer in variant.graph.buffers]
-    budgets = [repr(variant.budget) for variant in prepared.variants]
+    budgets = [repr((variant.budget, variant.problem.link)) for variant in prepared.variants]
     others = [repr(getattr(prepared, each.name)) for each in fields(prepared)
               if each.name not in ("variants", "plain", "surroundings")]
     return _hash([ops, sizes, budgets, others, limit_bytes, effort.solver, purpose])

@@ -23,12 +23,14 @@ _SHARE = 0.3
 def with_alternatives(refusal: InfeasibleBudget, planning: Planning, prepared: PreparedStep,
                       prepared_for: Callable[[Planning], PreparedStep]) -> InfeasibleBudget:
     """The refusal with budgets that plans with more choices than `planning` allows meet, where
-    these are smaller; for reserved memory it is unchanged."""
-    if planning.budget_of != "allocated":
+    these are smaller.  It is unchanged for reserved memory, and where Inductor generates no code:
+    the peaks of ops are no bounds there."""
+    compiled = prepared.base.compiled
+    if planning.budget_of != "allocated" or (compiled is not None and compiled.tracer is None):
         return refusal
     found: dict[tuple[str, ...], int] = {}
     for choice in CHOICES:
-        if choice in planning.allow:
+        if choice in planning.allow or (choice == "offload" and compiled is not None):
             continue
         try:
             wider = replace(planning, allow=(*planning.allow, choice))

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.errors import InfeasibleBudget
 from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
 from planner.search.compiled_search import Candidate, CompiledSearch
+from planner.search.eager import OFFLOAD_IS_EXPERIMENTAL
 from planner.search.effort import Effort
 from planner.search.variants import choose
 from planner.solvers.incumbent import PROOF_TOLERANCE
@@ -24,6 +26,12 @@ from planner.units import format_bytes
 
 CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
            "longer one, or a machine that does less beside, may find a better plan")
+"""Note of such plans."""
+WITHOUT_CODE = (
+    "{why}: the peak is an upper bound, which "
+    "assumes that kernels store results and keep the operands of those that they may compute "
+    "again, with a margin of 3%. The code is not compared with it where the plan is applied: "
+    "planner.verify measures the step there, and a plan made by its code may need less")
 """Note of such plans."""
 _WORTH_GENERATING = 1.3
 """The default's code is not generated if the problem's breakdown is more than this multiple of the
@@ -35,7 +43,7 @@ _NO_LESS = 0.95
 def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effort) -> Plan:
     """The cheapest plan found whose compiled step peaks within `budget_bytes`; raises
     `InfeasibleBudget`."""
-    searches = [CompiledSearch(prepared, variant, effort) for variant in prepared.variants]
+    searches = _searches(prepared, effort)
     base, budget = searches[0], prepared.budget
     if budget_bytes is None:
         return _make_plan(searches, base, base.confirmed(base.default()))
@@ -58,14 +66,30 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
         raise InfeasibleBudget(
             budget_bytes, budget.whole_bytes(found.peak_bytes),
             f"At that minimum the compiled step holds {memory}. It is the smallest of the compiled "
-            "schedules that were tried within the time limit, and a longer one may find less.")
+            "schedules that were tried within the time limit, and a longer one may find less."
+            + ("" if search.generates_code else f" Note: {_without_code(search)}."))
     return _make_plan(searches, search, found, budget_bytes)
 
 
 def smallest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
     """The plan whose compiled step uses the least memory among those tried."""
-    searches = [CompiledSearch(prepared, variant, effort) for variant in prepared.variants]
+    searches = _searches(prepared, effort)
     return _make_plan(searches, *_smallest(searches))
+
+
+def _without_code(search: CompiledSearch) -> str:
+    return WITHOUT_CODE.format(
+        why="the generated code of a step that stores results on the host is not traced"
+        if search.breakdown.tracer is not None else
+        f"Inductor generates no code for {search.variant.graph.device} on this machine")
+
+
+def _searches(prepared: PreparedStep, effort: Effort) -> list[CompiledSearch]:
+    """One search for each variant; with a link to the host also for the variant without it, whose
+    code may be followed."""
+    alone = [replace(variant, problem=replace(variant.problem, link=None))
+             for variant in prepared.variants if variant.problem.link is not None]
+    return [CompiledSearch(prepared, variant, effort) for variant in (*alone, *prepared.variants)]
 
 
 def _smallest(searches: Sequence[CompiledSearch], net_bytes: int = 0
@@ -97,7 +121,8 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, found
         least = min(each.least_cost_within(net_bytes) for each in searches)
         bound = min(max(0.0, (least - base.default_cost) / base_cost), extra)
         is_proven = found.cost <= least + PROOF_TOLERANCE * base_cost
-    if prepared.cost_model == "measured" and found.spec != base.default_spec:
+    if (prepared.cost_model == "measured" and search.generates_code
+            and found.spec != base.default_spec):
         extra = (search.breakdown.seconds(found.spec)
                  / base.breakdown.seconds(base.default_spec) - 1)
     return assemble_plan(
@@ -109,4 +134,7 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, found
         solver=search.effort.solver, seconds=time.monotonic() - base.started,
         made=found.step.memory_timeline, backward_begins=found.step.backward_begins,
         notes=("overhead is relative to the step that Inductor compiles without a budget",
+               *(() if search.generates_code else
+                 (_without_code(search),)),
+               *((OFFLOAD_IS_EXPERIMENTAL,) if variant.offloaded_bytes(found.schedule) else ()),
                *((CUT_OFF,) if any(each.is_cut_off for each in searches) else ())))

@@ -41,6 +41,7 @@ from planner.solvers.result import Result
 from planner.solvers.simulator import unroll
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
+from planner.step.without_code import bound_without_code
 
 if TYPE_CHECKING:
     from planner._graph_capture.inductor.compiled_step import CompiledStep
@@ -99,6 +100,11 @@ class CompiledSearch:
         self.followed: list[Candidate] = []
         """Candidates whose code was traced, except Inductor's default, which peaks elsewhere."""
 
+    @property
+    def generates_code(self) -> bool:
+        """True if schedules are judged by the code that Inductor generates, else by a bound."""
+        return self.breakdown.tracer is not None and self.variant.problem.link is None
+
     # Schedules by the problem's breakdown.
 
     @cached_property
@@ -117,6 +123,8 @@ class CompiledSearch:
 
     def least_cost_within(self, net_bytes: int) -> float:
         """Lower bound on the cost of any schedule within `net_bytes`, by the problem's costs."""
+        if self.variant.problem.link is not None:
+            return 0.0
         return least_cost(self.variant, net_bytes, self._costs.to_save,
                           max(self._seconds_left(), self._work()))
 
@@ -132,6 +140,8 @@ class CompiledSearch:
     def schedule_within(self, net_bytes: int) -> Schedule:
         """The solver's schedule within `net_bytes`, without saving results that are free or cheap
         to recompute.  Raises `solvers.InfeasibleBudget`."""
+        if self.variant.problem.link is not None:
+            return self._ask(self.variant, net_bytes).schedule
         saved = saved_buffers(self.variant, self._ask(self._priced, net_bytes).schedule)
         saved = without_free(self.variant.graph, saved, self._free)
         return schedule_saving(self.variant, without_cheap(self.variant, saved, self._costs))
@@ -194,11 +204,15 @@ class CompiledSearch:
     def _evaluated(self, schedule: Schedule, spec: RewriteSpec) -> Candidate:
         if self.effort.progress is not None:
             self.effort.progress("generating the compiled step")
-        return Candidate(schedule, spec, self.breakdown.estimate(spec), self.cost(schedule))
+        step = (self.breakdown.estimate(spec) if self.generates_code else
+                bound_without_code(self.variant, schedule, is_ordered=spec.kernel_order))
+        return Candidate(schedule, spec, step, self.cost(schedule))
 
     def confirmed(self, found: Candidate) -> Candidate:
         """The candidate with the memory breakdown of the whole step, regardless of time: a plan's
         peak is never estimated from a part."""
+        if not self.generates_code:
+            return found
         if self.effort.progress is not None:
             self.effort.progress("generating the whole compiled step")
         return replace(found, step=self.breakdown.trace(found.spec))
@@ -227,7 +241,8 @@ class CompiledSearch:
         limit_bytes = net_bytes
         for _ in range(_TRIES):
             # Kernels in the order of the plan use less memory, and more time.
-            found = None if self.variant.low_peak else self._in_order(False, limit_bytes)
+            found = (self._in_order(False, limit_bytes)
+                     if self.generates_code and not self.variant.low_peak else None)
             found = found or self._in_order(True, limit_bytes)
             if found is None:
                 return None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planner._apply.inductor import InductorBackend
     from planner._graph_capture.dynamo.captured_graphs import GraphCode
     from planner._graph_capture.inductor.compiled_step import CompiledStep, CompiledTracer
-    from planner._graph_capture.training_graph import SavingCosts
+    from planner._graph_capture.training_graph import GeneratedKernels, SavingCosts
 
 
 _TO_CAPTURE = 1.3
@@ -44,11 +44,13 @@ class _Generated(NamedTuple):
 class CompiledBreakdown:
     """Traces of compiled steps, by rewrite spec."""
 
-    tracer: CompiledTracer
+    tracer: CompiledTracer | None
+    """`None`: Inductor generates no code, since the device is absent."""
     saved_by_default: frozenset[int]
     """Buffers that Inductor's own partitioner saves for the backward."""
     saving_costs: SavingCosts
     """Time of Inductor's kernels to save results for the backward."""
+    kernels: GeneratedKernels
     whole_seconds: float = 0.0
     """Approximate time to generate the code of a whole step with a single region."""
     compiled_ops: int = 0
@@ -60,7 +62,13 @@ class CompiledBreakdown:
     _backend: InductorBackend | None = None
 
     def __post_init__(self) -> None:
-        self.whole_seconds = _TO_CAPTURE * self.tracer.capture_seconds
+        if self.tracer is not None:
+            self.whole_seconds = _TO_CAPTURE * self.tracer.capture_seconds
+
+    @property
+    def _tracer(self) -> CompiledTracer:
+        assert self.tracer is not None, "without code there is nothing to trace"
+        return self.tracer
 
     def estimate(self, spec: RewriteSpec) -> CompiledStep:
         """Like `trace`, but from the code of a step without most of its repeated layers, if it has
@@ -72,7 +80,7 @@ class CompiledBreakdown:
             short = self._new_code(spec, shared)
             short.backend.leave_out_layers(find_runs)
             short.backend.keep_code()
-            step = self.tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
+            step = self._tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
             self.compiled_ops = short.backend.compiled_ops
             self._estimated[spec] = step
             if not short.backend.left_out:  # it was the whole step
@@ -95,7 +103,7 @@ class CompiledBreakdown:
                     self._generated[key] = self._new_code(spec, shared)
                     self._generated[key].backend.keep_code()
                 of_block.update(dict.fromkeys(shared.blocks, self._generated[key].code))
-            self._known[spec] = self.tracer.trace(of_block.__getitem__)
+            self._known[spec] = self._tracer.trace(of_block.__getitem__)
             if len(spec.regions) == 1:
                 self.whole_seconds = max(self.whole_seconds, time.monotonic() - begun)
         return self._known[spec]
@@ -106,7 +114,7 @@ class CompiledBreakdown:
             of_block = {name: code for shared in _shared_code(spec)
                         for code in (self._new_code(spec, shared).code,)
                         for name in shared.blocks}
-            self._seconds[spec] = self.tracer.seconds(of_block.__getitem__)
+            self._seconds[spec] = self._tracer.seconds(of_block.__getitem__)
         return self._seconds[spec]
 
     def with_code(self, spec: RewriteSpec) -> RewriteSpec:
@@ -130,7 +138,7 @@ class CompiledBreakdown:
         from planner._graph_capture.dynamo.captured_graphs import GraphCode
 
         if self._backend is None:
-            self._backend = InductorBackend(self.tracer.fake_copy.model, spec)
+            self._backend = InductorBackend(self._tracer.fake_copy.model, spec)
         backend = self._backend.with_spec(spec, shared.regions)
         return _Generated(backend, GraphCode(backend), shared)
 

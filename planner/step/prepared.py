@@ -191,12 +191,13 @@ def _variant(step: CapturedStep, variant: StepVariant, accumulation: int, earlie
     graph = variant.graph if accumulation == 1 else _accumulating(variant.graph, accumulation,
                                                                   earlier_bytes)
     problem, budget = lower(graph), StepBudget.of(graph, step.optimizer)
-    if step.compiled is None:
+    if variant.kernels is None:
         return Variant(graph, problem, budget)
     from planner.step.compiled_breakdown import CompiledBreakdown
 
     return Variant(graph, problem, budget,
-                   CompiledBreakdown(step.compiled, variant.saved_by_default, variant.saving_costs))
+                   CompiledBreakdown(step.compiled, variant.saved_by_default, variant.saving_costs,
+                                     variant.kernels))
 
 
 def _accumulating(graph: TrainingGraph, accumulation: int, earlier_bytes: int | None

@@ -19,6 +19,7 @@ from tests.support.offloading import random_transfers, with_link
 from tests.support.training import (
     EFFORT,
     apply_schedule,
+    captured,
     measured_peak,
     random_schedule,
     subject,
@@ -43,6 +44,20 @@ def test_any_transfers_beside_any_recomputations(name, seed):
     assert measured_peak(model, owner.case) == timeline.peak_bytes
 
 
+@pytest.mark.parametrize(("name", "blocks"), [("dropout_everywhere", "blocks.*"), pytest.param(
+    "gpt2", "transformer.h.*", marks=pytest.mark.slow)])
+def test_any_transfers_by_blocks(name, blocks):
+    """Results of one block are away while another runs."""
+    owner = subject(name)
+    step = with_link(captured(owner.case, regions=(blocks,)), 1e9)
+    problem = step.base.problem
+    schedule = random_transfers(problem, random_schedule(problem, 1, 0.3), 1)
+    assert any(isinstance(action, Fetch) for action in schedule)
+    model, timeline = apply_schedule(owner.case, step, schedule)
+    assert train(model, owner.case).differences(owner.reference) == []
+    assert measured_peak(model, owner.case) == timeline.peak_bytes
+
+
 @pytest.mark.parametrize("name", ["resnet", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_plan_that_stores_on_the_host_takes_less_than_recomputation_can(name):
     owner = subject(name)
@@ -60,8 +75,6 @@ def test_a_plan_that_stores_on_the_host_takes_less_than_recomputation_can(name):
     model = plan.apply(owner.case.model)
     assert train(model, owner.case).differences(owner.reference) == []
     assert measured_peak(model, owner.case) + plan.resident_bytes == plan.peak_bytes <= budget
-
-
 
 
 class Late:

@@ -70,11 +70,8 @@ def test_a_refusal_names_what_would_do_if_it_were_allowed():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"backend": "inductor"}, "cannot be had with backend='inductor'"),
-    ({"regions": "blocks"}, "cannot be had with regions='blocks'"),
     ({"cost_model": "flops"}, "copies have no cost"),
     ({"budget_of": "reserved", "device": "cuda"}, 'cannot be had with budget_of="reserved"'),
-    ({"parallel": planner.DataParallel("ddp", ranks=2)}, "cannot be had with parallel="),
     ({}, "on the device `cpu`: its results are in the memory of the host already"),
 ])
 def test_where_it_cannot_be_had_words_say_so(arguments, message):

@@ -6,6 +6,7 @@ import datetime
 import os
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import planner
 from benchmarks.settled_collectives import settle_collectives
 from planner._graph_capture.memory.allocator import record_stages
+from planner.solvers import Link
 from tests.support.models import LanguageModel, gpt2
 from tests.support.ranks import on_ranks
 
@@ -288,6 +290,29 @@ def refused(net: nn.Module, plan: planner.Plan, batch: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize("how", ["bucket views", "fsdp2", "mixed"])
 def test_a_plan_of_a_rank_is_verified_in_its_run(how):
     on_ranks(verified, how)
+
+
+def storing(rank: int, kind: str) -> None:
+    """A substitute is the host of this CPU (`apply.host_store`)."""
+    with mock.patch("planner.step.lowering.host_link", return_value=Link(1e12)):
+        torch.manual_seed(rank)
+        ids = torch.randint(VOCAB, (8, 32))
+        batch = {"input_ids": ids, "labels": ids}
+        parallel = planner.DataParallel(kind, 2)
+        plan = planner.plan(model(), batch, budget="80%", optimizer="adamw", hold_output=False,
+                            time_limit=1, parallel=parallel, allow="offload")
+    assert plan.offloaded_bytes > 0
+    traced = planner.data_parallel(model(), batch, parallel=parallel, optimizer="adamw", plan=plan)
+    assert traced.peak_bytes == plan.peak_bytes
+    found = planner.verify(wrap(model(), kind), plan, batch)
+    assert found.ok and found.max_gradient_error == 0, str(found)
+    assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-3), str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_results_of_a_rank_on_the_host(kind):
+    on_ranks(storing, kind)
 
 
 def of_two_models(rank: int) -> None:
