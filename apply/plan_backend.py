@@ -104,7 +104,7 @@ class PlanBackend(OutputWatcher):
         self._spec = spec
         self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
         self._compiled_regions = 0
-        self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
+        self._lowered: dict[tuple[object, ...], LoweredRegion] | None = None
         self.running: nn.Module | None = None
         """The module whose forward is being called: the model or a block; `None`: unknown, and
         modules keep the names of the graph."""
@@ -205,6 +205,10 @@ class PlanBackend(OutputWatcher):
         assert graph.region is not None
         joint, watched = graph.region.joint, list[int]()
         traced = _Traced(joint, graph.region.num_forward_outputs, graph.given, watched)
+        self._lowered = {
+            (joint, 0, JointVariant(low_peak=low_peak), self._spec.regions[0].cotangents, (), ()):
+            lowered for low_peak, lowered in code.lowered.items()}
+        code.lowered.clear()
         match = self._matching_region(joint, joint, traced.num_outputs, traced.given)
         traced.adopt(self._spec, match)
         self._traced.append(traced)
@@ -284,14 +288,15 @@ class PlanBackend(OutputWatcher):
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
-            lowered = None if self._lowered is None else self._lowered.get((module, index))
+            key = module, index, variant, region.cotangents, region.hoisted, region.elided
+            lowered = None if self._lowered is None else self._lowered.get(key)
             if lowered is None:
                 lowered = lower_joint_graph(
                     joint, num_forward_outputs, variant, cotangents=region.cotangents,
                     input_names=names, hoisted=region.hoisted, region=index, block=region.block,
                     elided=region.elided)
             if self._lowered is not None:
-                self._lowered[module, index] = lowered
+                self._lowered[key] = lowered
             difference = different_op(region, lowered)
             is_resized = difference is not None
             if difference is not None and region.region_signature is not None:

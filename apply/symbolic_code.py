@@ -29,6 +29,7 @@ from planner._apply.rewrite_spec import RewriteSpec
 from planner._apply.same_step import outputs_let_go
 from planner._graph_capture.dynamo.stub_graphs import stub_backward, stub_forward, stub_graphs_of
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.garbage import give_back_freed_memory
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
@@ -45,6 +46,8 @@ _MOST_SIZES = 1024
 """Of how many sizes a graph remembers which schedule serves them."""
 _MOST_SCHEDULES = 8
 """Schedules that a graph keeps."""
+_SIZES_PER_TRIM = 8
+"""New sizes after which freed memory is given back to the system."""
 
 
 class SizesNotPlanned(PlanMismatch):
@@ -76,6 +79,7 @@ class SymbolicCallable:
         self.region = region
         self.schedules: list[Schedule] = []
         """The last that was made comes first."""
+        self._new_sizes = 0
         self._served: OrderedDict[Values, Schedule] = OrderedDict()
         self.used: Schedule
         """Schedule of the last call."""
@@ -100,6 +104,9 @@ class SymbolicCallable:
             if found is None:
                 raise SizesNotPlanned(self, values)
             self._served[values] = found
+            self._new_sizes += 1
+            if self._new_sizes % _SIZES_PER_TRIM == 0:
+                give_back_freed_memory()
             if len(self._served) > _MOST_SIZES:
                 self._served.popitem(last=False)
         self._served.move_to_end(values)

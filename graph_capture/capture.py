@@ -311,7 +311,8 @@ def capture_step(
     unforced = _without(fake_copy, {name for name, _ in forced} - kwargs.keys())
     tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
-    def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False
+    def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False,
+               keeps_code: bool = keeps_code
                ) -> tuple[FakeCopy, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
@@ -320,10 +321,13 @@ def capture_step(
                 fake_copy.trace_device.type == "cpu"):
             traced = storage_less_copy(fake_copy, extra=(fake_loss,))
             traced_loss = traced.extra[-1]
-        return traced, traced_loss, *record_training_step(
+        found = traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
             wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest,
             keeps_code=keeps_code)
+        if keeps_code and not blocks and getattr(traced.mode, "told_values", False):
+            return record(fake_copy, blocks, captures_rest, False)  # values decide what it does
+        return found
 
     blocks, chosen_because = find_blocks(model, regions or WHOLE_MODEL), ""
     if symbolic is not None:
@@ -411,9 +415,13 @@ def capture_step(
     else:
         variants = [variant(uses)]
     keeper.check_all_used()
+    if recording.code is not None:
+        recording.code.lowered[False] = uses[0].lowered
     if any(has_low_peak_variant(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
+        if recording.code is not None:
+            recording.code.lowered[True] = uses[0].lowered
 
     @quiet_fake_tensors()
     @undisturbed_autograd()

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
+from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.torch_compat import Branch, FakeTensor, compile_forward
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class TracedCode:
         """`trained`: which of the copy's parameters are trained."""
         self.backend, self.trained = backend, trained
         self.graphs: list[TracedGraph] = []
+        self.lowered: dict[bool, LoweredRegion] = {}
+        """The graph in its base variant (`False`) and low-peak variant."""
         self.function = compile_forward(name, self)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ def test_a_second_plan_takes_no_trace_and_its_gradients_are_right(budget):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
     graph, = forward_override(model).graphs
     assert graph.plans_made > 1
-    assert graph.code.compilations == 1
+    assert graph.code.compilations == 0  # the code of capture runs
     assert planner.status(model).planned_steps == 4
 
 
@@ -70,7 +70,7 @@ def test_the_peak_under_an_exchanged_schedule_is_the_predicted_one():
     resident = sum(each.nbytes for each in (*model.parameters(), batch))
     graph, = forward_override(model).graphs
     assert graph.plans_made > 1
-    assert graph.code.compilations == 1
+    assert graph.code.compilations == 0  # the code of capture runs
     assert record_peak(step, "cpu").peak_bytes + resident == planner.plan_of(model).peak_bytes
 
 
