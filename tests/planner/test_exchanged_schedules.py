@@ -112,6 +112,21 @@ def test_the_peak_under_an_exchanged_schedule_is_the_predicted_one():
     assert record_peak(step, "cpu").peak_bytes + resident == planner.plan_of(model).peak_bytes
 
 
+def test_a_graph_may_be_kept_after_a_backward_that_kept_none():
+    plain = Wide()
+    model = planner.within(copy.deepcopy(plain), "98%")
+    train(model, 2)
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        each.zero_grad()
+        each.eval()
+        loss = each(torch.ones(900, 8)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("changed", ["output", "weight"])
 def test_a_saved_tensor_that_was_changed_is_refused(changed, dynamic):
